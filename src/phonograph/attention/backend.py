@@ -1,0 +1,169 @@
+"""The contract of an attention backend: what it declares, and what it does.
+
+The two are apart. `Capabilities` is pure: it answers from the configuration, needs neither the backend's library nor a
+device, and is what selection, the resolver and `explain` read. `AttentionBackend` runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import Support
+
+
+class AttentionKind(Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class KVLayout(Enum):
+    """Order in memory inside one block: NHD is [block size, KV heads, head size], HND [KV heads, block size, head size]."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+
+UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Everything about a KV group's attention that decides who can run it.
+
+    dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); kv_cache_dtype may be "float8_e4m3fn"/"float8_e5m2"
+    windows: the distinct (left, right) windows of the layers, in keys *beside* the query itself; UNBOUNDED (-1) for none.
+        A model's `sliding_window` of W keys is (W - 1, 0).
+    softcap: 0 means none.
+    speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    layout: KVLayout = KVLayout.NHD
+    kind: AttentionKind = AttentionKind.DECODER
+    windows: tuple[tuple[int, int], ...] = ((UNBOUNDED, UNBOUNDED),)
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    lse: bool = False
+    speculative_tokens: int = 0
+
+    @property
+    def has_window(self) -> bool:
+        return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
+
+
+class Capabilities(ABC):
+    """What one backend, in one version, can do. Pure: no library, no device, no torch work.
+
+    name:    as users write it in `--attention-backend`
+    version: of the kernel family ("2", "3", "4"), or ""
+    """
+
+    name: str
+    version: str = ""
+
+    @abstractmethod
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """Every reason why this backend cannot run `spec` on `device`; empty when it can."""
+
+    @abstractmethod
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        """The graph support level for `spec` on `device`, with the reason."""
+
+    def missing(self) -> str | None:
+        """Why the backend cannot be loaded in this installation (library absent, kernels not written), or None."""
+        return None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """What differs from layer to layer. Tensors are float32 on the device.
+
+    window:  (left, right) as in AttentionSpec.windows
+    scale:   factor of the logits before softcap and bias, usually head_size ** -0.5
+    alibi_slopes [H], sinks [H]: or None
+    k_scale, v_scale [K]: descale factor of each KV head for an FP8 cache, or None for 1
+    """
+
+    index: int
+    scale: float
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """The largest batch a builder must hold in its persistent buffers."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_model_len: int
+
+
+class AttentionBackend(ABC):
+    """Runs attention for one KV group. Built once, used for every layer of the group.
+
+    The KV cache of a layer is `kv_cache` [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a
+    view with permuted strides. Host work in `forward` counts: under piecewise graphs it runs for every layer of every
+    step.
+    """
+
+    capabilities: Capabilities
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        self.spec = spec
+        self.device = device
+        self.limits = limits
+
+    @abstractmethod
+    def make_builder(self) -> MetadataBuilder: ...
+
+    @abstractmethod
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        """Writes new keys and values to their slots (block id * block size + offset); slot -1 writes nothing.
+
+        A call of its own, so that it stays inside piecewise graphs.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        """Attends each query to its sequence's keys in the cache (the new ones included), into `out_THD`.
+
+        Rows of no request get zeros (and LSE -inf). `lse_HT` is float32 [H, T], natural logarithm, sinks included.
+        """

@@ -1,0 +1,65 @@
+"""What every attention backend is told about a batch, in the same words.
+
+The tensors are views of persistent buffers: their addresses are what a captured graph froze, so the runner writes new
+contents into them at each step and never makes new ones. The host integers beside them are for planning; a graph that
+captures them has frozen them, which is the first thing `phonograph verify` looks for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from phonograph.graphs.modes import GraphKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonMetadata:
+    """One step of one KV group. Sequences are ordered decodes first, then prefills, then empty slots.
+
+    Host integers (of the actual batch, without padding):
+        num_reqs, num_decodes, num_tokens, num_decode_tokens, max_query_len, max_seq_len
+
+    Tensors (padded to the graph's R request slots and T tokens; equal to the actual batch when eager without padding):
+        query_start_loc [R+1] int32  cumulative query lengths; empty slots repeat the last value
+        seq_lens        [R]   int32  context + query length; 0 in empty slots
+        block_table     [R, max_blocks_per_seq] int32
+        slot_mapping    [T]   int64  where each token's key and value go; -1 writes nothing
+
+    Host copies of the first two, for backends that plan on the host:
+        query_start_loc_cpu [R+1], seq_lens_cpu [R]  numpy int32
+    """
+
+    num_reqs: int
+    num_decodes: int
+    num_tokens: int
+    num_decode_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc_cpu: np.ndarray
+    seq_lens_cpu: np.ndarray
+    causal: bool = True
+
+
+class AttentionMetadata(ABC):
+    """What a backend's forward needs beyond the tensors of a layer; made by that backend's builder only."""
+
+
+class MetadataBuilder(ABC):
+    """Turns common metadata into a backend's own, writing into buffers that live as long as the builder.
+
+    The runner calls `build` exactly once for what will run next: an eager step (`key` None), the capture of a graph, or
+    its replay (`key` names it). At capture `common` describes a real batch of that graph's shape, never nothing. Whatever
+    `build` returns for a capture must stay valid, and be refilled by later builds with the same key, for as long as the
+    graph lives.
+    """
+
+    @abstractmethod
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> AttentionMetadata: ...

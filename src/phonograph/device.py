@@ -1,0 +1,52 @@
+"""What the engine needs to know about a device, also of one that is not in this machine (for `explain`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phonograph.errors import ConfigError
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """kind: "cpu" or "cuda"; capability: CUDA compute capability; num_sms: multiprocessors; memory: bytes."""
+
+    name: str
+    kind: str
+    capability: tuple[int, int] = (0, 0)
+    num_sms: int = 0
+    memory: int = 0
+
+
+# Published figures of the cards people serve models on.
+KNOWN_DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec(name="cpu", kind="cpu", memory=16 * GIB),
+        DeviceSpec(name="a100-40gb", kind="cuda", capability=(8, 0), num_sms=108, memory=40 * GIB),
+        DeviceSpec(name="a100-80gb", kind="cuda", capability=(8, 0), num_sms=108, memory=80 * GIB),
+        DeviceSpec(name="a10", kind="cuda", capability=(8, 6), num_sms=72, memory=24 * GIB),
+        DeviceSpec(name="rtx3090", kind="cuda", capability=(8, 6), num_sms=82, memory=24 * GIB),
+        DeviceSpec(name="rtx4090", kind="cuda", capability=(8, 9), num_sms=128, memory=24 * GIB),
+        DeviceSpec(name="l4", kind="cuda", capability=(8, 9), num_sms=58, memory=24 * GIB),
+        DeviceSpec(name="l40s", kind="cuda", capability=(8, 9), num_sms=142, memory=48 * GIB),
+        DeviceSpec(name="h100", kind="cuda", capability=(9, 0), num_sms=132, memory=80 * GIB),
+        DeviceSpec(name="h200", kind="cuda", capability=(9, 0), num_sms=132, memory=141 * GIB),
+        DeviceSpec(name="b200", kind="cuda", capability=(10, 0), num_sms=148, memory=180 * GIB),
+        DeviceSpec(name="rtx5090", kind="cuda", capability=(12, 0), num_sms=170, memory=32 * GIB),
+    )
+}
+
+
+def known_device(name: str) -> DeviceSpec:
+    """The published figures of a device by its name.
+
+    Raises:
+        ConfigError: no such device is known.
+    """
+    spec = KNOWN_DEVICES.get(name.lower())
+    if spec is None:
+        raise ConfigError("device", name, f"is not known; known are {', '.join(KNOWN_DEVICES)}")
+    return spec

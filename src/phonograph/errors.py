@@ -1,0 +1,72 @@
+"""The exceptions a user can meet, in one tree, so that a caller can catch as widely or as narrowly as it wants.
+
+`assert` is kept for our own bugs; whatever a user, a file or a machine can cause raises one of these.
+
+    PhonographError
+    ├── ConfigError            a setting of the engine is unknown, out of range or contradicts another
+    ├── ModelError             a model folder cannot be used
+    │   ├── UnsupportedModelError   its architecture, or a feature of it, is not implemented
+    │   └── WeightError             a weight file or tensor is missing, truncated, corrupt or of the wrong shape
+    ├── RequestError           one request is refused; the others go on
+    ├── BackendError           an attention backend cannot serve this configuration, or is not there
+    ├── CaptureError           something a graph capture cannot hold was done while capturing
+    ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
+    └── MemoryLimitError       the memory granted is too small for what was asked
+"""
+
+from __future__ import annotations
+
+
+class PhonographError(Exception):
+    """Base of every error that Phonograph raises on purpose."""
+
+
+class ConfigError(PhonographError):
+    """A setting is wrong; the message names it, its value and what would work."""
+
+    def __init__(self, setting: str, value: object, problem: str) -> None:
+        self.setting = setting
+        self.value = value
+        self.problem = problem
+        super().__init__(f"{setting}={value!r}: {problem}")
+
+
+class ModelError(PhonographError):
+    """A model folder cannot be used as it is."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model's architecture, or a feature of its configuration, is not implemented."""
+
+
+class WeightError(ModelError):
+    """A weight file or tensor is missing, truncated, corrupt or of the wrong shape."""
+
+
+class RequestError(PhonographError):
+    """One request is refused; the message names the parameter, its value and what would work."""
+
+    def __init__(self, parameter: str, value: object, problem: str) -> None:
+        self.parameter = parameter
+        self.value = value
+        self.problem = problem
+        super().__init__(f"{parameter}={value!r}: {problem}")
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, object, str]]:
+        return type(self), (self.parameter, self.value, self.problem)
+
+
+class BackendError(PhonographError):
+    """An attention backend cannot serve this configuration, or is not there."""
+
+
+class CaptureError(PhonographError):
+    """Something that a graph cannot hold was done inside a capture."""
+
+
+class ReplayError(PhonographError):
+    """A graph was asked to replay with inputs unlike those it was captured for."""
+
+
+class MemoryLimitError(PhonographError):
+    """The memory granted is too small for what was asked."""

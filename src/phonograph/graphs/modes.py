@@ -1,0 +1,84 @@
+"""The vocabulary of the graph system: what can be asked, what a backend can support, and the key of one graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class GraphMode(Enum):
+    """How batches run. The names are the field's; `FULL` is ours in that it holds two sets of graphs.
+
+    NONE                every step eager
+    PIECEWISE           graphs between the attention calls, attention itself eager
+    FULL                one whole graph for every batch: a decode set and a mixed set
+    FULL_DECODE_ONLY    whole graphs for uniform decode batches, everything else eager
+    FULL_AND_PIECEWISE  whole graphs for uniform decode batches, pieces for the rest
+    """
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+    @property
+    def decode_full(self) -> bool:
+        """Uniform decode batches replay whole graphs."""
+        return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
+
+    @property
+    def mixed_full(self) -> bool:
+        """Mixed batches replay whole graphs."""
+        return self is GraphMode.FULL
+
+    @property
+    def piecewise(self) -> bool:
+        """Some batches replay pieces."""
+        return self in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE)
+
+
+class GraphSupport(IntEnum):
+    """Which batches a backend can serve inside a captured graph; each level includes those below it."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Only batches whose every query has one token."""
+    UNIFORM_BATCH = 2
+    """Batches whose queries all have the same length (decode with speculation)."""
+    ALWAYS = 3
+    """Any batch, mixed ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """A level with the reason for it. A backend answers it as a function of the resolved configuration."""
+
+    level: GraphSupport
+    reason: str
+
+
+class GraphSet(Enum):
+    """The set of graphs a key belongs to."""
+
+    DECODE = "decode"
+    MIXED = "mixed"
+    PIECEWISE = "piecewise"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Names one captured graph.
+
+    num_tokens: padded tokens T
+    num_reqs:   request slots R; a decode graph has T / query_len of them, the other sets have all
+    query_len:  tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets
+    """
+
+    graphs: GraphSet
+    num_tokens: int
+    num_reqs: int
+    query_len: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.graphs.value}[{self.num_tokens} tokens, {self.num_reqs} slots]"
