@@ -1,0 +1,35 @@
+"""Phonograph, an LLM inference engine whose heart is attention backends x CUDA graphs.
+
+The public names are loaded when they are first used, so that `import phonograph` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phonograph.config import EngineConfig
+    from phonograph.engine.llm import LLM
+    from phonograph.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "phonograph.engine.llm",
+    "EngineConfig": "phonograph.config",
+    "SamplingParams": "phonograph.sampling_params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
