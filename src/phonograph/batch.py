@@ -29,6 +29,8 @@ class NewSequence:
     prompt_len: int
     num_computed: int
     params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+    """Token ids that end this request (end of sequence, stop tokens); held back until `min_tokens` are out."""
     sample_index: int = 0
     """Which of the request's `n` samples this is; part of its random seed."""
 

@@ -1,0 +1,118 @@
+"""Which graphs are captured: the one list that padding, eligibility, capture and `explain` all read.
+
+A peer kept such lists in three places that could disagree. Here a `CaptureList` is made once, from the resolved mode and
+the limits, and everything else is derived from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
+
+DENSE_UP_TO = 16
+"""Up to here every number of tokens in a mixed batch has its own graph."""
+STEP_DIVISOR = 8
+"""Above, neighbours differ by an eighth: 12.5% of padding at worst, about 6% on average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureList:
+    """decode, mixed, piecewise: keys in ascending order of tokens; notes: what was left out of a list, and why."""
+
+    decode: tuple[GraphKey, ...] = ()
+    mixed: tuple[GraphKey, ...] = ()
+    piecewise: tuple[GraphKey, ...] = ()
+    decode_query_len: int = 1
+    notes: tuple[str, ...] = ()
+
+    def keys(self) -> tuple[GraphKey, ...]:
+        """All graphs, largest first, which is the order of capture: a pool then only ever shrinks its needs."""
+        every = self.decode + self.mixed + self.piecewise
+        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.graphs.value), reverse=True))
+
+
+def make_capture_list(
+    mode: GraphMode,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_capture_tokens: int,
+    sizes: tuple[int, ...] | None = None,
+    speculative_tokens: int = 0,
+) -> CaptureList:
+    """The graphs of `mode`.
+
+    Args:
+        max_capture_tokens: largest mixed or piecewise graph of the default list.
+        sizes: numbers of tokens asked for by the user instead of the default list.
+
+    Raises:
+        ConfigError: a size is below 1, or can never occur because it is above max_num_batched_tokens and above the
+            tokens of a full decode batch.
+    """
+    query_len = 1 + speculative_tokens
+    largest_decode = max_num_seqs * query_len
+    if sizes is not None:
+        _check_sizes(sizes, max(largest_decode, max_num_batched_tokens))
+    notes: list[str] = []
+    decode: tuple[GraphKey, ...] = ()
+    if mode.decode_full:
+        wanted = [count * query_len for count in default_decode_sizes(max_num_seqs)] if sizes is None else sizes
+        fitting = sorted({size for size in wanted if size <= largest_decode and size % query_len == 0})
+        left_out = sorted(set(wanted) - set(fitting))
+        if left_out:
+            notes.append(
+                f"no decode graph of {_join(left_out)} tokens: a decode batch has at most max_num_seqs={max_num_seqs} "
+                f"sequences of {query_len} token{'s' if query_len > 1 else ''}"
+            )
+        decode = tuple(GraphKey(GraphSet.DECODE, size, size // query_len, query_len) for size in fitting)
+    other: list[int] = []
+    if mode.mixed_full or mode.piecewise:
+        limit = min(max_capture_tokens, max_num_batched_tokens)
+        wanted = default_mixed_sizes(limit) if sizes is None else sizes
+        other = sorted({size for size in wanted if size <= max_num_batched_tokens})
+        left_out = sorted(set(wanted) - set(other))
+        if left_out:
+            notes.append(
+                f"no mixed graph of {_join(left_out)} tokens: a step has at most "
+                f"max_num_batched_tokens={max_num_batched_tokens} tokens"
+            )
+    mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
+    pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
+    return CaptureList(decode=decode, mixed=mixed, piecewise=pieces, decode_query_len=query_len, notes=tuple(notes))
+
+
+def default_decode_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences in the decode graphs: 1, 2, 4, then every 8, always with max_num_seqs itself at the end."""
+    sizes = [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs]
+    return [*sizes, max_num_seqs]
+
+
+def default_mixed_sizes(limit: int) -> list[int]:
+    """Tokens of the mixed graphs, from 1 to `limit` (itself included), each an eighth above the one before at most."""
+    sizes: list[int] = []
+    size = 1
+    while size < limit:
+        sizes.append(size)
+        step = max(1, size // STEP_DIVISOR) if size >= DENSE_UP_TO else 1
+        size += step
+    return [*sizes, limit]
+
+
+def _check_sizes(sizes: tuple[int, ...], largest: int) -> None:
+    if not sizes:
+        raise ConfigError("cudagraph_capture_sizes", list(sizes), "name at least one size, or set cudagraph_mode=NONE")
+    for size in sizes:
+        if not 1 <= size <= largest:
+            raise ConfigError(
+                "cudagraph_capture_sizes",
+                size,
+                f"a size must be from 1 to {largest}, the most tokens a step can have (max_num_batched_tokens, "
+                "max_num_seqs)",
+            )
+
+
+def _join(sizes: list[int]) -> str:
+    return ", ".join(str(size) for size in sizes)

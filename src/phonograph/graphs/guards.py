@@ -1,0 +1,85 @@
+"""What a device refuses inside a capture, refused on the CPU too, with the reason.
+
+Most of it is visible as an operator (`refuse_unless_capturable`). Reading a CPU tensor's memory from Python is not: no
+operator runs in `.tolist()` or `.numpy()`. `HostReadGuard` catches these, and tensors made from host data, one level
+higher, at the Python API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from phonograph.errors import CaptureError
+
+_HOST_READS: dict[Callable[..., Any], str] = {
+    torch.Tensor.tolist: "tolist()",
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy.asarray()",
+    torch.Tensor.item: "item()",
+    torch.Tensor.__bool__: "bool()",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__index__: "use as an index",
+}
+_HOST_DATA: dict[Callable[..., Any], str] = {
+    torch.tensor: "torch.tensor()",
+    torch.as_tensor: "torch.as_tensor()",
+    torch.from_numpy: "torch.from_numpy()",
+}
+# Operators whose tags do not tell: a mask as an index, and reads that stay composite under inference mode.
+_READ_OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose"}
+# Composites that hide an operator with a dynamic shape: they reach the tape whole, without its tag.
+_DYNAMIC_COMPOSITES = {
+    "aten::repeat_interleave.self_Tensor",
+    "aten::where",
+    "aten::argwhere",
+    "aten::nonzero_numpy",
+    "aten::tensor_split.tensor_indices_or_sections",
+}
+_INDEX_OPERATORS = {"aten::index", "aten::index_put", "aten::index_put_"}
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Raises CaptureError for reads of tensor contents into Python, and for tensors made from Python data."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _HOST_READS:
+            raise CaptureError(
+                f"host read inside a capture: {_HOST_READS[func]} would freeze today's contents into the graph; keep the "
+                "value in a tensor, or read it before the capture"
+            )
+        if func in _HOST_DATA:
+            raise CaptureError(
+                f"host data inside a capture: {_HOST_DATA[func]} would freeze today's data into the graph; write it to a "
+                "static buffer before the replay"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_unless_capturable(func: Any, args: Any) -> None:
+    """Raises CaptureError where operator `func` cannot be part of a graph."""
+    name: str = func._schema.name
+    tags = func.tags
+    if name in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:
+        raise CaptureError(f"host read inside a capture: {func} returns tensor contents to the host")
+    if name in _INDEX_OPERATORS:
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1])
+        ):
+            raise CaptureError(f"data-dependent shape inside a capture: {func} with a mask; use torch.where")
+    elif torch.Tag.dynamic_output_shape in tags or _full_name(func) in _DYNAMIC_COMPOSITES:
+        raise CaptureError(f"data-dependent shape inside a capture: the result of {func} depends on tensor contents")
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise CaptureError(f"random numbers inside a capture: a replay of {func} could not be compared with eager")
+
+
+def _full_name(func: Any) -> str:
+    overload: str = func._schema.overload_name
+    return f"{func._schema.name}.{overload}" if overload else func._schema.name

@@ -1,0 +1,227 @@
+"""The CPU's graph runtime: it records calls once and replays them, with the hazards of a CUDA graph on purpose.
+
+A capture runs the function under a TorchDispatchMode. Every operator that reaches it is kept with its frozen Python
+arguments and with aliases of its tensors, so that a later change of a tensor's address or strides is not seen, just as a
+device graph would not see it. After the capture all intermediates get addresses in one pool that every graph of the
+runtime shares; replay re-runs the operators into that pool. So outputs are overwritten by the next replay of any graph,
+stale scalars stay stale, and what a capture on a device refuses is refused here (`guards.py`).
+
+Two facts the module relies on: under inference mode composite operators (linear, rms_norm) reach the mode whole; and an
+operator of torch.library reaches it as one call, whose implementation runs unrecorded at each replay and may read the
+contents of its tensors, as a device kernel would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phonograph.errors import CaptureError
+from phonograph.graphs.guards import HostReadGuard, refuse_unless_capturable
+from phonograph.graphs.pool import PoolPlan, plan_pool, storage_id
+
+
+@dataclass(slots=True)
+class _Call:
+    """One recorded operator, or one eager call (`break_here`), with the tensors it made or got."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    outputs: list[torch.Tensor]
+    break_here: bool = False
+    replayed: bool = True
+    """False for a bare allocation: it claims memory, but there is nothing to run."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        leaves: list[Any] = tree_leaves((self.args, self.kwargs, self.outputs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class TapeGraph:
+    """A captured graph: operators bound to fixed memory, in order."""
+
+    def __init__(self, steps: list[functools.partial[Any]], outputs: tuple[torch.Tensor, ...], num_pieces: int) -> None:
+        self._steps = steps
+        self._outputs = outputs
+        self._num_pieces = num_pieces
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return self._outputs
+
+    @property
+    def num_pieces(self) -> int:
+        return self._num_pieces
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._steps)
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for step in self._steps:
+                step()
+
+
+class TapeRuntime:
+    """Captures on the CPU; see `GraphRuntime` for the contract."""
+
+    name = "tape"
+
+    def __init__(self) -> None:
+        self._pool = torch.empty(0, dtype=torch.uint8)
+        self._pools: list[torch.Tensor] = []
+        self._recorder: _Recorder | None = None
+
+    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> TapeGraph:
+        if self._recorder is not None:
+            raise CaptureError("a capture was started inside another capture")
+        recorder = _Recorder()
+        self._recorder = recorder
+        try:
+            with torch.inference_mode(), HostReadGuard(), recorder:
+                outputs = function()
+        finally:
+            self._recorder = None
+        return self._bind(recorder, outputs)
+
+    def eager_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        if self._recorder is None:
+            function(*tensors)
+            return
+        self._recorder.calls.append(_Call(function, tensors, {}, [], break_here=True))
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            function(*tensors)
+
+    def poison(self) -> None:
+        for pool in self._pools:
+            pool.fill_(0xFF)  # NaN in every floating-point format
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(pool.numel() for pool in self._pools)
+
+    def _bind(self, recorder: _Recorder, outputs: tuple[torch.Tensor, ...]) -> TapeGraph:
+        """Gives the intermediates their addresses in the pool and makes the calls that replay runs."""
+        plan = plan_pool([call.tensors() for call in recorder.calls], recorder.made_here, keep=outputs)
+        if plan.num_bytes > self._pool.numel():
+            # Captured largest first, later graphs fit what the first one claimed.
+            self._pool = torch.empty(plan.num_bytes, dtype=torch.uint8)
+            self._pools.append(self._pool)
+        binder = _Binder(self._pool, plan)
+        steps = [step for call in recorder.calls if (step := binder.step(call)) is not None]
+        num_pieces = 1 + sum(call.break_here for call in recorder.calls)
+        return TapeGraph(steps, tuple(binder.place(tensor) for tensor in outputs), num_pieces)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs each operator and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.made_here: set[int] = set()
+        """Storages that operators of this capture made: the intermediates."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_unless_capturable(func, args)
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **kwargs)
+            # Aliases hold today's address, sizes and strides; the list arguments are copied on the way.
+            frozen_args, frozen_kwargs = tree_map(_freeze, (args, kwargs))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        known = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        fresh = [output for output in outputs if storage_id(output) not in known]
+        if fresh and (len(fresh) != len(outputs) or func._schema.is_mutable):
+            raise CaptureError(f"{func} makes new tensors beside old ones, which the tape cannot replay")
+        if func._schema.is_mutable:
+            self.calls.append(_Call(func, frozen_args, frozen_kwargs, []))
+            return result
+        if not fresh:
+            return result  # a view: nothing to do at replay
+        self.made_here.update(storage_id(output) for output in fresh)
+        is_allocation = func in _ALLOCATIONS
+        self.calls.append(_Call(func, frozen_args, frozen_kwargs, outputs, replayed=not is_allocation))
+        return result
+
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class _Binder:
+    """Places the tensors of one capture and turns its calls into callables without arguments."""
+
+    def __init__(self, pool: torch.Tensor, plan: PoolPlan) -> None:
+        self._pool = pool
+        self._plan = plan
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's alias in the pool, or itself where its memory is not the graph's."""
+        start = self._plan.offsets.get(storage_id(tensor))
+        if start is None:
+            return tensor
+        item = tensor.element_size()
+        alias = torch.empty(0, dtype=tensor.dtype)
+        offset = start // item + tensor.storage_offset()
+        return alias.set_(self._pool.untyped_storage(), offset, tensor.size(), tensor.stride())
+
+    def step(self, call: _Call) -> functools.partial[Any] | None:
+        if not call.replayed:
+            return None
+        args, kwargs = tree_map(self._place_leaf, (call.args, call.kwargs))
+        if call.break_here:
+            return functools.partial(call.function, *args)
+        func = cast(Any, call.function)
+        if not call.outputs:
+            return functools.partial(func._op, *args, **kwargs)
+        outputs = [self.place(output) for output in call.outputs]
+        out = _out_overload(func)
+        if out is not None:
+            names, overload = out
+            return functools.partial(overload._op, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
+        return functools.partial(_run_and_copy, func._op, args, kwargs, outputs)
+
+    def _place_leaf(self, leaf: Any) -> Any:
+        return self.place(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _freeze(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+    return leaf
+
+
+def _run_and_copy(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> None:
+    results = function(*args, **kwargs)
+    for output, result in zip(outputs, tree_leaves(results), strict=True):
+        output.copy_(result)
+
+
+@functools.cache
+def _out_overload(func: Any) -> tuple[tuple[str, ...], Any] | None:
+    """The overload that computes the same into given tensors, and the names of those; None where there is none."""
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        arguments = overload._schema.arguments
+        given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        outs = tuple(argument.name for argument in arguments if argument.is_out)
+        if outs and given == wanted and len(outs) == len(func._schema.returns):
+            return outs, overload
+    return None

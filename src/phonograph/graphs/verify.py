@@ -1,0 +1,119 @@
+"""Proves captured graphs: each replay on random inputs, unlike those of its capture, must equal the eager run.
+
+Whatever a graph froze that it should not have (a length, an address, a launch bound) shows here as a mismatch. The module
+knows nothing of models or attention; a `VerifySubject` prepares random inputs and runs them both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphKey
+
+
+class VerifySubject(Protocol):
+    """What `verify` drives. `replay` and `eager` return copies, by name, of everything the step produced."""
+
+    def keys(self) -> tuple[GraphKey, ...]: ...
+
+    def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
+        """Draws a random batch that runs as `key`, and describes it."""
+        ...
+
+    def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        """Replays the graph on the prepared batch, its scratch and outputs poisoned first."""
+        ...
+
+    def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        """Runs the prepared batch eagerly at the graph's padded shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """One tensor of one replay that differs. max_abs_error is NaN where one side is not finite."""
+
+    key: GraphKey
+    batch: str
+    tensor: str
+    num_different: int
+    num_elements: int
+    max_abs_error: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: {self.tensor} differs in {self.num_different} of {self.num_elements} elements "
+            f"(largest error {self.max_abs_error:.3g}) on a batch of {self.batch}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyReport:
+    """replays: how many each graph had; mismatches: empty when every replay equalled eager bit by bit."""
+
+    replays: dict[GraphKey, int] = field(default_factory=dict[GraphKey, int])
+    mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
+
+    @property
+    def num_replays(self) -> int:
+        return sum(self.replays.values())
+
+    @property
+    def ok(self) -> bool:
+        return not self.mismatches and bool(self.replays)
+
+
+def verify(
+    subject: VerifySubject,
+    *,
+    num_replays: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Replays every graph of `subject` in turn, `num_replays` times in all but each graph at least once.
+
+    Raises:
+        ConfigError: there is no graph to verify.
+    """
+    keys = subject.keys()
+    if not keys:
+        raise ConfigError("cudagraph_mode", "NONE", "there is no graph to verify; ask for a mode with graphs")
+    rng = np.random.default_rng(seed)
+    report = VerifyReport()
+    total = max(num_replays, len(keys))
+    for index in range(total):
+        key = keys[index % len(keys)]
+        batch = subject.prepare(key, rng)
+        replayed = subject.replay(key)
+        expected = subject.eager(key)
+        report.replays[key] = report.replays.get(key, 0) + 1
+        for name, tensor in expected.items():
+            mismatch = _compare(key, batch, name, replayed[name], tensor)
+            if mismatch is not None:
+                report.mismatches.append(mismatch)
+        if progress is not None:
+            progress(index + 1, total)
+    return report
+
+
+def _compare(key: GraphKey, batch: str, name: str, got: torch.Tensor, expected: torch.Tensor) -> Mismatch | None:
+    # NaN equals nothing, itself included: a NaN that reached an output is a mismatch even where eager has it too.
+    different = got != expected
+    count = int(different.sum())
+    if count == 0:
+        return None
+    error = (got.double() - expected.double()).abs().max()
+    return Mismatch(
+        key=key,
+        batch=batch,
+        tensor=name,
+        num_different=count,
+        num_elements=got.numel(),
+        max_abs_error=float(error),
+    )

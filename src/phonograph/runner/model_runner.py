@@ -1,0 +1,176 @@
+"""Runs scheduled batches: persistent slots, static buffers, a decision, a graph or an eager step, sampled tokens.
+
+The runner never meets a request, only slots. It owns everything with an address that a graph froze.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.errors import CaptureError
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.runner.logprobs import prompt_logprobs
+from phonograph.runner.program import StepProgram
+from phonograph.runner.sampler import Sampler
+from phonograph.runner.slots import SlotTable, fill_buffers
+from phonograph.runner.synthetic import SyntheticBatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """num_graphs, seconds, memory_bytes: what the capture phase made and cost."""
+
+    num_graphs: int
+    seconds: float
+    memory_bytes: int
+
+
+class ModelRunner:
+    """Executes steps. `counts` tells how many steps each kind of decision had, `last_decision` the latest one."""
+
+    def __init__(
+        self,
+        *,
+        program: StepProgram,
+        builder: MetadataBuilder,
+        buffers: StaticBuffers,
+        slots: SlotTable,
+        sampler: Sampler,
+        dispatcher: Dispatcher,
+        runtime: GraphRuntime,
+        synthetic: SyntheticBatches,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.last_decision: Decision | None = None
+        self.dispatcher = dispatcher
+        self.runtime = runtime
+        self._program = program
+        self._builder = builder
+        self._buffers = buffers
+        self._slots = slots
+        self._sampler = sampler
+        self._synthetic = synthetic
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._live: dict[int, NewSequence] = {}
+
+    def capture(self, progress: Callable[[int, int, GraphKey], None] | None = None) -> CaptureReport:
+        """Captures every graph of the capture list, largest first."""
+        start = time.perf_counter()
+        keys = self.dispatcher.captures.keys()
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress(done, len(keys), key)
+            self._capture_one(key, self._synthetic.capture_batch(key))
+        seconds = time.perf_counter() - start
+        return CaptureReport(num_graphs=len(keys), seconds=seconds, memory_bytes=self.runtime.memory_bytes)
+
+    def _capture_one(self, key: GraphKey, common: CommonMetadata) -> None:
+        self._program.metadata = self._builder.build(common, key=key)
+        if self._program.metadata is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise CaptureError(f"{key} was to be captured without attention metadata")
+        self._graphs[key] = self.runtime.capture(functools.partial(self.run_shape, key))
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Runs one step and returns what it sampled."""
+        with torch.inference_mode():
+            self._apply(batch)
+            decision = self.dispatcher.decide(shape_of(batch))
+            self.last_decision = decision
+            self.counts[decision.label] += 1
+            common = fill_buffers(self._buffers, self._slots, batch, decision.key)
+            self._program.metadata = self._builder.build(common, key=decision.key)
+            hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
+            return self._sample(batch, hidden, logits)
+
+    def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
+        self._buffers.consume(key)
+        graph = self._graphs[key]
+        graph.replay()
+        hidden, logits = graph.outputs
+        return hidden, logits
+
+    def run_shape(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
+        return self._program.run(
+            num_tokens=key.num_tokens,
+            num_logits=min(key.num_tokens, key.num_reqs),
+            every_row=key.graphs is GraphSet.DECODE,
+            pieces=key.graphs is GraphSet.PIECEWISE,
+        )
+
+    def _run_eager(self, common: CommonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._program.run(
+            num_tokens=common.num_tokens,
+            num_logits=common.num_reqs,
+            every_row=common.num_tokens == common.num_reqs,
+            pieces=False,
+        )
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        for slot in batch.freed:
+            self._sampler.clear(slot)
+            self._live.pop(slot, None)
+        for new in batch.new:
+            self._live[new.slot] = new
+            self._sampler.load(
+                new.slot,
+                new.params,
+                new.token_ids[: new.prompt_len],
+                new.token_ids[new.prompt_len :],
+                new.end_token_ids,
+                new.sample_index,
+            )
+        self._slots.apply(batch)
+
+    def _sample(self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
+        output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
+        rows = [row for row, samples in enumerate(batch.samples) if samples]
+        if not rows:
+            return output
+        slots = [batch.slots[row] for row in rows]
+        chosen = logits[: len(rows)] if len(rows) == batch.num_reqs else logits[rows]
+        lengths = self._slots.num_tokens[slots].tolist()
+        sampled = self._sampler.sample(
+            chosen, slots, [length - self._live[slot].prompt_len for slot, length in zip(slots, lengths, strict=True)]
+        )
+        self._slots.append_tokens(slots, sampled.token_ids)
+        output.slots = slots
+        output.token_ids = sampled.token_ids
+        output.logprobs = sampled.logprobs
+        return output
+
+    def _prompt_logprobs(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        found: dict[int, list[TokenLogprobs]] = {}
+        start = 0
+        for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+            live = self._live[slot]
+            top = live.params.prompt_logprobs
+            # Row p predicts token p + 1; the prompt's last row predicts the output.
+            rows = min(query_len, live.prompt_len - 1 - context_len)
+            if top is not None and rows > 0:
+                targets = live.token_ids[context_len + 1 : context_len + 1 + rows]
+                found[slot] = prompt_logprobs(hidden[start : start + rows], self._program.model.logits, targets, top)
+            start += query_len
+        return found
+
+
+def shape_of(batch: ScheduledBatch) -> BatchShape:
+    """The facts of a batch that the dispatcher looks at."""
+    if batch.num_decodes == batch.num_reqs:
+        uniform = 1
+    else:
+        first = batch.query_lens[0]
+        uniform = first if all(length == first for length in batch.query_lens) else None
+    return BatchShape(num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform)

@@ -1,0 +1,106 @@
+"""Persistent state of the running requests, one row a slot, and the static inputs of a step made from it.
+
+A step's batch names slots and lengths only; token ids and block tables are already here. So filling the buffers is a few
+vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.batch import ScheduledBatch
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.modes import GraphKey
+
+
+class SlotTable:
+    """token_ids [R, max_model_len], block_table [R, blocks]: R = max_num_seqs rows, one a slot."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.block_table = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Takes over what changed since the last step: sequences that start, and blocks that were appended."""
+        for new in batch.new:
+            self.token_ids[new.slot, : len(new.token_ids)] = new.token_ids
+            self.num_tokens[new.slot] = len(new.token_ids)
+        for append in batch.appends:
+            self.block_table[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
+
+    def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
+        """Writes the sampled token of each slot behind its last one."""
+        # A sequence that reached the context's end samples a token that it will never feed back.
+        ends = self.num_tokens[slots]
+        room = ends < self.token_ids.shape[1]
+        rows = np.asarray(slots)[room]
+        self.token_ids[rows, ends[room]] = np.asarray(token_ids, np.int32)[room]
+        self.num_tokens[rows] += 1
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def fill_buffers(
+    buffers: StaticBuffers, table: SlotTable, batch: ScheduledBatch, key: GraphKey | None
+) -> CommonMetadata:
+    """Writes the inputs of one step, padded to `key`, and returns the metadata that views them."""
+    num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+    slots = np.array(batch.slots, np.int64)
+    query_lens = np.array(batch.query_lens, np.int64)
+    context_lens = np.array(batch.context_lens, np.int64)
+    query_start_loc = buffers.query_start_loc_np
+    query_start_loc[0] = 0
+    np.cumsum(query_lens, out=query_start_loc[1 : num_reqs + 1])
+    if batch.num_decodes == num_reqs:
+        positions, token_slots = context_lens, slots
+    else:
+        token_slots = np.repeat(slots, query_lens)
+        positions = np.arange(num_tokens) + np.repeat(context_lens - query_start_loc[:num_reqs], query_lens)
+    buffers.positions_np[:num_tokens] = positions
+    buffers.input_ids_np[:num_tokens] = table.token_ids[token_slots, positions]
+    block, offset = np.divmod(positions, table.block_size)
+    buffers.slot_mapping_np[:num_tokens] = table.block_table[token_slots, block] * table.block_size + offset
+    seq_lens = buffers.seq_lens_np
+    np.add(context_lens, query_lens, out=seq_lens[:num_reqs], casting="unsafe")
+    max_seq_len = int(seq_lens[:num_reqs].max(initial=0))
+    num_blocks = blocks_for(max_seq_len, table.block_size)
+    buffers.block_table_np[:num_reqs, :num_blocks] = table.block_table[slots, :num_blocks]
+    buffers.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
+    return pad_buffers(buffers, key, num_reqs=num_reqs, num_tokens=num_tokens, num_decodes=batch.num_decodes)
+
+
+def pad_buffers(
+    buffers: StaticBuffers, key: GraphKey | None, *, num_reqs: int, num_tokens: int, num_decodes: int
+) -> CommonMetadata:
+    """Makes the rows behind the batch harmless, up to the slots and tokens of `key`, and marks the buffers prepared.
+
+    Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
+    """
+    padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
+    buffers.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
+    buffers.seq_lens_np[num_reqs:padded_reqs] = 0
+    buffers.logits_rows_np[num_reqs:padded_reqs] = 0
+    buffers.input_ids_np[num_tokens:padded_tokens] = 0
+    buffers.positions_np[num_tokens:padded_tokens] = 0
+    buffers.slot_mapping_np[num_tokens:padded_tokens] = -1
+    buffers.prepared(key)
+    query_lens = np.diff(buffers.query_start_loc_np[: num_reqs + 1])
+    return CommonMetadata(
+        num_reqs=num_reqs,
+        num_decodes=num_decodes,
+        num_tokens=num_tokens,
+        num_decode_tokens=int(buffers.query_start_loc_np[num_decodes]),
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(buffers.seq_lens_np[:num_reqs].max(initial=0)),
+        query_start_loc=buffers.query_start_loc[: padded_reqs + 1],
+        seq_lens=buffers.seq_lens[:padded_reqs],
+        block_table=buffers.block_table[:padded_reqs],
+        slot_mapping=buffers.slot_mapping[:padded_tokens],
+        query_start_loc_cpu=buffers.query_start_loc_np[: padded_reqs + 1],
+        seq_lens_cpu=buffers.seq_lens_np[:padded_reqs],
+    )

@@ -1,0 +1,99 @@
+"""Batches nobody asked for: real metadata of a wanted shape, for captures and for verification.
+
+Every sequence gets blocks of its own, so that a capture or a verification runs on what a real step would look like,
+never on nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.errors import MemoryLimitError
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.runner.slots import blocks_for, pad_buffers
+
+
+class SyntheticBatches:
+    """Draws batches within the limits of an engine and writes them into its static buffers."""
+
+    def __init__(
+        self, buffers: StaticBuffers, *, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int
+    ) -> None:
+        self._buffers = buffers
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+
+    def capture_batch(self, key: GraphKey) -> CommonMetadata:
+        """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them."""
+        if key.graphs is GraphSet.DECODE:
+            query_lens = [key.query_len] * key.num_reqs
+        else:
+            longest = min(self._max_model_len, key.num_tokens)
+            query_lens = [longest] * (key.num_tokens // longest)
+            query_lens += [rest] if (rest := key.num_tokens % longest) else []
+            query_lens.sort()
+        return self._write(np.random.default_rng(0), key, query_lens, [0] * len(query_lens))
+
+    def random_batch(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
+        """A random batch that would be padded to `key`: fewer tokens and sequences, ragged queries, long contexts."""
+        if key.graphs is GraphSet.DECODE:
+            query_lens = [key.query_len] * int(rng.integers(1, key.num_reqs + 1))
+        else:
+            query_lens = self._ragged(key, rng)
+        free = self._num_blocks - sum(blocks_for(length, self._block_size) for length in query_lens)
+        contexts: list[int] = []
+        for left, length in zip(range(len(query_lens), 0, -1), query_lens, strict=True):
+            # Mostly short contexts and some as long as the cache or the model allows.
+            longest = min(self._max_model_len - length, max(0, free) * self._block_size)
+            fair = min(longest, max(0, free) // left * self._block_size)
+            context = int(rng.integers(0, longest + 1)) if rng.random() < 0.1 else int(rng.integers(0, fair + 1))
+            extra = blocks_for(context + length, self._block_size) - blocks_for(length, self._block_size)
+            if extra > free:
+                context, extra = 0, 0
+            free -= extra
+            contexts.append(context)
+        return self._write(rng, key, query_lens, contexts)
+
+    def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
+        """Query lengths, decodes first, of at most key.num_tokens in all."""
+        budget = int(rng.integers(max(1, key.num_tokens * 3 // 4), key.num_tokens + 1))
+        # Each sequence may leave one block partly empty, so a small cache holds fewer of them.
+        most = max(1, min(key.num_reqs, budget, self._num_blocks - blocks_for(budget, self._block_size)))
+        num_reqs = int(rng.integers(1, most + 1)) if rng.random() < 0.5 else int(rng.integers(1, min(most, 4) + 1))
+        num_reqs = max(num_reqs, blocks_for(budget, self._max_model_len))
+        cuts = np.sort(rng.choice(np.arange(1, budget), size=num_reqs - 1, replace=False)) if num_reqs > 1 else []
+        lengths = np.diff(np.array([0, *cuts, budget]))
+        return sorted(min(int(length), self._max_model_len) for length in lengths)
+
+    def _write(
+        self, rng: np.random.Generator, key: GraphKey, query_lens: list[int], context_lens: list[int]
+    ) -> CommonMetadata:
+        buffers, size = self._buffers, self._block_size
+        num_reqs, num_tokens = len(query_lens), sum(query_lens)
+        order = rng.permutation(self._num_blocks)
+        needed = [blocks_for(query + context, size) for query, context in zip(query_lens, context_lens, strict=True)]
+        if sum(needed) > self._num_blocks:
+            raise MemoryLimitError(
+                f"a batch for {key} needs {sum(needed)} KV blocks of {size} tokens, and the cache has {self._num_blocks}; "
+                "grant more KV cache memory, or lower max_num_seqs or the capture sizes"
+            )
+        start = token = 0
+        for row, (query, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+            blocks = order[start : start + needed[row]]
+            start += needed[row]
+            buffers.block_table_np[row, : needed[row]] = blocks
+            positions = np.arange(context, context + query)
+            buffers.positions_np[token : token + query] = positions
+            buffers.slot_mapping_np[token : token + query] = blocks[positions // size] * size + positions % size
+            token += query
+            buffers.query_start_loc_np[row + 1] = token
+            buffers.seq_lens_np[row] = query + context
+        buffers.query_start_loc_np[0] = 0
+        buffers.input_ids_np[:num_tokens] = rng.integers(0, self._vocab_size, num_tokens)
+        buffers.logits_rows_np[:num_reqs] = buffers.query_start_loc_np[1 : num_reqs + 1] - 1
+        num_decodes = sum(query == 1 for query in query_lens)
+        return pad_buffers(buffers, key, num_reqs=num_reqs, num_tokens=num_tokens, num_decodes=num_decodes)

@@ -1,0 +1,81 @@
+"""The whole table of downgrades: mode x support x pieces x speculation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphMode, GraphSupport, Support
+from phonograph.graphs.resolve import Pieces, resolve_mode, weakest
+
+NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
+DECODE_ONLY, BOTH = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE
+NEVER, SINGLE = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM, ALWAYS = GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
+ERROR = "error"
+
+# (asked, support): results for (pieces, no speculation), (pieces, speculation), (no pieces, no speculation),
+# (no pieces, speculation). None asks for the default.
+TABLE = {
+    (NONE, NEVER): (NONE, NONE, NONE, NONE),
+    (NONE, SINGLE): (NONE, NONE, NONE, NONE),
+    (NONE, UNIFORM): (NONE, NONE, NONE, NONE),
+    (NONE, ALWAYS): (NONE, NONE, NONE, NONE),
+    (PIECEWISE, NEVER): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (PIECEWISE, SINGLE): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (PIECEWISE, UNIFORM): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (PIECEWISE, ALWAYS): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (FULL, NEVER): (ERROR, ERROR, ERROR, ERROR),
+    (FULL, SINGLE): (BOTH, PIECEWISE, DECODE_ONLY, NONE),
+    (FULL, UNIFORM): (BOTH, BOTH, DECODE_ONLY, DECODE_ONLY),
+    (FULL, ALWAYS): (FULL, FULL, FULL, FULL),
+    (DECODE_ONLY, NEVER): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (DECODE_ONLY, SINGLE): (DECODE_ONLY, PIECEWISE, DECODE_ONLY, NONE),
+    (DECODE_ONLY, UNIFORM): (DECODE_ONLY, DECODE_ONLY, DECODE_ONLY, DECODE_ONLY),
+    (DECODE_ONLY, ALWAYS): (DECODE_ONLY, DECODE_ONLY, DECODE_ONLY, DECODE_ONLY),
+    (BOTH, NEVER): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (BOTH, SINGLE): (BOTH, PIECEWISE, DECODE_ONLY, NONE),
+    (BOTH, UNIFORM): (BOTH, BOTH, DECODE_ONLY, DECODE_ONLY),
+    (BOTH, ALWAYS): (BOTH, BOTH, DECODE_ONLY, DECODE_ONLY),
+    (None, NEVER): (PIECEWISE, PIECEWISE, NONE, NONE),
+    (None, SINGLE): (BOTH, PIECEWISE, DECODE_ONLY, NONE),
+    (None, UNIFORM): (BOTH, BOTH, DECODE_ONLY, DECODE_ONLY),
+    (None, ALWAYS): (FULL, FULL, FULL, FULL),
+}
+CASES = [
+    (asked, level, pieces, tokens, TABLE[asked, level][column])
+    for asked, level in TABLE
+    for column, (pieces, tokens) in enumerate([(True, 0), (True, 3), (False, 0), (False, 3)])
+]
+
+
+def test_the_table_is_complete() -> None:
+    assert set(TABLE) == set(itertools.product([None, *GraphMode], GraphSupport))
+
+
+@pytest.mark.parametrize(("asked", "level", "pieces", "tokens", "expected"), CASES)
+def test_table(asked, level, pieces, tokens, expected) -> None:
+    support = Support(level, "because of the test")
+    arguments = (asked, support, Pieces(pieces, "as the test has it"))
+    if expected is ERROR:
+        with pytest.raises(ConfigError, match="cudagraph_mode='FULL'.*because of the test.*works"):
+            resolve_mode(*arguments, speculative_tokens=tokens)
+        return
+    resolution = resolve_mode(*arguments, speculative_tokens=tokens)
+    assert resolution.mode is expected
+    assert resolution.reasons[0].before is None
+    assert resolution.reasons[-1].after is expected
+    for before, after in itertools.pairwise(resolution.reasons):
+        assert after.before is before.after, "the chain has no gap"
+        assert after.text, "no step without a reason"
+    if asked is not None and expected is not asked:
+        assert len(resolution.reasons) > 1
+
+
+def test_the_weakest_group_decides_and_is_named() -> None:
+    strong, weak = Support(ALWAYS, "reads lengths"), Support(UNIFORM, "folds heads")
+    assert weakest([("full attention", strong), ("windowed", weak)]).level is UNIFORM
+    assert "windowed" in weakest([("full attention", strong), ("windowed", weak)]).reason
+    assert weakest([("only", strong)]) is strong

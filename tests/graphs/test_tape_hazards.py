@@ -1,0 +1,254 @@
+"""Each hazard of a CUDA graph as a test that fails if the tape forgives it.
+
+On a device these fail silently; here they are documentation of what a captured graph does.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phonograph.errors import CaptureError, ReplayError
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.graphs.tape import TapeRuntime
+
+REPEATS = torch.ones(5, dtype=torch.int64)
+library = torch.library.Library("phonograph_test", "FRAGMENT")
+library.define("scaled_sum(Tensor x, Tensor count, float scale, Tensor(a!) out) -> ()")
+
+
+def _scaled_sum(x: torch.Tensor, count: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    rows = int(count[0])  # reads contents when it runs, as a kernel does
+    out.fill_(0)
+    out[:rows] = x[:rows] * scale
+
+
+library.impl("scaled_sum", _scaled_sum, "CPU")
+
+
+@pytest.fixture
+def runtime() -> TapeRuntime:
+    return TapeRuntime()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(5, 7)
+
+
+def test_replay_computes_with_new_contents(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    weight, bias = torch.randn(3, 7), torch.randn(3)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        hidden = torch.nn.functional.linear(x, weight, bias)
+        left, right = torch.nn.functional.silu(hidden), hidden.exp()
+        return torch.cat([left, right], dim=1).softmax(-1), left.mul(2).add_(right)
+
+    graph = runtime.capture(step)
+    for _ in range(3):
+        x.copy_(torch.randn(5, 7))
+        runtime.poison()
+        graph.replay()
+        with torch.inference_mode():
+            expected = step()
+        assert all(torch.equal(got, want) for got, want in zip(graph.outputs, expected, strict=True))
+
+
+def test_stale_python_scalar(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    scale = {"value": 2.0}
+    graph = runtime.capture(lambda: (x * scale["value"],))
+    scale["value"] = 3.0
+    graph.replay()
+    assert torch.equal(graph.outputs[0], x * 2.0), "a replay must use the scalar of the capture"
+
+
+def test_stale_scalar_of_an_opaque_operator_beside_live_contents(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    count, out, scale = torch.tensor([2]), torch.empty(5, 7), {"value": 2.0}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        torch.ops.phonograph_test.scaled_sum(x, count, scale["value"], out)
+        return (out,)
+
+    graph = runtime.capture(step)
+    scale["value"] = 3.0
+    count.fill_(4)
+    graph.replay()
+    expected = torch.zeros(5, 7)
+    expected[:4] = x[:4] * 2.0
+    assert torch.equal(out, expected), "the scalar is frozen, the tensor's contents are read at replay"
+
+
+def test_stale_python_branch_and_list(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    dims = [0]
+    graph = runtime.capture(lambda: (x.sum(dims),))
+    dims[0] = 1
+    graph.replay()
+    assert graph.outputs[0].shape == (7,)
+    assert torch.equal(graph.outputs[0], x.sum(0))
+
+
+def test_moved_address(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    held = {"x": x}
+    graph = runtime.capture(lambda: (held["x"] + 1,))
+    held["x"] = torch.randn(5, 7)
+    graph.replay()
+    assert torch.equal(graph.outputs[0], x + 1), "a replay reads the address of the capture"
+
+
+def test_moved_address_behind_the_same_tensor(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    old = x.clone()
+    alias = x.view_as(x)
+    graph = runtime.capture(lambda: (x + 1,))
+    x.set_(torch.randn(5, 7))
+    graph.replay()
+    assert torch.equal(graph.outputs[0], old + 1)
+    alias.copy_(torch.randn(5, 7))
+    graph.replay()
+    assert torch.equal(graph.outputs[0], alias + 1), "the old memory is still what the graph reads"
+
+
+def test_changed_stride(runtime: TapeRuntime) -> None:
+    square = torch.randn(6, 6)
+    graph = runtime.capture(lambda: (square * 2,))
+    before = square.clone()
+    square.t_()
+    graph.replay()
+    assert torch.equal(graph.outputs[0], before * 2), "a replay reads memory with the strides of the capture"
+
+
+def test_output_overwritten_by_the_next_replay(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    graph = runtime.capture(lambda: (x * 2,))
+    graph.replay()
+    first = graph.outputs[0]
+    kept = first.clone()
+    x.copy_(torch.randn(5, 7))
+    graph.replay()
+    assert not torch.equal(first, kept), "outputs live in the graph's memory, not in the caller's"
+
+
+def test_output_overwritten_by_another_graph(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    one = runtime.capture(lambda: (x * 2,))
+    other = runtime.capture(lambda: (x * 3,))
+    one.replay()
+    kept = one.outputs[0].clone()
+    other.replay()
+    assert not torch.equal(one.outputs[0], kept), "graphs share one memory pool"
+
+
+def test_intermediates_share_memory_and_outputs_do_not(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    def chain() -> tuple[torch.Tensor, ...]:
+        early = x + 1
+        value = early
+        for _ in range(50):
+            value = value * 1.01
+        return value, early
+
+    graph = runtime.capture(chain)
+    assert runtime.memory_bytes <= 5 * 192, "50 intermediates must not take 50 buffers"
+    runtime.poison()
+    graph.replay()
+    with torch.inference_mode():
+        assert all(torch.equal(got, want) for got, want in zip(graph.outputs, chain(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: __import__("numpy").asarray(x),
+        lambda x: float(x[0, 0]),
+        lambda x: int(x[0, 0]),
+        lambda x: bool(x[0, 0] > 0),
+        lambda x: 1 if (x > 0).any() else 0,
+        lambda x: torch.equal(x, x),
+        lambda x: torch.allclose(x, x),
+    ],
+    ids=["item", "tolist", "numpy", "asarray", "float", "int", "bool", "if", "equal", "allclose"],
+)
+def test_host_read_inside_a_capture(runtime: TapeRuntime, x: torch.Tensor, read) -> None:
+    with pytest.raises(CaptureError, match="host read"):
+        runtime.capture(lambda: (read(x), x)[1:])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.unique(x),
+        lambda x: torch.repeat_interleave(x, REPEATS, dim=0),
+        lambda x: torch.where(x > 0)[0],
+    ],
+    ids=["mask", "nonzero", "masked_select", "unique", "repeat_interleave", "where"],
+)
+def test_data_dependent_shape(runtime: TapeRuntime, x: torch.Tensor, shape) -> None:
+    with pytest.raises(CaptureError, match="data-dependent shape"):
+        runtime.capture(lambda: (shape(x),))
+
+
+def test_host_data_and_random_numbers_inside_a_capture(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    with pytest.raises(CaptureError, match="host data"):
+        runtime.capture(lambda: (x + torch.tensor(1.0),))
+    with pytest.raises(CaptureError, match="random numbers"):
+        runtime.capture(lambda: (x + torch.rand(7),))
+
+
+def test_a_failed_or_nested_capture_leaves_the_runtime_usable(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    with pytest.raises(CaptureError):
+        runtime.capture(lambda: (x[x > 0],))
+    with pytest.raises(CaptureError, match="inside another capture"):
+        runtime.capture(lambda: runtime.capture(lambda: (x + 1,)).outputs)
+    assert x.tolist() and bool(x[0, 0] == x[0, 0]), "guards end with the capture"
+    graph = runtime.capture(lambda: (x + 1,))
+    graph.replay()
+    assert torch.equal(graph.outputs[0], x + 1)
+
+
+def test_eager_call_breaks_the_capture_and_runs_at_each_replay(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    factor = {"value": 2.0}
+
+    def between(source: torch.Tensor, target: torch.Tensor) -> None:
+        assert source.tolist(), "host reads are allowed between the pieces"
+        target.copy_(source * factor["value"])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        hidden = x + 1
+        target = torch.empty_like(hidden)
+        runtime.eager_call(between, hidden, target)
+        return (target * 10,)
+
+    graph = runtime.capture(step)
+    assert graph.num_pieces == 2
+    factor["value"] = 3.0
+    x.copy_(torch.randn(5, 7))
+    runtime.poison()
+    graph.replay()
+    assert torch.equal(graph.outputs[0], (x + 1) * 3.0 * 10), "what runs between pieces is not frozen"
+
+
+def test_replay_of_buffers_nobody_prepared() -> None:
+    buffers = StaticBuffers(max_num_tokens=8, max_num_seqs=4, max_blocks_per_seq=2)
+    key, other = GraphKey(GraphSet.DECODE, 4, 4, 1), GraphKey(GraphSet.MIXED, 8, 4)
+    with pytest.raises(ReplayError):
+        buffers.consume(key)
+    buffers.prepared(other)
+    with pytest.raises(ReplayError, match="mixed"):
+        buffers.consume(key)
+    buffers.prepared(key)
+    buffers.consume(key)
+    with pytest.raises(ReplayError):
+        buffers.consume(key)
+
+
+def test_pool_gives_memory_back_after_the_last_reader() -> None:
+    runtime = TapeRuntime()
+    x = torch.randn(1000)
+    runtime.capture(lambda: ((x + 1) * 2 - 3,))
+    first = runtime.memory_bytes
+    assert first <= 3 * 4096
+    runtime.capture(lambda: (x[:10] + 1,))
+    assert runtime.memory_bytes == first, "a smaller graph fits what the larger one claimed"
