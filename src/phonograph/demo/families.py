@@ -1,9 +1,9 @@
 """The families of word problems, as one table: wording, how numbers are drawn, and the steps that solve it.
 
-A step is three words, `left operator right`; an operand is a number's letter (`a` is the first drawn number), a literal,
-or `#1`, `#2`, ... for the result of an earlier step. Letters in the wording: `{a}` to `{e}` are the numbers, `{name}`,
-`{other}`, `{he}`, `{his}`, `{objects}`, `{things}` (other objects), `{containers}`, `{place}` and `{day}` come from the
-scene.
+A step is three words, `left operator right`; an operand is the letter of a number (`a` is the first one drawn), a
+literal, or `#1`, `#2`, ... for the result of an earlier step. In the wording, `{a}` to `{e}` are the numbers; `{name}`,
+`{other}`, `{he}`, `{He}`, `{his}`, `{objects}`, `{things}` (other objects), `{containers}`, `{place}` and `{day}` come
+from the scene.
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ FAMILIES: Final = (
             "{name} had {a} {objects}. Then {he} bought {b} more.",
             "{name} has {a} {objects}. {other} gives {name} {b} more {objects}.",
             "On {day}, {name} picks {a} {objects}. Later {he} picks {b} more.",
-            "There are {a} {objects} on the table. {name} adds {b} {objects}, and now all of them belong to {name}.",
+            "{name} has {a} {objects} at home and {b} {objects} at the {place}.",
         ),
         (
             "How many {objects} does {name} have?",
@@ -296,8 +296,11 @@ FAMILIES: Final = (
         "half",
         _half,
         ("a / 2",),
-        ("{name} had {a} {objects} and sold half of them.", "Half of the {a} {objects} at the {place} belong to {name}."),
-        ("How many {objects} are left?", "How many {objects} does {name} have now?"),
+        (
+            "{name} had {a} {objects} and sold half of them.",
+            "There were {a} {objects} at the {place}. {name} took half of them home.",
+        ),
+        ("How many {objects} were left?", "How many {objects} does {name} have now?"),
     ),
     Family(
         "half-and-more",

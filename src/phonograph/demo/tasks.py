@@ -82,7 +82,7 @@ def problems(seed: int | str, count: int, *, split: Split = "held-out") -> Itera
 def recalls(
     seed: int | str, count: int, tokens: int, *, count_tokens: Callable[[str], int], split: Split = "held-out"
 ) -> Iterator[Recall]:
-    """Yield `count` recalls of one split, each prompt filled to just under `tokens` as `count_tokens` counts them."""
+    """Yield `count` recalls of one split, each prompt a sentence or less above `tokens` by `count_tokens`."""
     rng = Random(f"recalls {seed}")
     for _ in range(count):
         yield recall(rng, tokens, count_tokens, split)
@@ -107,17 +107,15 @@ def recall(rng: Random, tokens: int, count_tokens: Callable[[str], int], split: 
     fact_share = rng.uniform(0.2, 0.6)
     facts: dict[str, str] = {}
     sentences = ["Read these notes and remember the codes."]
-    framing = count_tokens(sentences[0]) + count_tokens(recall_question("little hedgehog")) + 8  # 8: special tokens
-    left = tokens - framing
-    while True:
+    question = count_tokens(recall_question("red fox"))
+    left = tokens - count_tokens(sentences[0]) - question - 5  # 5: the line feed and the chat's own tokens
+    while left > 0 or not facts:
         key = f"{rng.choice(COLORS)} {rng.choice(THINGS)}" if not facts or rng.random() < fact_share else None
         if key in facts:
             continue
         code = "" if key is None else _code(rng, key, split)
         sentence = filler(rng) if key is None else rng.choice(_FACTS).format(key=key, code=code)
         left -= count_tokens(" " + sentence)
-        if left < 0 and facts:
-            break
         sentences.append(sentence)
         if key is not None:
             facts[key] = code
