@@ -1,0 +1,38 @@
+"""The `phonograph` command: its commands by name, and what an error looks like.
+
+Commands are named by where they are and imported when they are run, so that `phonograph --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from phonograph import __version__
+from phonograph.errors import PhonographError
+
+COMMANDS = {
+    "config": ("phonograph.cli.config:config", "Print the effective configuration and where each value comes from."),
+}
+"""What each command is: the function that runs it, and one line for the help."""
+
+app = App(
+    name="phonograph",
+    help="An LLM inference engine that says which attention kernels run your batch, in which CUDA graph, and why.",
+    version=__version__,
+    help_format="plaintext",
+)
+for _name, (_function, _summary) in COMMANDS.items():
+    app.command(_function, name=_name, help=_summary)
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Runs the command that `tokens` (or the process's arguments) name; returns the exit code, 2 for a user error."""
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except (PhonographError, CycloptsError) as error:
+        print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return result if isinstance(result, int) else 0

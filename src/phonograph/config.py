@@ -1,0 +1,263 @@
+"""The engine's configuration: one frozen object, the same from Python, flags, YAML and the environment.
+
+None means that the engine decides when it knows the model and the device. Whatever is wrong or contradicts itself is a
+ConfigError that names the setting, its value and what would work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from phonograph import config_values as values
+from phonograph.config_sources import Given, read_environment, read_file, read_flags
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphMode
+
+COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""The keys of `compilation_config` that mean something here; each is a setting of its own too."""
+
+
+class EngineConfig(BaseModel):
+    """Every setting of the engine.
+
+    Raises:
+        ConfigError: a setting is unknown, has a value that does not work, or contradicts another.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: values.Text = Field(description="Hugging Face name or folder of the model; demo is the one in the package.")
+    tokenizer: values.OptionalText = Field(
+        default=None, description="Name or folder of the tokenizer, if not the model's own."
+    )
+    revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model that has a name.")
+    trust_remote_code: values.Flag = Field(default=False, description="Run code that comes with the tokenizer.")
+    load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
+        default="auto", description="Where weights come from; dummy makes random ones."
+    )
+    dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
+        default="auto", description="Type of weights and activations; auto takes the model's own."
+    )
+    device: Annotated[values.DeviceKind, values.one_of(values.DeviceKind)] = Field(
+        default="auto", description="Where the model runs; auto takes a GPU where there is one."
+    )
+    seed: values.OptionalSeed = Field(default=None, description="Seed of the requests that bring none.")
+
+    max_model_len: values.OptionalSize = Field(default=None, description="Tokens of prompt and output together.")
+    max_num_seqs: values.OptionalSize = Field(default=None, description="Requests that run in one step, at most.")
+    max_num_batched_tokens: values.OptionalSize = Field(default=None, description="Tokens of one step, at most.")
+    scheduling_policy: Annotated[values.SchedulingPolicy, values.one_of(values.SchedulingPolicy)] = Field(
+        default="fcfs", description="Who goes first: first come, or the lowest priority number."
+    )
+    num_speculative_tokens: values.Count = Field(default=0, description="Draft tokens of each decode step.")
+
+    block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")
+    kv_cache_dtype: Annotated[values.KVCacheDType, values.one_of(values.KVCacheDType)] = Field(
+        default="auto", description="Type of the KV cache; auto takes that of the model."
+    )
+    kv_cache_layout: Annotated[values.KVCacheLayout, values.one_of(values.KVCacheLayout)] = Field(
+        default="NHD", description="Order inside one block: tokens then heads, or heads then tokens."
+    )
+    kv_cache_memory_bytes: values.OptionalSize = Field(default=None, description="Bytes of the KV cache.")
+    num_kv_blocks: values.OptionalSize = Field(default=None, description="Blocks of the KV cache, instead of bytes.")
+    gpu_memory_utilization: values.Fraction = Field(default=0.9, description="Share of the GPU's memory to use.")
+    enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of a prefix seen before.")
+
+    attention_backend: values.OptionalText = Field(
+        default=None, description="Attention backend by name, if not the best that fits."
+    )
+    flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
+        default=None, description="Version of the flash_attn backend."
+    )
+    cudagraph_mode: values.OptionalMode = Field(
+        default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
+    )
+    cudagraph_capture_sizes: values.OptionalSizes = Field(
+        default=None, description="Numbers of tokens to capture graphs for: one, or several as 1,2,4."
+    )
+    max_cudagraph_capture_size: values.OptionalSize = Field(
+        default=None, description="Largest number of tokens to capture a graph for."
+    )
+    enforce_eager: values.Flag = Field(default=False, description="No graphs; the same as cudagraph_mode NONE.")
+    verify_graphs: values.Flag = Field(default=False, description="Compare each graph with eager before serving.")
+    compilation_config: Mapping[str, object] | str | None = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description=f"For compatibility: JSON with {', '.join(COMPILATION_KEYS)}.",
+    )
+
+    if not TYPE_CHECKING:  # a type checker keeps the keywords that pydantic derives from the fields
+
+        def __init__(self, **settings: object) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise _explained(error, settings) from None
+
+    @classmethod
+    def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
+        """The configuration of a process: flags go before the environment, and that before the file.
+
+        flags:       settings by name; None is a flag that was not given
+        config_file: YAML, one mapping of settings
+        environ:     PHONOGRAPH_<SETTING>; every other name that starts so must be known (`OTHER_VARIABLES`)
+        """
+        return cls.load_with_sources(flags=flags, config_file=config_file, environ=environ)[0]
+
+    @classmethod
+    def load_with_sources(
+        cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
+    ) -> tuple[Self, dict[str, Given]]:
+        """`load`, and for each setting that was given, by what."""
+        given: dict[str, Given] = {}
+        for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
+            given |= _unfold_source(source)
+        try:
+            return cls(**{name: setting.value for name, setting in given.items()}), given  # pyright: ignore[reportArgumentType]
+        except ConfigError as error:
+            raise _located(error, given) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unfold(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return _unfolded(settings)
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
+            raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
+        backend = (self.attention_backend or "flash_attn").lower()
+        if self.flash_attn_version is not None and backend != "flash_attn":
+            raise _contradiction(
+                self, "flash_attn_version", "attention_backend", "works with attention_backend flash_attn or none given"
+            )
+        if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
+            raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")
+        if self.verify_graphs and (self.enforce_eager or self.cudagraph_mode is GraphMode.NONE):
+            other = "enforce_eager" if self.enforce_eager else "cudagraph_mode"
+            raise _contradiction(self, "verify_graphs", other, "there is no graph to verify; give one of them")
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        if sizes and largest is not None and sizes[-1] > largest:
+            raise _contradiction(
+                self, "max_cudagraph_capture_size", "cudagraph_capture_sizes", f"needs {sizes[-1]} or more, or no list"
+            )
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise _contradiction(
+                self, "max_num_batched_tokens", "max_num_seqs", f"each request needs a token: {seqs} or more works"
+            )
+        return self
+
+
+def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with what `compilation_config` holds as settings of their own, and itself gone.
+
+    Raises:
+        ConfigError: it is not an object of known keys, or says otherwise than the setting it stands for.
+    """
+    unfolded = dict(settings)
+    folded = values.unless_null(unfolded.pop("compilation_config", None))
+    for key, value in _compilation_items(folded):
+        own = values.unless_null(unfolded.get(key))
+        if own is None:
+            unfolded[key] = value
+        elif values.unless_null(value) is not None and _read(key, own) != _read(key, value):
+            raise ConfigError("compilation_config", folded, f"contradicts {key}={_plain(own)!r}; give one of them")
+    return unfolded
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is no setting."""
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    return f"did you mean {near[0]}?" if near else f"settings are {', '.join(known)}"
+
+
+def _compilation_items(folded: object) -> list[tuple[str, object]]:
+    parsed = folded
+    if isinstance(folded, str):
+        try:
+            parsed = json.loads(folded, object_pairs_hook=_without_duplicates)
+        except ValueError as error:
+            example = '{"cudagraph_mode": "FULL"}'
+            raise ConfigError(
+                "compilation_config", folded, f"must be a JSON object such as {example}: {error}"
+            ) from None
+    if parsed is None:
+        return []
+    if not isinstance(parsed, Mapping):
+        raise ConfigError("compilation_config", folded, f"must be an object with {', '.join(COMPILATION_KEYS)}")
+    for key, value in parsed.items():
+        if key not in COMPILATION_KEYS:
+            raise ConfigError("compilation_config", {key: value}, f"known keys are {', '.join(COMPILATION_KEYS)}")
+    return list(parsed.items())
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
+
+
+def _read(setting: str, value: object) -> object:
+    """The value as the setting would store it."""
+    try:
+        return _kind(setting).read(value)
+    except ValueError:
+        raise _bad_value(setting, value) from None
+
+
+def _unfold_source(source: dict[str, Given]) -> dict[str, Given]:
+    """One source with its compilation_config unfolded, so that precedence holds for each setting in it."""
+    try:
+        unfolded = _unfolded({name: setting.value for name, setting in source.items()})
+    except ConfigError as error:
+        raise _located(error, source) from None
+    return {
+        name: source[name]
+        if name in source
+        else Given(value, source["compilation_config"].source, source["compilation_config"].where)
+        for name, value in unfolded.items()
+    }
+
+
+def _located(error: ConfigError, given: Mapping[str, Given]) -> ConfigError:
+    if error.setting not in given:
+        return error
+    return ConfigError(error.setting, error.value, f"{error.problem} (given by {given[error.setting].where})")
+
+
+def _explained(error: ValidationError, settings: Mapping[str, object]) -> ConfigError:
+    """The first thing that pydantic found, in our words."""
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return ConfigError(name, settings[name], f"is not a setting; {_nearest(name, EngineConfig.model_fields)}")
+    if first["type"] == "missing":
+        return ConfigError(name, None, "must be given: a Hugging Face name, a folder, or demo")
+    return _bad_value(name, first["input"])
+
+
+def _bad_value(setting: str, value: object) -> ConfigError:
+    return ConfigError(setting, value, f"must be {_kind(setting).works}")
+
+
+def _kind(setting: str) -> values.Kind:
+    return next(kind for kind in EngineConfig.model_fields[setting].metadata if isinstance(kind, values.Kind))
+
+
+def _contradiction(config: EngineConfig, setting: str, other: str, remedy: str) -> ConfigError:
+    problem = f"contradicts {other}={_plain(getattr(config, other))!r}; {remedy}"
+    return ConfigError(setting, getattr(config, setting), problem)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, GraphMode) else value

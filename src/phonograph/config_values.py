@@ -1,0 +1,155 @@
+"""How the value of a setting is read, so that Python, flags, YAML and the environment mean the same by the same words.
+
+Flags, YAML and the environment only have text; Python has objects. Each kind of value accepts both and knows in words
+what would work, which is what an error says.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from phonograph.graphs.modes import GraphMode
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_NULL = frozenset({"null", "~"})
+
+
+def unless_null(value: object) -> object:
+    """None for the text that means null; every other value as it is."""
+    return None if isinstance(value, str) and value.strip().lower() in _NULL else value
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value, as metadata of a pydantic field.
+
+    works:   what would work, in words that follow "must be"
+    parse:   from a value other than None to the stored one; raises TypeError or ValueError for anything else
+    metavar: how a flag's help names the value
+    """
+
+    works: str
+    parse: Callable[[Any], object]
+    metavar: str
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+    def read(self, value: object) -> object:
+        """The value to store; None stays None, whether or not the setting may be unset.
+
+        Raises:
+            ValueError: the value does not work.
+        """
+        value = unless_null(value)
+        if value is None:
+            return None
+        try:
+            return self.parse(value)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+
+
+def whole(low: int, high: int | None = None) -> Kind:
+    """Whole numbers from `low` to `high`."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool):
+            raise TypeError("a truth value is not a number")
+        number = int(value) if isinstance(value, str) else operator.index(value)  # pyright: ignore[reportArgumentType]
+        if number < low or (high is not None and number > high):
+            raise ValueError("out of range")
+        return number
+
+    return Kind(f"a whole number >= {low}" + (f" and <= {high}" if high is not None else ""), parse, "N")
+
+
+def one_of(literal: object) -> Kind:
+    """The strings or numbers of a Literal; strings in any case."""
+    values = {str(value).lower(): value for value in get_args(literal)}
+    words = [str(value) for value in values.values()]
+
+    def parse(value: object) -> object:
+        text = str(value).strip().lower()
+        if text not in values:
+            raise ValueError("not one of them")
+        return values[text]
+
+    return Kind(f"one of {', '.join(words)}", parse, "|".join(words))
+
+
+def _parse_text(value: Any) -> str:
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("empty")
+    return text
+
+
+def _parse_flag(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError("not a truth value")
+    return text in _TRUE
+
+
+def _parse_fraction(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError("a truth value is not a number")
+    number = float(value)
+    if not (math.isfinite(number) and 0.0 < number <= 1.0):
+        raise ValueError("out of range")
+    return number
+
+
+def _parse_mode(value: object) -> GraphMode:
+    if isinstance(value, GraphMode):
+        return value
+    if not isinstance(value, str) or value.strip().upper() not in GraphMode.__members__:
+        raise ValueError("not a mode")
+    return GraphMode[value.strip().upper()]
+
+
+def _parse_sizes(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = re.split(r"[,\s]+", value.strip().removeprefix("[").removesuffix("]").strip())
+    if isinstance(value, Mapping):
+        raise TypeError("a mapping is not a list")
+    parse = whole(1).parse
+    sizes: set[Any] = {parse(size) for size in value} if isinstance(value, Iterable) else {parse(value)}
+    if not sizes:
+        raise ValueError("empty")
+    return tuple(sorted(sizes))
+
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KVCacheLayout = Literal["NHD", "HND"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+FlashAttnVersion = Literal[2, 3, 4]
+
+_text = Kind("text that is not empty", _parse_text, "TEXT")
+Text = Annotated[str, _text]
+OptionalText = Annotated[str | None, _text]
+Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
+Fraction = Annotated[float, Kind("a number > 0 and <= 1", _parse_fraction, "X")]
+Count = Annotated[int, whole(0)]
+OptionalSize = Annotated[int | None, whole(1)]
+OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
+_mode = Kind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
+OptionalMode = Annotated[GraphMode | None, _mode]
+OptionalSizes = Annotated[
+    tuple[int, ...] | None,
+    Kind("whole numbers >= 1, as one number, a list or text such as '1,2,4'", _parse_sizes, "N,N,..."),
+]
