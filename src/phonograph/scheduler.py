@@ -1,0 +1,389 @@
+"""Which sequences run in the next step, with how many tokens, in which slots and blocks.
+
+Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
+prompt gets one token, then running prompts get chunks of what is left of the budget, then waiting requests are
+admitted, in order of rank, as long as a slot, their blocks and some budget are there. A sequence gets the blocks of all
+its known tokens when it is admitted, so that only decodes ever ask for one more. When there are none left, the running
+sequence of the worst rank loses its blocks and waits again with its output (preemption by recompute).
+
+Every request ends: the best-ranked running sequence is never preempted unless it runs alone, alone it always fits (its
+length is bounded by the pool), and it computes at least one token in each step (budget >= sequences). When it ends the
+next one is the best; and a waiting request is overtaken only by better-ranked ones.
+
+Steps may overlap: `schedule` counts a step as computed at once, so it can be called again before `update` has brought
+that step's tokens, which then live on the device only. Updates come in the order of the schedules.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
+from typing import Literal
+
+from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.cache.manager import BlockTable, CacheManager
+from phonograph.errors import ConfigError, RequestError
+from phonograph.request import FinishReason, Request, RequestState
+
+_RANK = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """How much may run at once.
+
+    max_num_seqs:           sequences running at a time, which is the number of runner slots
+    max_num_batched_tokens: tokens in one step; at least max_num_seqs, so that every decode fits
+    max_model_len:          tokens of prompt and output together
+    block_size, num_blocks: tokens in a KV block, and blocks
+    policy:                 "fcfs" serves by arrival; "priority" by priority, then arrival
+
+    Raises:
+        ConfigError: a value is out of range or contradicts another.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("block_size", 1), ("num_blocks", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"must be >= {least}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            problem = f"must be >= max_num_seqs ({self.max_num_seqs}), so that every running sequence gets its token"
+            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, problem)
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("policy", self.policy, "must be 'fcfs' or 'priority'")
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that a request can have: the model's context, or what the blocks hold (the last token needs none)."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges of this moment, and counters since the start.
+
+    prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them found in the prefix cache
+    """
+
+    num_running: int
+    num_waiting: int
+    blocks_used: int
+    num_blocks: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Scheduler:
+    """Owns the requests from `add` until they end. Not thread-safe: one thread drives it.
+
+    The batches it returns must be run in their order, and every batch with sequences in it given to `update`, also in
+    that order. One without sequences (nothing can run, or all that runs is in flight) needs neither.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._cache = CacheManager(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self._requests: dict[str, Request] = {}
+        self._tables: dict[str, BlockTable] = {}
+        self._waiting: list[Request] = []  # sorted by rank
+        # Running sequences by slot: those that have all known tokens scheduled but the last, and those with more to do.
+        self._decoding: dict[int, Request] = {}
+        self._prefilling: dict[int, Request] = {}
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed: list[int] = []  # since the last batch
+        self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._decoding) + len(self._prefilling),
+            num_waiting=len(self._waiting),
+            blocks_used=self._cache.pool.num_held,
+            num_blocks=self.limits.num_blocks,
+            num_preemptions=self._num_preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a new request.
+
+        Raises:
+            RequestError: its prompt is empty or too long, or its id is that of a request not yet ended.
+        """
+        limits = self.limits
+        if request.request_id in self._requests:
+            raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        if not request.prompt_len:
+            raise RequestError("prompt", [], "is empty; at least one token is needed")
+        if request.prompt_len >= limits.max_model_len:
+            problem = f"tokens leave no room to generate in a context (max_model_len) of {limits.max_model_len}"
+            raise RequestError("prompt length", request.prompt_len, f"{problem}; at most {limits.max_model_len - 1} do")
+        if request.prompt_len >= limits.context_len:
+            problem = f"tokens do not fit in the KV cache, which holds {limits.num_blocks * limits.block_size}"
+            raise RequestError(
+                "prompt length", request.prompt_len, f"{problem}; shorten the prompt or grant more memory"
+            )
+        max_tokens = request.params.max_tokens or limits.context_len
+        request.max_len = min(request.prompt_len + max_tokens, limits.context_len)
+        request.rank = (request.priority if limits.policy == "priority" else 0, request.arrival, self._num_added)
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._tables[request.request_id] = BlockTable(request.tokens)
+        insort(self._waiting, request, key=_RANK)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request wherever it stands; False if there is none of this id (it has ended already)."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+        """Ends a request for a reason the scheduler cannot see, such as a stop string; False as in `abort`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, reason, stop_reason)
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Sequences that run go on, but nothing they compute is found by others."""
+        self._cache.reset(self._tables.values())
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step. Its cost for running decodes is a short loop, with more to do at block borders only."""
+        may_admit = self._make_room()
+        slots: list[int] = []
+        contexts: list[int] = []
+        requests: list[Request] = []
+        appends: list[BlockAppend] = []
+        block_size = self.limits.block_size
+        for slot, request in self._decoding.items():
+            context = request.num_computed
+            if context + 1 == request.max_len:
+                continue  # its last token is in flight
+            if context % block_size == 0:
+                table = self._publish(request)
+                appends.append(BlockAppend(slot=slot, start=len(table.block_ids), block_ids=[self._cache.grow(table)]))
+            request.num_computed = context + 1
+            slots.append(slot)
+            contexts.append(context)
+            requests.append(request)
+        samples = [True] * len(slots)
+        budget = self.limits.max_num_batched_tokens - len(slots)
+        new: list[NewSequence] = []
+        longer: list[tuple[Request, int, int]] = []
+
+        prefilling = sorted(self._prefilling.values(), key=_RANK)
+        while budget:
+            if prefilling:
+                request = prefilling.pop(0)
+            elif may_admit and (admitted := self._admit()):
+                request = admitted
+                new.append(self._new_sequence(request))
+                block_ids = self._tables[request.request_id].block_ids.copy()
+                appends.append(BlockAppend(slot=request.slot, start=0, block_ids=block_ids))
+            else:
+                break
+            context = request.num_computed
+            query_len = min(request.num_tokens - context, budget)
+            budget -= query_len
+            request.num_computed = context + query_len
+            self._publish(request)
+            if request.num_computed == request.num_tokens:
+                self._decoding[request.slot] = self._prefilling.pop(request.slot)
+            if query_len > 1:
+                longer.append((request, context, query_len))
+            else:
+                slots.append(request.slot)
+                contexts.append(context)
+                samples.append(request.slot in self._decoding)
+                requests.append(request)
+
+        num_decodes = len(slots)
+        query_lens = [1] * num_decodes
+        for request, context, query_len in longer:
+            slots.append(request.slot)
+            query_lens.append(query_len)
+            contexts.append(context)
+            samples.append(request.slot in self._decoding)
+            requests.append(request)
+        if not slots:
+            return ScheduledBatch()
+        batch = ScheduledBatch(
+            slots=slots,
+            query_lens=query_lens,
+            context_lens=contexts,
+            samples=samples,
+            num_decodes=num_decodes,
+            num_tokens=self.limits.max_num_batched_tokens - budget,
+            new=new,
+            appends=appends,
+            freed=self._freed,
+        )
+        self._freed = []
+        self._in_flight.append((batch, requests))
+        return batch
+
+    def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
+        """Takes the tokens of the oldest batch in flight, and ends what they end.
+
+        Tokens of requests that ended meanwhile are dropped.
+
+        Returns the requests that got a token, in batch order; those among them that ended are `finished`.
+        """
+        scheduled, requests = self._in_flight.popleft()
+        assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
+        assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
+        if output.prompt_logprobs:
+            self._take_prompt_logprobs(batch, requests, output)
+        news: list[Request] = []
+        all_logprobs = output.logprobs
+        finished = RequestState.FINISHED
+        sampled = compress(requests, batch.samples)
+        for request, slot, token_id in zip(sampled, output.slots, output.token_ids, strict=True):
+            if request.state is finished:
+                continue
+            tokens = request.output_token_ids
+            tokens.append(token_id)
+            news.append(request)
+            if all_logprobs and slot in all_logprobs:
+                request.logprobs.append(all_logprobs[slot])
+            if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
+                stop_reason = token_id if token_id in request.params.stop_token_ids else None
+                self._finish(request, "stop", stop_reason)
+            elif request.prompt_len + len(tokens) == request.max_len:
+                self._finish(request, "length", None)
+        return news
+
+    def check(self) -> None:
+        """Asserts the invariants of slots, queues and blocks; for tests."""
+        running = [*self._decoding.items(), *self._prefilling.items()]
+        assert all(request.slot == slot and request.state is RequestState.RUNNING for slot, request in running)
+        slots = [slot for slot, _ in running]
+        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
+        assert self._waiting == sorted(self._waiting, key=_RANK)
+        assert all(request.slot == -1 and not self._tables[request.request_id].block_ids for request in self._waiting)
+        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *(r for _, r in running))}
+        assert len(self._requests) == len(self._waiting) + len(running)
+        assert self._tables.keys() == self._requests.keys()
+        self._cache.check((table, self._requests[key].num_computed) for key, table in self._tables.items())
+
+    def _make_room(self) -> bool:
+        """Preempts until every decode can have the block it needs; whether there was room for all of them."""
+        block_size, pool = self.limits.block_size, self._cache.pool
+        if pool.num_free >= len(self._decoding):
+            return True
+        needy = {
+            slot
+            for slot, request in self._decoding.items()
+            if request.num_computed % block_size == 0 and request.num_computed + 1 < request.max_len
+        }
+        if len(needy) <= pool.num_free:
+            return True
+        while len(needy) > pool.num_free:
+            victim = max((*self._decoding.values(), *self._prefilling.values()), key=_RANK)
+            needy.discard(victim.slot)
+            self._release(victim)
+            victim.state = RequestState.PREEMPTED
+            insort(self._waiting, victim, key=_RANK)
+            self._num_preemptions += 1
+        return False
+
+    def _admit(self) -> Request | None:
+        """Gives the first waiting request a slot and the blocks of all its tokens, if they are there."""
+        if not self._waiting or not self._free_slots:
+            return None
+        request = self._waiting[0]
+        resumed = request.state is RequestState.PREEMPTED
+        if resumed and any(request in requests for _, requests in self._in_flight):
+            return None  # its tokens are not all known
+        # Logprobs of the prompt need the logits of all its tokens; a preemption may have cut them short.
+        whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
+        if whole:
+            request.prompt_logprobs.clear()
+        # Each sequence may soon need one more block: without room for these, admitting would mean preempting.
+        num_running = len(self._decoding) + len(self._prefilling)
+        reserve = num_running + 1 if num_running else 0
+        table = self._tables[request.request_id]
+        num_cached = self._cache.admit(table, request.num_tokens, reserve=reserve, reuse=not whole)
+        if num_cached is None:
+            return None
+        del self._waiting[0]
+        request.num_computed = num_cached
+        if not resumed:
+            request.num_cached_tokens = num_cached
+            self._prefix_queries += request.prompt_len
+            self._prefix_hits += num_cached
+        request.state = RequestState.RUNNING
+        request.slot = self._free_slots.pop()
+        self._prefilling[request.slot] = request
+        return request
+
+    @staticmethod
+    def _new_sequence(request: Request) -> NewSequence:
+        return NewSequence(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.tokens(0, request.num_tokens),
+            prompt_len=request.prompt_len,
+            num_computed=request.num_computed,
+            params=request.params,
+            end_token_ids=tuple(request.end_token_ids),
+            sample_index=request.sample_index,
+        )
+
+    def _publish(self, request: Request) -> BlockTable:
+        """Puts its full blocks into the prefix cache, as far as their tokens are scheduled and known."""
+        table = self._tables[request.request_id]
+        self._cache.publish(table, min(request.num_computed, request.num_tokens))
+        return table
+
+    def _release(self, request: Request) -> None:
+        """Takes slot and blocks from a running request; its full blocks stay in the prefix cache."""
+        self._cache.free(self._publish(request))
+        request.num_computed = 0
+        self._decoding.pop(request.slot, None)
+        self._prefilling.pop(request.slot, None)
+        self._free_slots.append(request.slot)
+        self._freed.append(request.slot)
+        request.slot = -1
+
+    def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if request.state is RequestState.RUNNING:
+            self._release(request)
+        else:
+            del self._waiting[bisect_left(self._waiting, request.rank, key=_RANK)]
+        del self._requests[request.request_id], self._tables[request.request_id]
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    @staticmethod
+    def _take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
+        for slot, request in zip(batch.slots, requests, strict=True):
+            # A request resumed after a preemption computes its prompt again; what is complete stays as it is.
+            if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
+                request.prompt_logprobs.extend(output.prompt_logprobs[slot])
