@@ -59,11 +59,11 @@ def test_a_decision_holds_its_batch_and_is_the_closest(
     key = decision.key
     assert decision.num_tokens == key.num_tokens >= shape.num_tokens
     assert key.num_reqs >= shape.num_reqs
-    assert key in captures.keys()
+    assert key in captures.largest_first()
     if key.graphs is GraphSet.DECODE:
         assert shape.uniform_query_len == captures.decode_query_len
         assert key.num_reqs <= max_num_seqs
-    same = [other for other in captures.keys() if other.graphs is key.graphs]
+    same = [other for other in captures.largest_first() if other.graphs is key.graphs]
     assert not any(shape.num_tokens <= other.num_tokens < key.num_tokens for other in same)
 
 
@@ -126,7 +126,7 @@ def test_token_padding_stays_within_ten_percent_on_average(limit) -> None:
 
 def test_largest_first() -> None:
     captures = _dispatcher(GraphMode.FULL_AND_PIECEWISE).captures
-    tokens = [key.num_tokens for key in captures.keys()]
+    tokens = [key.num_tokens for key in captures.largest_first()]
     assert tokens == sorted(tokens, reverse=True)
 
 

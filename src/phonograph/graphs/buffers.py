@@ -1,8 +1,8 @@
 """The static inputs of all graphs: one set of tensors whose addresses every capture freezes, refilled at each step.
 
 The runner writes through the numpy views (on the CPU they are the tensors' own memory). A replay consumes what was
-prepared for it: `consume` refuses one for which nothing was written, because a peer's kernels once looped forever on the
-stale plan of an earlier batch.
+prepared for it: `consume` refuses one for which nothing was written, because a peer's kernels once looped forever on
+the stale plan of an earlier batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which graphs are captured: the one list that padding, eligibility, capture and `explain` all read.
 
-A peer kept such lists in three places that could disagree. Here a `CaptureList` is made once, from the resolved mode and
-the limits, and everything else is derived from it.
+A peer kept such lists in three places that could disagree. Here a `CaptureList` is made once, from the resolved mode
+and the limits, and everything else is derived from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CaptureList:
     decode_query_len: int = 1
     notes: tuple[str, ...] = ()
 
-    def keys(self) -> tuple[GraphKey, ...]:
+    def largest_first(self) -> tuple[GraphKey, ...]:
         """All graphs, largest first, which is the order of capture: a pool then only ever shrinks its needs."""
         every = self.decode + self.mixed + self.piecewise
         return tuple(sorted(every, key=lambda key: (key.num_tokens, key.graphs.value), reverse=True))

@@ -1,7 +1,7 @@
 """Chooses, for every batch, the graph that runs it, the padding, and says why: one table look-up a step.
 
-All decisions are made when the engine starts, one for each number of tokens and kind of batch, so that `decide` is O(1),
-allocates nothing, and what runs is what `explain` printed.
+All decisions are made when the engine starts, one for each number of tokens and kind of batch, so that `decide` is
+O(1), allocates nothing, and what runs is what `explain` printed.
 """
 
 from __future__ import annotations

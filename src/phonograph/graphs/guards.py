@@ -52,13 +52,13 @@ class HostReadGuard(TorchFunctionMode):
     ) -> Any:
         if func in _HOST_READS:
             raise CaptureError(
-                f"host read inside a capture: {_HOST_READS[func]} would freeze today's contents into the graph; keep the "
-                "value in a tensor, or read it before the capture"
+                f"host read inside a capture: {_HOST_READS[func]} would freeze today's contents into the graph; keep "
+                "the value in a tensor, or read it before the capture"
             )
         if func in _HOST_DATA:
             raise CaptureError(
-                f"host data inside a capture: {_HOST_DATA[func]} would freeze today's data into the graph; write it to a "
-                "static buffer before the replay"
+                f"host data inside a capture: {_HOST_DATA[func]} would freeze today's data into the graph; write it to "
+                "a static buffer before the replay"
             )
         return func(*args, **(kwargs or {}))
 

@@ -14,8 +14,8 @@ import torch
 class CapturedGraph(Protocol):
     """One recorded computation.
 
-    outputs: the tensors the captured function returned. They live in memory that all graphs of a runtime share: the next
-    replay of *any* graph may overwrite them, so read them, or copy them, before that.
+    outputs: the tensors the captured function returned. They live in memory that all graphs of a runtime share: the
+    next replay of *any* graph may overwrite them, so read them, or copy them, before that.
     """
 
     @property

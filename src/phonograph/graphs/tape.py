@@ -1,8 +1,8 @@
 """The CPU's graph runtime: it records calls once and replays them, with the hazards of a CUDA graph on purpose.
 
 A capture runs the function under a TorchDispatchMode. Every operator that reaches it is kept with its frozen Python
-arguments and with aliases of its tensors, so that a later change of a tensor's address or strides is not seen, just as a
-device graph would not see it. After the capture all intermediates get addresses in one pool that every graph of the
+arguments and with aliases of its tensors, so that a later change of a tensor's address or strides is not seen, just as
+a device graph would not see it. After the capture all intermediates get addresses in one pool that every graph of the
 runtime shares; replay re-runs the operators into that pool. So outputs are overwritten by the next replay of any graph,
 stale scalars stay stale, and what a capture on a device refuses is refused here (`guards.py`).
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright:
+ignore[reportPrivateUsage] from torch.utils._pytree import tree_leaves, tree_map
 
 from phonograph.errors import CaptureError
 from phonograph.graphs.guards import HostReadGuard, refuse_unless_capturable

@@ -1,7 +1,7 @@
 """Proves captured graphs: each replay on random inputs, unlike those of its capture, must equal the eager run.
 
-Whatever a graph froze that it should not have (a length, an address, a launch bound) shows here as a mismatch. The module
-knows nothing of models or attention; a `VerifySubject` prepares random inputs and runs them both ways.
+Whatever a graph froze that it should not have (a length, an address, a launch bound) shows here as a mismatch. The
+module knows nothing of models or attention; a `VerifySubject` prepares random inputs and runs them both ways.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phonograph.graphs.modes import GraphKey
 class VerifySubject(Protocol):
     """What `verify` drives. `replay` and `eager` return copies, by name, of everything the step produced."""
 
-    def keys(self) -> tuple[GraphKey, ...]: ...
+    def graph_keys(self) -> tuple[GraphKey, ...]: ...
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
         """Draws a random batch that runs as `key`, and describes it."""
@@ -81,7 +81,7 @@ def verify(
     Raises:
         ConfigError: there is no graph to verify.
     """
-    keys = subject.keys()
+    keys = subject.graph_keys()
     if not keys:
         raise ConfigError("cudagraph_mode", "NONE", "there is no graph to verify; ask for a mode with graphs")
     rng = np.random.default_rng(seed)

@@ -67,7 +67,7 @@ class ModelRunner:
     def capture(self, progress: Callable[[int, int, GraphKey], None] | None = None) -> CaptureReport:
         """Captures every graph of the capture list, largest first."""
         start = time.perf_counter()
-        keys = self.dispatcher.captures.keys()
+        keys = self.dispatcher.captures.largest_first()
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys), key)

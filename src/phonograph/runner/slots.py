@@ -1,7 +1,7 @@
 """Persistent state of the running requests, one row a slot, and the static inputs of a step made from it.
 
-A step's batch names slots and lengths only; token ids and block tables are already here. So filling the buffers is a few
-vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
+A step's batch names slots and lengths only; token ids and block tables are already here. So filling the buffers is a
+few vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class RunnerSubject:
         for cache in kv_caches:
             cache.copy_(torch.randn(cache.shape, dtype=torch.float32, device=cache.device))
 
-    def keys(self) -> tuple[GraphKey, ...]:
-        return self._runner.dispatcher.captures.keys()
+    def graph_keys(self) -> tuple[GraphKey, ...]:
+        return self._runner.dispatcher.captures.largest_first()
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
         common = self._synthetic.random_batch(key, rng)
