@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright:
-ignore[reportPrivateUsage] from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phonograph.errors import CaptureError
 from phonograph.graphs.guards import HostReadGuard, refuse_unless_capturable
@@ -97,7 +98,7 @@ class TapeRuntime:
             function(*tensors)
             return
         self._recorder.calls.append(_Call(function, tensors, {}, [], break_here=True))
-        with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with _python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             function(*tensors)
 
     def poison(self) -> None:

@@ -78,8 +78,8 @@ class SyntheticBatches:
         needed = [blocks_for(query + context, size) for query, context in zip(query_lens, context_lens, strict=True)]
         if sum(needed) > self._num_blocks:
             raise MemoryLimitError(
-                f"a batch for {key} needs {sum(needed)} KV blocks of {size} tokens, and the cache has {self._num_blocks}"
-                "; grant more KV cache memory, or lower max_num_seqs or the capture sizes"
+                f"a batch for {key} needs {sum(needed)} KV blocks of {size} tokens, but there are {self._num_blocks}; "
+                "grant more KV cache memory, or lower max_num_seqs or the capture sizes"
             )
         start = token = 0
         for row, (query, context) in enumerate(zip(query_lens, context_lens, strict=True)):
