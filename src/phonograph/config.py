@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -223,8 +224,8 @@ def _unfold_source(source: dict[str, Given]) -> dict[str, Given]:
         raise _located(error, source) from None
     return {
         name: source[name]
-        if name in source
-        else Given(value, source["compilation_config"].source, source["compilation_config"].where)
+        if name in source and source[name].value is value
+        else replace(source["compilation_config"], value=value)
         for name, value in unfolded.items()
     }
 

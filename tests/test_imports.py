@@ -1,0 +1,188 @@
+"""Imports go one way. Walks every module, lazy imports, imports for types and names of modules in strings included."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
+
+# Who may import whom, lowest first. A part is what follows `phonograph.`; `graphs.modes` is apart from `graphs` because
+# it is a vocabulary that others speak, and ROOT is the package's own file.
+ROOT = "(root)"
+LEAVES = frozenset({"errors", "sampling_params", "batch", "device", "request", "demo", "graphs.modes"})
+CONFIG = frozenset({"config", "config_sources", "config_values"})
+COMMON = LEAVES | CONFIG
+BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
+BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "runner"}
+ALLOWED: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "demo": frozenset(),
+    "graphs.modes": frozenset({"errors"}),
+    "device": frozenset({"errors"}),
+    "sampling_params": frozenset({"errors"}),
+    "batch": frozenset({"errors", "sampling_params"}),
+    "request": frozenset({"errors", "sampling_params", "batch"}),
+    "config_values": frozenset({"errors", "graphs.modes"}),
+    "config_sources": frozenset({"errors"}),
+    "config": frozenset({"errors", "graphs.modes"}) | CONFIG,
+    "kernels": COMMON,
+    "graphs": COMMON | {"kernels"},
+    "attention": COMMON | {"kernels"},
+    "models": COMMON - {"graphs.modes"} | {"kernels"},
+    "cache": COMMON,
+    "scheduler": COMMON | {"cache"},
+    "runner": BELOW_RUNNER,
+    "engine": BELOW_ENGINE,
+    "server": BELOW_ENGINE | {"engine", ROOT},
+    "evaluation": BELOW_ENGINE | {"engine", ROOT},
+    "cli": BELOW_ENGINE | {"engine", "server", "evaluation", ROOT},
+    "__main__": frozenset({"cli"}),
+    ROOT: BELOW_ENGINE | {"engine"},
+}
+WITHOUT_TORCH = COMMON | {"cache", "scheduler"}
+
+MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found: dict[str, Path] = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def part_of(module: str) -> str:
+    names = module.split(".")[1:]
+    if names[:2] == ["graphs", "modes"]:
+        return "graphs.modes"
+    return names[0] if names else ROOT
+
+
+def imported(tree: ast.AST, module: str, is_package: bool, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of all that a module imports, anywhere in it; names of our modules in strings count."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                here = module.split(".")
+                package = here[: len(here) - node.level + is_package]
+                origin = ".".join([*package, origin] if origin else package)
+            for alias in node.names:
+                full = f"{origin}.{alias.name}"
+                yield node.lineno, full if full in known else origin
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = MODULE_NAME.fullmatch(node.value)
+            if match and match[1] in known:
+                yield node.lineno, match[1]
+
+
+def violations(package: Path) -> list[str]:
+    """Every import that goes the wrong way, as text."""
+    found: list[str] = []
+    known = modules(package)
+    for module, path in known.items():
+        part = part_of(module)
+        if part not in ALLOWED:
+            found.append(f"{module}: is in no layer; give {part!r} its place in this test")
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for line, name in imported(tree, module, path.name == "__init__.py", set(known)):
+            where = f"{path.relative_to(package)}:{line}"
+            if name.split(".")[0] == "torch" and part in WITHOUT_TORCH:
+                found.append(f"{where}: {part} must do without torch")
+            if name.split(".")[0] != "phonograph":
+                continue
+            other = part_of(name)
+            if other != part and other not in ALLOWED[part]:
+                found.append(f"{where}: {part} must not import {other} ({name})")
+    return found
+
+
+def test_the_package_imports_one_way() -> None:
+    assert len(modules(PACKAGE)) > 10
+    assert violations(PACKAGE) == []
+
+
+def test_layers_have_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ALLOWED):
+        ready = {part for part, below in ALLOWED.items() if part not in done and below - {part} <= done}
+        assert ready, f"a cycle among {set(ALLOWED) - done}"
+        done |= ready
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "problem"),
+    [
+        ("models/decoder.py", "from phonograph.attention.backend import KVLayout", "models must not import attention"),
+        (
+            "graphs/cuda.py",
+            "def capture():\n    import phonograph.runner.model_runner",
+            "graphs must not import runner",
+        ),
+        ("graphs/cuda.py", "if TYPE_CHECKING:\n    from phonograph import models", "graphs must not import models"),
+        ("attention/select.py", "from ..graphs import resolve", "attention must not import graphs"),
+        ("kernels/norm.py", "from phonograph import LLM", "kernels must not import (root)"),
+        ("engine/llm.py", "importlib.import_module('phonograph.cli.app')", "engine must not import cli"),
+        ("evaluation/tasks.py", "LAZY = {'app': 'phonograph.server.app:make'}", "evaluation must not import server"),
+        ("scheduler.py", "from phonograph.runner import sampler", "scheduler must not import runner"),
+        ("runner/__init__.py", "from .. import scheduler", "runner must not import scheduler"),
+        ("cache/pool.py", "def late():\n    from torch import empty", "cache must do without torch"),
+        ("graphs/modes.py", "from .resolve import resolve", "graphs.modes must not import graphs"),
+        ("telemetry.py", "import json", "'telemetry'"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, problem: str) -> None:
+    package = tmp_path / "phonograph"
+    for name in modules(PACKAGE).values():
+        target = package / name.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    for name in ("graphs/resolve.py", "runner/model_runner.py", "runner/sampler.py", "server/app.py", "scheduler.py"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).touch()
+    assert violations(package) == []
+    (package / module).parent.mkdir(exist_ok=True)
+    (package / module).write_text(source)
+    found = violations(package)
+    assert len(found) == 1 and problem in found[0]
+
+
+def test_an_import_downwards_is_no_violation(tmp_path: Path) -> None:
+    package = tmp_path / "phonograph"
+    for name in (
+        "graphs/modes.py",
+        "graphs/__init__.py",
+        "attention/select.py",
+        "errors.py",
+        "cli/serve.py",
+        "server/app.py",
+    ):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (package / "attention/select.py").write_text(
+        "import torch\nfrom ..graphs.modes import Support\nfrom .. import errors"
+    )
+    (package / "cli/serve.py").write_text("from phonograph.server.app import make")
+    assert violations(package) == []
+
+
+def test_what_needs_no_torch_is_imported_without_it() -> None:
+    names = [name for name in modules(PACKAGE) if part_of(name) in WITHOUT_TORCH | {ROOT}]
+    names += ["phonograph.cli.app", "phonograph.cli.config"]
+    program = (
+        "import sys, importlib\nsys.modules['torch'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    result = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
