@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from phonograph.errors import RequestError
 
@@ -18,12 +19,12 @@ class SamplingParams:
 
     n:                  samples of the same prompt
     temperature:        0 is greedy
-    top_k:              keep the k most likely tokens; 0 keeps all
+    top_k:              keep the k most likely tokens; 0 (or -1) keeps all
     top_p:              keep the smallest set of most likely tokens whose probability reaches p
     min_p:              keep tokens at least min_p times as likely as the most likely one
     repetition_penalty: > 1 divides positive (multiplies negative) logits of tokens in prompt or output
     presence_penalty, frequency_penalty: subtracted from logits of tokens in the output (once; for each occurrence)
-    logit_bias:         added to the logits of these token ids
+    logit_bias:         added to the logits of these token ids; -inf bans a token
     seed:               makes the draws of this request repeatable, whatever else is in the batch
     logprobs:           None, or how many most likely tokens to report beside each sampled one (0: just the sampled)
     prompt_logprobs:    the same for the tokens of the prompt
@@ -33,6 +34,9 @@ class SamplingParams:
     stop_token_ids:     token ids that end the output
     ignore_eos:         do not end at the model's end-of-sequence tokens
     skip_special_tokens: leave special tokens out of the text
+
+    Equally likely tokens rank by id, the lower one first: in greedy choice, top_k and top_p. Numbers of other libraries
+    (numpy's, say) become Python's, and collections are copied, so that nobody can change them after validation.
 
     Raises:
         RequestError: a value is out of range; the message names it and what would work.
@@ -59,37 +63,35 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
+        self._set("n", _integer("n", self.n, 1, MAX_N))
+        self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
         # -1 is how much of the field writes "no limit".
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        _check_int("top_k", self.top_k, 0, None)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token_id, bias in self.logit_bias.items():
-            _check_int("logit_bias key", token_id, 0, None)
-            # -inf (ban) is a bias people use; NaN and +inf are not.
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise RequestError("logit_bias", bias, "each bias must be a number below +inf")
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if any(not isinstance(text, str) or not text for text in self.stop):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError("stop", list(self.stop), "each stop must be a non-empty string")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, None)
+        self._set("top_k", max(_integer("top_k", self.top_k, -1, None), 0))
+        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, low_open=True))
+        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        # Beyond these bounds float32 logits overflow, and long before them a penalty stops making sense.
+        self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))
+        self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        self._set("logit_bias", _biases(self.logit_bias))
+        for name in ("seed", "logprobs", "prompt_logprobs", "max_tokens"):
+            low, high = _OPTIONAL_RANGES[name]
+            value = getattr(self, name)
+            self._set(name, None if value is None else _integer(name, value, low, high))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", self.min_tokens, f"must be at most max_tokens ({self.max_tokens})")
+        stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "non-empty strings")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise RequestError("stop", text, "each stop must be a non-empty string")
+        self._set("stop", stops)
+        token_ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
+        self._set("stop_token_ids", tuple(_integer("stop_token_ids", token_id, 0, None) for token_id in token_ids))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(name, value, "must be True or False")
 
     @property
     def greedy(self) -> bool:
@@ -99,25 +101,71 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses token ids that the model does not have. To be called before the request is admitted.
 
-def _check_int(name: str, value: object, low: int | None, high: int | None) -> None:
-    expected = _interval("an integer", low, high)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(name, value, f"must be {expected}")
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise RequestError(name, value, f"must be {expected}")
+        Raises:
+            RequestError: a key of logit_bias or one of stop_token_ids is not below `vocab_size`.
+        """
+        for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise RequestError(name, token_id, f"the model's token ids are 0 to {vocab_size - 1}")
 
-
-def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    relation = ">" if low_open else ">="
-    limit = f"a finite number {relation} {low:g}" + (f" and <= {high:g}" if high != math.inf else "")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(name, value, f"must be {limit}")
-    if value < low or (low_open and value == low) or value > high:
-        raise RequestError(name, value, f"must be {limit}")
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
-def _interval(kind: str, low: int | None, high: int | None) -> str:
-    bounds = [f">= {low}"] if low is not None else []
-    bounds += [f"<= {high}"] if high is not None else []
-    return " ".join([kind, " and ".join(bounds)]).strip()
+_OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (1, None),
+}
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> int:
+    integer = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    if integer is None or integer < low or (high is not None and integer > high):
+        limit = f"must be an integer >= {low}" + (f" and <= {high}" if high is not None else "")
+        raise RequestError(name, value, limit)
+    return integer
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    number = _as_float(value)
+    if not math.isfinite(number) or number < low or (low_open and number == low) or number > high:
+        relation = ">" if low_open else ">="
+        limit = f"must be a finite number {relation} {low:g}" + (f" and <= {high:g}" if high != math.inf else "")
+        raise RequestError(name, value, limit)
+    return number
+
+
+def _biases(biases: object) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise RequestError("logit_bias", biases, "must map token ids to biases")
+    checked: dict[int, float] = {}
+    for token_id, bias in biases.items():
+        number = _as_float(bias)
+        # 1e30 leaves room in float32 for the penalties.
+        if math.isnan(number) or number > 1e30:
+            problem = f"the bias of token {token_id!r} must be a number <= 1e30 (-inf bans the token)"
+            raise RequestError("logit_bias", bias, problem)
+        checked[_integer("logit_bias key", token_id, 0, None)] = number
+    return checked
+
+
+def _items(name: str, value: object, expected: str) -> tuple[object, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        raise RequestError(name, value, f"must be a list of {expected}")
+    return tuple(value)
+
+
+def _as_float(value: object) -> float:
+    """NaN for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64, of either sign
+        return math.nan

@@ -1,0 +1,71 @@
+"""Log-probabilities of sampled tokens and of prompts.
+
+They are those of the model itself: log-softmax of its raw logits, before bias, penalties, temperature and filters. That
+is what scores and evaluations need, and what stays comparable between requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phonograph.batch import TokenLogprobs
+from phonograph.kernels.sampling import ranked
+
+# Float32 logits, their int64 sort keys, and what sorting and comparing hold beside them.
+_BYTES_PER_LOGIT = 4 + 8 + 12
+
+
+def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probability and rank of one token of each row, then of its `tops[i]` most likely tokens.
+
+    logits_NV: any float dtype; token_ids_N: int64 on the same device.
+    """
+    logits_NV = logits_NV.to(torch.float32)
+    log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    ids = token_ids_N[:, None]
+    values = logits_NV.gather(-1, ids)
+    ranks = (logits_NV > values).sum(dim=-1, keepdim=True) + 1
+    width = min(max(tops), logits_NV.shape[-1])
+    if width:
+        top_values, top_ids = ranked(logits_NV, width)
+        ids = torch.cat((ids, top_ids), dim=-1)
+        ranks = torch.cat((ranks, _ranks_of_sorted(top_values)), dim=-1)
+        values = torch.cat((values, top_values), dim=-1)
+    rows = zip(tops, ids.tolist(), (values - log_total_N1).tolist(), ranks.tolist(), strict=True)
+    return [TokenLogprobs(token_ids=i[: t + 1], logprobs=v[: t + 1], ranks=r[: t + 1]) for t, i, v, r in rows]
+
+
+def _ranks_of_sorted(values_NK: torch.Tensor) -> torch.Tensor:
+    """1 + the number of greater values, for rows in descending order: equal values share the first one's rank."""
+    places_K = torch.arange(1, values_NK.shape[-1] + 1, device=values_NK.device)
+    changes_NK = torch.ones_like(values_NK, dtype=torch.bool)
+    changes_NK[:, 1:] = values_NK[:, 1:] != values_NK[:, :-1]
+    return (places_K * changes_NK).cummax(dim=-1).values
+
+
+def prompt_logprobs(
+    hidden_TE: torch.Tensor,
+    logits_fn: Callable[[torch.Tensor], torch.Tensor],
+    target_token_ids: Sequence[int],
+    top: int,
+    *,
+    max_bytes: int = 64 * 1024**2,
+) -> list[TokenLogprobs]:
+    """Log-probabilities of prompt tokens, without ever holding the logits of a whole prompt.
+
+    hidden_TE: hidden states that logits_fn takes; row t predicts target_token_ids[t], the prompt token after it
+    logits_fn: hidden states [rows, E] -> logits [rows, V]; called with one row first, to learn V
+    top:       most likely tokens to report beside each target
+    max_bytes: bound of the temporaries; one row is taken even where it needs more
+    """
+    assert len(target_token_ids) == hidden_TE.shape[0], (len(target_token_ids), hidden_TE.shape)
+    targets_T = torch.tensor(target_token_ids, dtype=torch.int64, device=hidden_TE.device)
+    result: list[TokenLogprobs] = []
+    start, stop = 0, 1
+    while start < len(target_token_ids):
+        logits_NV = logits_fn(hidden_TE[start:stop])
+        result += token_logprobs(logits_NV, targets_T[start:stop], [top] * logits_NV.shape[0])
+        start, stop = stop, stop + max(1, max_bytes // (logits_NV.shape[1] * _BYTES_PER_LOGIT))
+    return result

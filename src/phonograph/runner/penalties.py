@@ -1,0 +1,52 @@
+"""Which tokens each slot has seen: the state behind repetition, presence and frequency penalties.
+
+It is dense, [slots, V] on the device, so that a batch is penalised in one go; most servers never see a penalty, so it
+is allocated by the first request that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phonograph.kernels.sampling import penalize
+from phonograph.sampling_params import SamplingParams
+
+
+class Penalties:
+    """Token counts and penalty factors of the slots that have penalties; each must be loaded before its first use."""
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab_size)
+        self._device = device
+        self._in_prompt: torch.Tensor | None = None
+        self._output_counts: torch.Tensor | None = None
+        self._factors: torch.Tensor | None = None
+
+    def load(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        in_prompt, counts, factors = self._tensors()
+        in_prompt[slot] = False
+        in_prompt[slot, torch.tensor(prompt_token_ids, dtype=torch.int64, device=self._device)] = True
+        output = torch.tensor(output_token_ids, dtype=torch.int64, device=self._device)
+        counts[slot] = torch.bincount(output, minlength=self._shape[1])
+        factors[slot] = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+
+    def apply(self, logits_NV: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
+        """Penalised copy of the logits, float32 [N, V], of these slots (int64 [N])."""
+        in_prompt, counts, factors = self._tensors()
+        return penalize(logits_NV, in_prompt[slots_N], counts[slots_N], *factors[slots_N].unbind(dim=-1))
+
+    def record(self, slots_N: torch.Tensor, token_ids_N: torch.Tensor) -> None:
+        """Counts a sampled token of each slot; no slot may come twice."""
+        _, counts, _ = self._tensors()
+        counts[slots_N, token_ids_N] += 1
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._in_prompt is None or self._output_counts is None or self._factors is None:
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._factors = torch.zeros((self._shape[0], 3), dtype=torch.float32, device=self._device)
+        return self._in_prompt, self._output_counts, self._factors

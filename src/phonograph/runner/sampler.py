@@ -1,0 +1,220 @@
+"""Chooses the next token of each sequence from its logits, by the sampling parameters loaded in its slot.
+
+Rows are grouped by what they need, and only they pay for it: a greedy batch is one argmax; top-k ranks k candidates and
+draws noise for those alone; top-p looks at the most likely tokens first and sorts a row only where these do not hold p;
+plain temperature sampling draws noise for the whole vocabulary, without sorting.
+
+Order of processing, as is usual: logit bias and the mask of min_tokens, penalties, temperature, min-p, top-k, top-p.
+Which group a row is in follows from its own parameters and logits, so other rows cannot change its draws.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from phonograph.batch import TokenLogprobs
+from phonograph.kernels import sampling
+from phonograph.runner.logprobs import token_logprobs
+from phonograph.runner.penalties import Penalties
+from phonograph.sampling_params import SamplingParams
+
+# Candidates that are ranked before a whole row is sorted.
+_HEAD = 1024
+# Logits worked on at once: on a CPU what its cache holds, on a GPU what keeps temporaries below about 1 GiB.
+_CHUNK_LOGITS = {"cpu": 2**16, "cuda": 2**25}
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """token_ids:  in the order of the slots given to `sample`
+    logprobs:   by slot, for requests that asked; of the model's raw logits
+    invalid:    slots that have no token to sample (NaN or +inf among the logits, or all -inf); their token id is 0 and
+                they have no logprobs; the others are not touched by it
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    invalid: list[int] = field(default_factory=list[int])
+
+
+class Sampler:
+    """Sampling state of the runner's slots 0 .. max_num_seqs - 1.
+
+    `seed` makes an engine repeatable: requests without a seed of their own get one from it, in order of loading. None
+    takes the seeds from the operating system.
+    """
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int | None) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._seeds = random.Random(seed)
+        self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._chunk_rows = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
+        # Host arrays by slot: what a step needs of them it takes with one index.
+        self._temperature = np.zeros(max_num_seqs)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs)
+        self._min_p = np.zeros(max_num_seqs)
+        self._stream_key = np.zeros(max_num_seqs, dtype=np.int64)
+        self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._penalized = np.zeros(max_num_seqs, dtype=bool)
+        self._biased = np.zeros(max_num_seqs, dtype=bool)
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._stop_ids: dict[int, np.ndarray] = {}
+
+    def load(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+        sample_index: int,
+    ) -> None:
+        """Takes a request into a slot, anew or after a preemption (then `output_token_ids` are those it generated).
+
+        stop_token_ids: every token that would end the request; they cannot be sampled before its min_tokens are out
+        sample_index:   which of the request's n samples this is
+
+        All token ids, those of the logit bias too, must be in the vocabulary (`SamplingParams.check_vocabulary`).
+        """
+        self.clear(slot)
+        # Bounds at which (logit - max) / temperature stays free of 0/0 and inf/inf in float32.
+        self._temperature[slot] = min(max(params.temperature, 1e-30), 1e30) if not params.greedy else 0.0
+        self._top_k[slot] = params.top_k if params.top_k < self.vocab_size else 0
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64) - 2**63
+        self._stream_key[slot] = sampling.stream_key(seed, sample_index)
+        self._logprobs[slot] = params.logprobs if params.logprobs is not None else -1
+        if params.has_penalties:
+            self._penalties.load(slot, params, prompt_token_ids, output_token_ids)
+            self._penalized[slot] = True
+        if params.logit_bias:
+            self._bias[slot] = _ids(params.logit_bias), np.array([*params.logit_bias.values()], dtype=np.float32)
+            self._biased[slot] = True
+        if params.min_tokens and stop_token_ids:
+            self._stop_ids[slot] = _ids(stop_token_ids)
+            self._min_tokens[slot] = params.min_tokens
+
+    def clear(self, slot: int) -> None:
+        """Forgets the request in a slot; an empty slot is fine."""
+        self._temperature[slot] = 0.0
+        self._logprobs[slot] = -1
+        self._min_tokens[slot] = 0
+        self._penalized[slot] = False
+        self._biased[slot] = False
+        self._bias.pop(slot, None)
+        self._stop_ids.pop(slot, None)
+
+    @torch.inference_mode()
+    def sample(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Sampled:
+        """One token for each row, and a place in the counts of its slot. Reads the logits only.
+
+        logits_NV:   any float dtype; row i belongs to slots[i], and no slot comes twice
+        output_lens: tokens that each request has generated before, the index of this draw
+        """
+        if not slots:
+            return Sampled(token_ids=[])
+        by_row = np.asarray(slots, dtype=np.int64)
+        draws = np.asarray(output_lens, dtype=np.int64)
+        edited_NV = self._edit(logits_NV, by_row, draws)
+        max_N, tokens_N = edited_NV.max(dim=-1)  # of equal maxima the first
+        if (self._temperature[by_row] > 0.0).any():
+            self._sample_random(edited_NV, max_N, by_row, draws, tokens_N)
+        tokens_N = tokens_N.where(max_N.isfinite(), -1)
+        penalized = np.flatnonzero(self._penalized[by_row])
+        if penalized.size:
+            rows_P = self._to_device(penalized)
+            self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
+        token_ids: list[int] = tokens_N.tolist()
+        invalid = [slot for slot, token_id in zip(slots, token_ids, strict=True) if token_id < 0]
+        reported = [i for i in np.flatnonzero(self._logprobs[by_row] >= 0).tolist() if token_ids[i] >= 0]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if reported:
+            rows_L = torch.tensor(reported, device=self.device)
+            tops = self._logprobs[by_row[reported]].tolist()
+            found = token_logprobs(logits_NV[rows_L], tokens_N[rows_L], tops)
+            logprobs = {slots[i]: entry for i, entry in zip(reported, found, strict=True)}
+        return Sampled(token_ids=[max(t, 0) for t in token_ids], logprobs=logprobs, invalid=invalid)
+
+    def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
+        """Bias, min_tokens mask and penalties, in a float32 copy; the logits themselves where no row has any."""
+        biased = np.flatnonzero(self._biased[by_row])
+        short = np.flatnonzero(draws < self._min_tokens[by_row])
+        penalized = np.flatnonzero(self._penalized[by_row])
+        if not (biased.size or short.size or penalized.size):
+            return logits_NV
+        edited_NV = logits_NV.to(torch.float32, copy=True)
+        if biased.size:
+            entries = [self._bias[slot] for slot in by_row[biased].tolist()]
+            where = self._scatter(biased, [ids for ids, _ in entries])
+            edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
+        if short.size:
+            edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
+        if penalized.size:
+            rows_P = self._to_device(penalized)
+            edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
+        return edited_NV
+
+    def _sample_random(
+        self,
+        logits_NV: torch.Tensor,
+        max_N: torch.Tensor,
+        by_row: np.ndarray,
+        draws: np.ndarray,
+        tokens_N: torch.Tensor,
+    ) -> None:
+        """Draws for the rows that are not greedy, into `tokens_N`."""
+        temperature, top_k, top_p = self._temperature[by_row], self._top_k[by_row], self._top_p[by_row]
+        keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[by_row]), torch.from_numpy(draws))
+        floats_3N = self._to_device(np.stack((temperature, self._min_p[by_row], top_p)))
+        batch = sampling.Rows(
+            logits_NV=logits_NV,
+            max_N=max_N,
+            keys_N=keys_N.to(self.device),
+            temperature_N=floats_3N[0],
+            min_p_N=floats_3N[1],
+            top_p_N=floats_3N[2],
+            top_k_N=self._to_device(top_k),
+        )
+
+        drawn = temperature > 0.0
+        nucleus = drawn & (top_k == 0) & (top_p < 1.0) & (self.vocab_size > _HEAD)
+        full = drawn & (top_k == 0) & (top_p == 1.0)
+        narrow = drawn & (top_k > 0) & (top_k <= _HEAD)
+        for rows_C in self._chunks(full):
+            tokens_N[rows_C] = sampling.sample_full(batch.take(rows_C))
+        for rows_C in self._chunks(narrow):
+            tokens_N[rows_C] = sampling.sample_ranked(batch.take(rows_C), int(top_k[narrow].max()))
+        for rows_C in self._chunks(nucleus):
+            rows = batch.take(rows_C)
+            tokens_C, holds_C = sampling.sample_nucleus(rows, _HEAD)
+            if not holds_C.all():
+                tokens_C[~holds_C] = sampling.sample_ranked(rows.take(~holds_C), self.vocab_size)
+            tokens_N[rows_C] = tokens_C
+        for rows_C in self._chunks(drawn & ~nucleus & ~full & ~narrow):
+            tokens_N[rows_C] = sampling.sample_ranked(batch.take(rows_C), self.vocab_size)
+
+    def _chunks(self, selected: np.ndarray) -> list[torch.Tensor]:
+        """Numbers of the selected rows, on the device, so many at a time that temporaries stay small."""
+        rows = self._to_device(np.flatnonzero(selected))
+        return list(rows.split(self._chunk_rows)) if rows.numel() else []
+
+    def _scatter(self, rows: np.ndarray, ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index of the elements `ids[i]` of row `rows[i]`, for all i."""
+        repeated = np.repeat(rows, [len(entry) for entry in ids])
+        return self._to_device(repeated), self._to_device(np.concatenate(ids))
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _ids(token_ids: Iterable[int]) -> np.ndarray:
+    return np.fromiter(dict.fromkeys(token_ids), dtype=np.int64)
