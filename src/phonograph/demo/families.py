@@ -142,6 +142,7 @@ FAMILIES: Final = (
         (
             "How many {objects} does {name} have?",
             "How many {objects} does {name} have now?",
+            "How many {objects} does {name} have altogether?",
             "How many {objects} does {he} have in total?",
         ),
     ),
@@ -154,6 +155,7 @@ FAMILIES: Final = (
             "{name} had {a} {objects} but lost {b} of them.",
             "{name} has {a} {objects}. {He} sells {b} {objects} at the {place}.",
             "{name} takes {a} {objects} to the {place} and leaves {b} there.",
+            "Of the {a} {objects} that {name} has, {b} break on {day}, and {he} throws them away.",
         ),
         (
             "How many {objects} does {name} have left?",
@@ -170,7 +172,11 @@ FAMILIES: Final = (
             "{name} had {a} {objects}. {He} found {b} more at the {place}, but lost {c}.",
             "{name} picks {a} {objects} on {day} and {b} the next day. {He} sells {c} of them.",
         ),
-        ("How many {objects} does {name} have left?", "How many {objects} does {he} have now?"),
+        (
+            "How many {objects} does {name} have left?",
+            "How many {objects} does {name} have now?",
+            "How many {objects} remain?",
+        ),
     ),
     Family(
         "groups",
@@ -180,6 +186,7 @@ FAMILIES: Final = (
             "{name} has {a} {containers} with {b} {objects} in each.",
             "There are {a} {containers} at the {place}. Each of them holds {b} {objects}.",
             "{name} fills {a} {containers}. {He} puts {b} {objects} into each.",
+            "For {a} days, {name} collects {b} {objects} a day.",
         ),
         ("How many {objects} are there in all?", "How many {objects} are there?"),
     ),

@@ -17,6 +17,13 @@ from phonograph.demo.words import COLORS, CONTAINERS, DAYS, FEMALE, MALE, OBJECT
 
 Split = Literal["train", "held-out"]
 
+EVALUATION_SEED: Final = 20_000
+"""Seed of the held-out evaluation; the training text has another one, and another split."""
+EVALUATION_PROBLEMS: Final = 1_000
+EVALUATION_RECALLS: Final = 300
+EVALUATION_CONTEXT: Final = 3_500
+"""Tokens that a recall's chat has at least."""
+
 PROBLEM_TOKENS: Final = 200
 """Generated tokens that are enough for any worked answer."""
 RECALL_TOKENS: Final = 48
