@@ -121,7 +121,7 @@ def _parse_mode(value: object) -> GraphMode:
 
 def _parse_sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
-        value = re.split(r"[,\s]+", value.strip().removeprefix("[").removesuffix("]").strip())
+        value = re.split(r"\s*,\s*|\s+", value.strip().removeprefix("[").removesuffix("]").strip())
     if isinstance(value, Mapping):
         raise TypeError("a mapping is not a list")
     parse = whole(1).parse
