@@ -1,0 +1,50 @@
+"""The tensor functions of the decoder beside its matrix products: norm, rotary embedding, gated activation.
+
+They are written for the tape, where each recorded call costs two to four microseconds at replay: few operators, each
+with an `out=` overload or in place, no host reads and nothing that depends on the data. The formulas are those of
+transformers, with float32 inside the norm.
+
+Shapes: T tokens, H heads, D head size, I intermediate size; `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    `x` [..., N]; `weight` broadcasts against it ([N], or [H, N] for norms of their own for each head); `eps` is a
+    float32 tensor without dimensions on the same device, because that saves three operators over a Python number.
+    Returns a fresh tensor of x's shape and dtype; the normalised value is rounded to that dtype before the weight.
+    """
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse_rms = torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+    normal = torch.mul(x, inverse_rms)
+    if normal.dtype != x.dtype:
+        normal = normal.to(x.dtype)
+    return normal.mul_(weight)
+
+
+def rope(x_THD: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotates pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
+
+    `cos_sin_TD` holds the D/2 cosines, then the D/2 sines of each token, in x's dtype. `x_THD` may be a strided view;
+    query and key heads go through one call. Returns a fresh, contiguous [T, H, D].
+    """
+    half = x_THD.shape[-1] // 2
+    x_TH2h = x_THD.unflatten(-1, (2, half))
+    cos_T11h = cos_sin_TD[:, None, None, :half]
+    sin_T1h = cos_sin_TD[:, None, half:]
+    out_TH2h = torch.mul(x_TH2h, cos_T11h)
+    out_TH2h[:, :, 0].addcmul_(x_TH2h[:, :, 1], sin_T1h, value=-1)
+    out_TH2h[:, :, 1].addcmul_(x_TH2h[:, :, 0], sin_T1h)
+    return out_TH2h.view(x_THD.shape)
+
+
+def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for the fused projection [T, 2I], gates first. Returns a fresh [T, I]."""
+    intermediate = gate_up_T2I.shape[-1] // 2
+    return functional.silu(gate_up_T2I[:, :intermediate]).mul_(gate_up_T2I[:, intermediate:])

@@ -1,0 +1,54 @@
+"""Where a model's files are: a local folder, the demo model of this package, or a snapshot from the hub."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from phonograph.errors import ModelError
+
+DEMO = "demo"
+CONFIG_FILES = ("config.json", "generation_config.json")
+# Some repositories hold the same weights again in the layout of their own training code.
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def model_folder(
+    model: str | Path, *, weights: bool = False, remote_code: bool = False, revision: str | None = None
+) -> Path:
+    """The local folder of `model`: a path, "demo", or a hub id whose needed files are downloaded.
+
+    Of a hub model it fetches the configuration, with `weights` the safetensors too, and with `remote_code` its Python
+    files.
+
+    Raises:
+        ModelError: there is no such folder, or the hub cannot provide it.
+    """
+    if model == DEMO and not Path(model).exists():
+        return Path(str(resources.files("phonograph"))) / "demo" / "model"
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model {str(model)!r} is a file; give the folder that holds its config.json")
+    hub_id = str(model)
+    if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
+        raise ModelError(f"model {hub_id!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
+    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(["*.py"] if remote_code else ())]
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(DUPLICATE_WEIGHT_FILES)
+            )
+        )
+    except Exception as error:  # from the client's own tree to whatever its HTTP library raises
+        at_revision = f" at revision {revision!r}" if revision else ""
+        raise ModelError(
+            f"model {hub_id!r}{at_revision} is no local folder and could not be read from the hub ({error}); check the "
+            "name, the network and the access rights, or download it and give its folder"
+        ) from error

@@ -1,0 +1,168 @@
+"""Fills a decoder with weights: straight from mapped safetensors files into the fused matrices, or random ones.
+
+The weights exist once: each tensor of a checkpoint is copied from the file's mapping into its slice, and no dictionary
+of all of them is ever made. Every weight is written exactly once, or loading fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from phonograph.errors import ConfigError, WeightError
+from phonograph.models.decoder import Decoder
+from phonograph.models.folder import model_folder
+from phonograph.models.spec import ModelSpec
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Progress = Callable[[int, int], None]
+"""Called with the number of tensors loaded so far, and of all."""
+
+INDEX_FILE = "model.safetensors.index.json"
+DUMMY_STD = 0.02
+OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
+
+
+def load_model(
+    spec: ModelSpec,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    max_positions: int | None = None,
+) -> Decoder:
+    """A decoder with its weights, from a local folder, a hub id or "demo".
+
+    load_format:   "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` and needs no files
+    max_positions: see Decoder
+
+    Raises:
+        WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, of another shape or kind.
+        ModelError: there is no such model.
+        ConfigError: no such load format.
+    """
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
+    with torch.inference_mode():
+        if load_format == "dummy":
+            decoder = Decoder(spec, dtype, device, max_positions)
+            _draw(decoder, seed)
+            return decoder
+        files = weight_files(model_folder(path, weights=True, revision=revision))
+        decoder = Decoder(spec, dtype, device, max_positions)
+        _read(decoder, files, progress)
+        return decoder
+
+
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a folder, each with the tensors that the index says it holds (none without an index).
+
+    Raises:
+        WeightError: there are none, one that the index names is missing, or the index is unusable.
+    """
+    index_path = folder / INDEX_FILE
+    if index_path.is_file():
+        files: dict[Path, list[str]] = {}
+        for tensor_name, file_name in _read_index(index_path).items():
+            files.setdefault(folder / file_name, []).append(tensor_name)
+        for file, tensor_names in files.items():
+            if not file.is_file():
+                raise WeightError(
+                    f"{file} is missing; {index_path.name} says that it holds {_some(tensor_names)}. Download it again"
+                )
+        return files
+    single = folder / "model.safetensors"
+    found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if found:
+        return {file: [] for file in found}
+    others = sorted(file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern))
+    if others:
+        raise WeightError(
+            f"{folder} has its weights as {_some(others)}, which is not read; convert them to safetensors "
+            "(transformers' save_pretrained writes it)"
+        )
+    raise WeightError(f"{folder} has no *.safetensors files; --load-format dummy runs with random weights")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = cast("dict[str, str]", content["weight_map"])
+        if weight_map and all(Path(file).name == file for file in weight_map.values()):
+            return weight_map
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(f"{path} is not a usable index of weights ({error!r}); download it again") from error
+    raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
+
+
+def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | None) -> None:
+    shapes = decoder.spec.tensor_shapes()
+    destinations = decoder.destinations()
+    written: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                    if name not in shapes:
+                        _refuse_unexpected(name, file, decoder.spec)
+                        continue
+                    if name in written:
+                        raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
+                    tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                    _check(name, tensor, shapes[name], file)
+                    destinations[name].copy_(tensor)
+                    written[name] = file
+                    if progress is not None:
+                        progress(len(written), len(shapes))
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
+    missing = [name for name in shapes if name not in written]
+    if missing:
+        indexed = [file.name for file, names in files.items() if missing[0] in names]
+        raise WeightError(
+            f"tensor {missing[0]} {list(shapes[missing[0]])} is in none of {_some([file.name for file in files])}"
+            f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
+        )
+
+
+def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path) -> None:
+    if tuple(tensor.shape) != expected:
+        raise WeightError(
+            f"tensor {name} in {file} has shape {list(tensor.shape)}; the configuration expects {list(expected)}"
+        )
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise WeightError(
+            f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected float32, float16 or "
+            "bfloat16 (quantized weights are not supported)"
+        )
+
+
+def _refuse_unexpected(name: str, file: Path, spec: ModelSpec) -> None:
+    """Passes over what some checkpoints hold without need: rotary tables, and a second copy of tied embeddings."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings):
+        return
+    raise WeightError(
+        f"tensor {name} in {file} is not part of this {spec.architecture}; do config.json and weights belong together?"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _draw(decoder: Decoder, seed: int) -> None:
+    generator = torch.Generator(decoder.device).manual_seed(seed)
+    for parameter in decoder.parameters:
+        parameter.normal_(0.0, DUMMY_STD, generator=generator)
+    for name, view in decoder.destinations().items():
+        if name.endswith("norm.weight"):
+            view.fill_(1.0)

@@ -1,0 +1,216 @@
+"""What a model is, as plain values: enough for weights, attention, memory and `explain`, without any weights.
+
+The values come from transformers' own configuration classes, so that defaults and older spellings of config.json mean
+here what they mean there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+
+from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.models.folder import model_folder
+from phonograph.models.registry import Architecture, find_architecture
+from phonograph.models.rope import rope_frequencies
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+UNLIMITED = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only model.
+
+    dtype:          what its configuration names, as torch writes it
+    windows:        of each layer, (left, right) keys beside the query itself; -1 is no limit, so that a
+                    `sliding_window` of W keys is (W - 1, 0)
+    rope_frequencies: angle per position of each of the head_size / 2 pairs
+    rope_factor:    on cos and sin
+    eos_token_ids:  of config.json and generation_config.json together
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[tuple[int, int], ...]
+    rope_frequencies: tuple[float, ...]
+    rope_factor: float
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights in `dtype`, by its name."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that a checkpoint of this model must hold."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_rows, kv_rows = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_layers):
+            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+            shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
+            shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
+            for name, rows, columns, bias in (
+                (f"{attention}.q_proj", q_rows, hidden, self.qkv_bias),
+                (f"{attention}.k_proj", kv_rows, hidden, self.qkv_bias),
+                (f"{attention}.v_proj", kv_rows, hidden, self.qkv_bias),
+                (f"{attention}.o_proj", hidden, q_rows, self.o_bias),
+                (f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
+                (f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
+                (f"{mlp}.down_proj", hidden, inner, self.mlp_bias),
+            ):
+                shapes[f"{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{name}.bias"] = (rows,)
+            if self.qk_norm:
+                shapes[f"{attention}.q_norm.weight"] = (self.head_size,)
+                shapes[f"{attention}.k_norm.weight"] = (self.head_size,)
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+def read_model_spec(model: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> ModelSpec:
+    """The spec of a local folder, a hub id or "demo". Needs config.json and nothing else of the model.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature that the configuration asks for, is not implemented.
+        ModelError: there is no such model, or its config.json is missing or unusable.
+    """
+    folder = model_folder(model, remote_code=trust_remote_code, revision=revision)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
+    raw = _read_json(path)
+    # Looked at before transformers is asked, which knows architectures that we do not, and the other way round.
+    names = raw.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
+    architecture = find_architecture(name)
+    try:
+        config = cast("PreTrainedConfig", AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ModelError(f"{path} cannot be used: {error}") from error
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    try:
+        return _make_spec(config, name, architecture, generation.get("eos_token_id"))
+    except ModelError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return cast("dict[str, Any]", content)
+
+
+def _make_spec(
+    config: PreTrainedConfig, name: str, architecture: Architecture, generation_eos: int | list[int] | None
+) -> ModelSpec:
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError("quantization_config is set, but quantized weights are not supported")
+    activation = getattr(config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act={activation!r} is not supported; supported is silu")
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
+    num_query_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads")
+    hidden_size = _positive(config, "hidden_size")
+    num_layers = _positive(config, "num_hidden_layers")
+    head_size = int(getattr(config, "head_dim", None) or hidden_size // num_query_heads)
+    if num_query_heads % num_kv_heads:
+        raise ModelError(
+            f"num_attention_heads={num_query_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
+        )
+    if head_size <= 0 or head_size % 2:
+        raise ModelError(f"head_dim={head_size} must be positive and even, for the rotary embedding")
+    frequencies, factor = rope_frequencies(config, head_size)
+    return ModelSpec(
+        architecture=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        vocab_size=_positive(config, "vocab_size"),
+        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=_switch(config, architecture.qkv_bias),
+        o_bias=_switch(config, architecture.o_bias),
+        mlp_bias=_switch(config, architecture.mlp_bias),
+        qk_norm=architecture.qk_norm,
+        windows=_windows(config, architecture, num_layers),
+        rope_frequencies=frequencies,
+        rope_factor=factor,
+        dtype=dtype,
+        eos_token_ids=tuple(dict.fromkeys([*_ids(config.eos_token_id), *_ids(generation_eos)])),
+        bos_token_id=cast("int | None", config.bos_token_id),
+    )
+
+
+def _positive(config: PreTrainedConfig, name: str) -> int:
+    value: object = getattr(config, name, None)
+    if not isinstance(value, int) or value <= 0:
+        raise ModelError(f"{name}={value!r} must be a positive integer")
+    return value
+
+
+def _switch(config: PreTrainedConfig, rule: bool | str) -> bool:
+    return bool(getattr(config, rule, False)) if isinstance(rule, str) else rule
+
+
+def _ids(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _windows(config: PreTrainedConfig, architecture: Architecture, num_layers: int) -> tuple[tuple[int, int], ...]:
+    size = cast("int | None", getattr(config, "sliding_window", None))
+    if architecture.window == "none" or size is None:
+        return (UNLIMITED,) * num_layers
+    window = (_positive(config, "sliding_window") - 1, 0)
+    if architecture.window == "every_layer":
+        return (window,) * num_layers
+    types = cast("list[str]", getattr(config, "layer_types", None) or [])
+    known = {"full_attention": UNLIMITED, "sliding_attention": window}
+    if len(types) != num_layers or not known.keys() >= set(types):
+        raise UnsupportedModelError(
+            f"layer_types={types!r} must name {' or '.join(known)} for each of {num_layers} layers"
+        )
+    return tuple(known[kind] for kind in types)

@@ -1,0 +1,106 @@
+"""The decoder against transformers: the same logits at every position, and the same greedy tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from dense import DenseSequences
+from transformers import PreTrainedModel
+
+from phonograph.models.load import load_model
+from phonograph.models.spec import read_model_spec
+
+TOLERANCE = 1e-4
+
+
+def load_both(family: str, folder: Path, **overrides: object) -> tuple[PreTrainedModel, DenseSequences]:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    reference = make_checkpoint(family, folder, seed=seed, **overrides)
+    spec = read_model_spec(folder)
+    decoder = load_model(spec, folder, dtype=torch.float32, device=torch.device("cpu"))
+    return reference, DenseSequences(decoder)
+
+
+def random_tokens(count: int) -> list[int]:
+    return [random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_ragged_chunked_run_with_a_cached_prefix(family: str, tmp_path: Path) -> None:
+    reference, sequences = load_both(family, tmp_path, max_shard_size=random.choice(["40KB", "5GB"]))
+    prompts = [random_tokens(length) for length in (61, 1, 40, 17)]
+    for _ in prompts:
+        sequences.add()
+    got: list[list[torch.Tensor]] = [[] for _ in prompts]
+    shared = 29
+    while any(sequences.lengths[i] < len(prompt) for i, prompt in enumerate(prompts)):
+        if len(prompts) == 4 and sequences.lengths[0] >= shared:
+            sequences.add(prefix_of=0, prefix_len=shared)
+            prompts.append(prompts[0][:shared] + random_tokens(22))
+            got.append([])
+        chunks: list[tuple[int, list[int]]] = []
+        for i in random.sample(range(len(prompts)), len(prompts)):
+            done = sequences.lengths[i]
+            chunk = prompts[i][done : done + random.randint(0, 13)]
+            if chunk:
+                chunks.append((i, chunk))
+        if chunks:
+            for (i, _), logits in zip(chunks, sequences.step(chunks), strict=True):
+                got[i].append(logits)
+    assert len(prompts) == 5
+    for i, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        actual = torch.cat(got[i])
+        assert len(actual) == len(prompt) - (shared if i == 4 else 0)
+        assert expected.std() > 0.5
+        torch.testing.assert_close(actual, expected[-len(actual) :], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_128_greedy_tokens(family: str, tmp_path: Path) -> None:
+    reference, sequences = load_both(family, tmp_path)
+    prompts = [random_tokens(23), random_tokens(5)]
+    chunks = [(sequences.add(), prompt) for prompt in prompts]
+    tokens: list[list[int]] = [[], []]
+    for _ in range(128):
+        for i, logits in enumerate(sequences.step(chunks)):
+            tokens[i].append(int(logits[-1].argmax()))
+        chunks = [(i, [tokens[i][-1]]) for i in range(len(prompts))]
+    for prompt, got in zip(prompts, tokens, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=128, do_sample=False, eos_token_id=None)
+        assert got == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
+def test_other_rotary_scalings(rope: dict[str, object], tmp_path: Path) -> None:
+    parameters = {**rope, "rope_theta": 1000.0, "original_max_position_embeddings": 32}
+    reference, sequences = load_both("llama3", tmp_path, rope_parameters=parameters)
+    prompt = random_tokens(90)
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    (actual,) = sequences.step([(sequences.add(), prompt)])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_half_precision_is_no_worse_than_that_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference, _ = load_both(family, tmp_path)
+    prompt = random_tokens(50)
+    decoder = load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=torch.device("cpu"))
+    sequences = DenseSequences(decoder)
+    (actual,) = sequences.step([(sequences.add(), prompt)])
+    with torch.no_grad():
+        exact = reference(torch.tensor([prompt])).logits[0]
+        theirs = reference.to(dtype)(torch.tensor([prompt])).logits[0]
+    assert actual.dtype == dtype
+    error, their_error = (actual - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
+    assert error < 1.2 * their_error

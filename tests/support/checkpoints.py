@@ -1,0 +1,119 @@
+"""Tiny random checkpoints of every supported family, in the transformers format, with the model that wrote them.
+
+Weights are drawn so that every one of them matters (norms are not 1, biases not 0) and the logits have a standard
+deviation of about 2, so that the two most likely tokens are rarely close.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 211
+LOGITS_STD = 2.0
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 5000.0,
+}
+
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Many query heads as KV heads, as Llama 2.
+    "llama2": (LlamaConfig, LlamaForCausalLM, {"rms_norm_eps": 1e-5}),
+    # Grouped heads, and a rotary scaling that the tests' lengths reach.
+    "llama3": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE}),
+    # Every bias, tied, an odd ratio of heads.
+    "llama_bias": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Heads that are larger than their share of the hidden size, all on one KV head.
+    "llama_head": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 26},
+    ),
+    # A window shorter than the sequences.
+    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 9}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
+    # A window on the upper layers only.
+    "qwen2_window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+}
+
+
+def make_checkpoint(
+    family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+) -> PreTrainedModel:
+    """Writes a checkpoint of `family` to `folder` and returns transformers' model of it: float32, in eval mode.
+
+    `overrides` are settings of its configuration; `max_shard_size` splits the file, as in save_pretrained.
+    """
+    config_class, model_class, settings = FAMILIES[family]
+    config = config_class(**{**COMMON, **settings, **overrides})
+    model = model_class(config).to(torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.5, generator=generator)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_(0.0, LOGITS_STD * config.hidden_size**-0.5, generator=generator)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model

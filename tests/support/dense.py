@@ -1,0 +1,69 @@
+"""A slow and obvious stand-in for runner and attention: every sequence keeps all its keys and values, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.models.decoder import Decoder
+
+
+class DenseSequences:
+    """Runs ragged steps of several sequences through a decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.lengths: list[int] = []
+        self.keys: list[list[torch.Tensor]] = []
+        self.values: list[list[torch.Tensor]] = []
+        self._step: list[tuple[int, int]] = []
+
+    def add(self, *, prefix_of: int | None = None, prefix_len: int = 0) -> int:
+        """A new sequence; its first `prefix_len` tokens are taken from the cache of another."""
+        spec = self.decoder.spec
+        if prefix_of is None:
+            empty = torch.empty(0, spec.num_kv_heads, spec.head_size, dtype=torch.float64)
+            self.keys.append([empty] * spec.num_layers)
+            self.values.append([empty] * spec.num_layers)
+        else:
+            self.keys.append([key[:prefix_len].clone() for key in self.keys[prefix_of]])
+            self.values.append([value[:prefix_len].clone() for value in self.values[prefix_of]])
+        self.lengths.append(prefix_len)
+        return len(self.lengths) - 1
+
+    def step(self, chunks: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """Computes the next tokens of some sequences, given as (sequence, tokens); logits [tokens, V] of each."""
+        self._step = [(sequence, len(tokens)) for sequence, tokens in chunks]
+        input_ids = [token for _, tokens in chunks for token in tokens]
+        positions = [self.lengths[sequence] + i for sequence, tokens in chunks for i in range(len(tokens))]
+        with torch.inference_mode():
+            hidden = self.decoder.forward(torch.tensor(input_ids), torch.tensor(positions), self._attention)
+            logits = self.decoder.logits(hidden)
+        for sequence, num_tokens in self._step:
+            self.lengths[sequence] += num_tokens
+        return list(logits.split([num_tokens for _, num_tokens in self._step]))
+
+    def _attention(
+        self, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        spec = self.decoder.spec
+        group = spec.num_query_heads // spec.num_kv_heads
+        left, right = spec.windows[layer]
+        assert right in (-1, 0)
+        out = torch.full(query_THD.shape, torch.nan, dtype=query_THD.dtype)
+        start = 0
+        for sequence, num_tokens in self._step:
+            rows = slice(start, start + num_tokens)
+            start += num_tokens
+            self.keys[sequence][layer] = torch.cat([self.keys[sequence][layer], key_TKD[rows].double()])
+            self.values[sequence][layer] = torch.cat([self.values[sequence][layer], value_TKD[rows].double()])
+            keys = self.keys[sequence][layer].repeat_interleave(group, dim=1)
+            values = self.values[sequence][layer].repeat_interleave(group, dim=1)
+            scores = torch.einsum("thd,lhd->htl", query_THD[rows].double(), keys) * spec.head_size**-0.5
+            query_positions = self.lengths[sequence] + torch.arange(num_tokens)[:, None]
+            key_positions = torch.arange(len(keys))[None]
+            hidden = key_positions > query_positions
+            if left >= 0:
+                hidden |= key_positions < query_positions - left
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("htl,lhd->thd", weights, values).to(out.dtype)
+        return out
