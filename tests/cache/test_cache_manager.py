@@ -1,0 +1,104 @@
+"""The prefix cache: what is found, what is never found, and what admission costs in blocks."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phonograph.cache.manager import BlockTable, CacheManager
+
+SIZE = 3
+
+
+def table_of(token_ids: list[int]) -> BlockTable:
+    return BlockTable(lambda start, stop: token_ids[start:stop])
+
+
+def manager(num_blocks: int = 16, *, enable_prefix_caching: bool = True) -> CacheManager:
+    return CacheManager(num_blocks=num_blocks, block_size=SIZE, enable_prefix_caching=enable_prefix_caching)
+
+
+def admit(cache: CacheManager, token_ids: list[int], *, reuse: bool = True) -> tuple[BlockTable, int]:
+    table = table_of(token_ids)
+    cached = cache.admit(table, len(token_ids), reserve=0, reuse=reuse)
+    assert cached is not None
+    return table, cached
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12))
+def test_what_is_found_is_the_longest_published_prefix(prompts: list[list[int]]) -> None:
+    cache = manager(200)
+    published: set[tuple[int, ...]] = set()
+    tables: list[tuple[BlockTable, int]] = []
+    contents: dict[int, tuple[int, ...]] = {}
+    for token_ids in prompts:
+        table, cached = admit(cache, token_ids)
+        prefixes = [tuple(token_ids[:end]) for end in range(SIZE, len(token_ids) + 1, SIZE)]
+        known = [prefix for prefix in prefixes if prefix in published and len(prefix) < len(token_ids)]
+        assert cached == max((len(prefix) for prefix in known), default=0)
+        for block_id, prefix in zip(table.block_ids, prefixes, strict=False):
+            assert contents.setdefault(block_id, prefix) == prefix
+        assert len(table.block_ids) == -(-len(token_ids) // SIZE)
+        cache.publish(table, len(token_ids))
+        published.update(prefixes)
+        tables.append((table, len(token_ids)))
+        cache.check(tables)
+
+
+def test_admission_counts_found_blocks_that_are_free_as_taken() -> None:
+    cache = manager(4)
+    first, _ = admit(cache, [1] * 7)
+    cache.publish(first, 7)
+    again = table_of([1] * 10)
+    # While they are held, two of its four blocks cost nothing; one is left free, so a reserve of 1 is refused.
+    assert cache.admit(again, 10, reserve=0, reuse=True) is None
+    cache.free(first)
+    assert cache.admit(again, 10, reserve=1, reuse=True) is None
+    assert again.block_ids == [] and cache.pool.num_free == 4
+    assert cache.admit(again, 10, reserve=0, reuse=True) == 6
+    assert cache.pool.num_free == 0
+
+
+def test_found_blocks_are_not_evicted_to_make_room_for_the_rest() -> None:
+    cache = manager(4)
+    first, _ = admit(cache, [1] * 12)
+    cache.publish(first, 12)
+    old = list(first.block_ids)
+    cache.free(first)
+    again, cached = admit(cache, [1] * 6 + [2] * 6)
+    assert cached == 6 and again.block_ids[:2] == old[:2]
+    cache.check([(again, 6)])
+
+
+def test_nothing_is_found_or_published_when_switched_off() -> None:
+    cache = manager(enable_prefix_caching=False)
+    first, _ = admit(cache, [1] * 7)
+    cache.publish(first, 7)
+    assert first.digests == [] and first.num_published == 0
+    assert admit(cache, [1] * 7)[1] == 0
+
+
+def test_reuse_can_be_refused_by_one_sequence_that_still_publishes() -> None:
+    cache = manager()
+    first, _ = admit(cache, [1] * 7)
+    cache.publish(first, 3)
+    second, cached = admit(cache, [1] * 7, reuse=False)
+    assert cached == 0
+    cache.publish(second, 7)
+    third, cached = admit(cache, [1] * 7)
+    assert cached == 6 and third.block_ids[:2] == [first.block_ids[0], second.block_ids[1]]
+
+
+def test_reset_roots_another_tree_of_names() -> None:
+    cache = manager()
+    running, _ = admit(cache, [1] * 7)
+    waiting = table_of([1] * 7)
+    cache.publish(running, 4)
+    cache.reset([running, waiting])
+    # The block that was half full at the reset is never found, nor the one before it.
+    cache.publish(running, 7)
+    cached = cache.admit(waiting, 7, reserve=0, reuse=True)
+    assert cached == 0
+    cache.publish(waiting, 7)
+    assert admit(cache, [1] * 7)[1] == 6
