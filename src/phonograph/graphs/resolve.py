@@ -1,6 +1,7 @@
 """From the mode a user asked for to the mode that will run, every step of the way a value that carries its reason.
 
-This is the only place where a mode changes. It is pure: `explain` runs it without a GPU, the engine runs it at start-up, and tests walk the whole table (mode x support x pieces x speculation) of docs/architecture.md.
+This is the only place where a mode changes. It is pure: `explain` runs it without a GPU, the engine runs it when it
+starts, and tests walk the whole table (mode x support x pieces x speculation) of docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,206 @@
+"""The offline API: `LLM(...).generate` and `.chat`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from phonograph.config import EngineConfig
+from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.session import Prompt, Session
+from phonograph.engine.tokenizer import ChatMessage, Tokenizer
+from phonograph.errors import ConfigError, PhonographError, RequestError
+from phonograph.graphs.verify import VerifyReport, verify
+from phonograph.models.folder import DEMO, model_folder
+from phonograph.models.spec import read_model_spec
+from phonograph.sampling_params import SamplingParams
+
+VERIFY_REPLAYS = 200
+
+
+class LLM:
+    """A model, loaded and captured, that answers prompts.
+
+    `LLM(model="demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `LLM(config=...)` takes one that
+    is made already. The engine is ready when the constructor returns.
+
+    Raises:
+        PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+    """
+
+    def __init__(
+        self, *, config: EngineConfig | None = None, progress: BuildProgress | None = None, **settings: Any
+    ) -> None:
+        if config is not None and settings:
+            raise ConfigError(next(iter(settings)), next(iter(settings.values())), "give settings or config, not both")
+        self.config = config or EngineConfig(**settings)
+        start = time.perf_counter()
+        model = read_model_spec(
+            self.config.model, trust_remote_code=self.config.trust_remote_code, revision=self.config.revision
+        )
+        self._engine: Engine = build_engine(make_plan(self.config, model, this_device(self.config.device)), progress)
+        self._session = Session(self._engine.core, model, _load_tokenizer(self.config), self.config.seed)
+        if self.config.verify_graphs:
+            report = self.verify(num_replays=1)
+            if not report.ok:
+                raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
+        self.start_seconds = time.perf_counter() - start
+
+    @property
+    def plan(self) -> EnginePlan:
+        """What was decided at the start, with the reasons."""
+        return self._engine.plan
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def session(self) -> Session:
+        """The requests in flight; for callers that drive the steps themselves."""
+        return self._session
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._session.tokenizer
+
+    @property
+    def step_counts(self) -> Counter[str]:
+        """Steps so far, by the kind of decision that ran them ("full decode", "full mixed", "eager", ...)."""
+        return self._engine.core.runner.counts
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts, given as text or as token ids; results in their order.
+
+        Args:
+            params: one for all, or one a prompt.
+            progress: show a bar.
+            priorities: one a prompt, smaller first, with scheduling_policy "priority".
+
+        Raises:
+            RequestError: the only prompt cannot be served. Of several, one that cannot be served has its `error` set in
+                its output, and the others are answered.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # pyright: ignore[reportAssignmentType]
+        many: list[Prompt] = list(prompts)  # pyright: ignore[reportArgumentType]
+        each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
+        ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
+        outputs: list[RequestOutput] = []
+        for index, (prompt, one, rank) in enumerate(zip(many, each, ranks, strict=True)):
+            try:
+                outputs.append(self._session.add(prompt, one, priority=rank))
+            except RequestError as error:
+                if len(many) == 1:
+                    raise
+                text = prompt if isinstance(prompt, str) else None
+                ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
+                outputs.append(
+                    RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
+                )
+        self._run(outputs, progress)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers conversations (lists of {"role", "content"}), one or several, through the model's chat template.
+
+        Raises:
+            RequestError: as `generate`, and where a conversation does not fit the template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.encode_chat(one) for one in conversations], params, progress=progress)  # pyright: ignore[reportArgumentType]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continues one prompt and yields its growing output after each step that added to it.
+
+        Leaving the loop early ends the request.
+        """
+        output = self._session.add(prompt, params or SamplingParams())
+        try:
+            while not output.finished:
+                if any(changed is output for changed in self._session.step()):
+                    yield output
+        finally:
+            self._session.abort(output)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        if self.tokenizer is None:
+            raise RequestError("messages", "...", "chat needs a tokenizer")
+        return self.tokenizer.encode_chat(messages)
+
+    def verify(
+        self,
+        *,
+        num_replays: int = VERIFY_REPLAYS,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport:
+        """Compares replays of every captured graph on random batches with eager runs. No request may be in flight.
+
+        Raises:
+            RequestError: requests are in flight.
+            ConfigError: the mode has no graphs.
+        """
+        if self._session.has_unfinished:
+            raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
+        report = verify(self._engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
+        self._engine.core.scheduler.reset_prefix_cache()
+        return report
+
+    def _run(self, outputs: list[RequestOutput], progress: bool) -> None:
+        done = sum(output.finished for output in outputs)
+        tokens = 0
+        start = time.perf_counter()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns) if progress else nullcontext() as bar:
+            task = None if bar is None else bar.add_task("requests", total=len(outputs), completed=done)
+            while self._session.has_unfinished:
+                changed = self._session.step()
+                tokens += len(changed)
+                if bar is None or task is None:
+                    continue
+                done += sum(output.finished for output in changed)
+                speed = tokens / (time.perf_counter() - start)
+                bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of the model, or None for a local model that has none and runs on random weights anyway."""
+    name = config.tokenizer or config.model
+    local = name == DEMO or Path(name).is_dir()
+    source = model_folder(name) if local else name
+    if local and config.tokenizer is None and config.load_format == "dummy":
+        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        if not any((Path(source) / file).is_file() for file in files):
+            return None
+    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+
+
+def _one_per_prompt(name: str, given: Any, count: int) -> list[Any]:
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(name, f"{len(given)} of them", f"must be one for all prompts, or one for each of {count}")
+    return list(given)

@@ -1,0 +1,107 @@
+"""Where the memory goes: weights, graphs, and what is left for KV blocks. Estimates, made before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from phonograph.config import EngineConfig
+from phonograph.device import GIB, DeviceSpec
+from phonograph.errors import MemoryLimitError
+from phonograph.models.spec import DTYPE_BYTES, ModelSpec
+
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+_CPU_KV_LIMIT = 2 * GIB
+"""On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
+_LIBRARY_BYTES = GIB
+"""CUDA context and libraries' workspaces, seen on an H200 with torch 2.11."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """All in bytes but num_blocks. `graphs` is the estimated pool that all captured graphs share."""
+
+    weights: int
+    graphs: int
+    block: int
+    num_blocks: int
+    notes: tuple[str, ...]
+
+    @property
+    def kv_cache(self) -> int:
+        return self.block * self.num_blocks
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    dtype: str,
+    kv_cache_dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    block_size: int,
+    graph_tokens: int,
+) -> MemoryPlan:
+    """Sizes the KV cache.
+
+    Args:
+        graph_tokens: tokens of the largest graph, 0 without graphs.
+
+    Raises:
+        MemoryLimitError: no room is left for one request of max_model_len tokens.
+    """
+    weights = model.weight_bytes(dtype)
+    graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
+    block = kv_block_bytes(model, kv_cache_dtype, block_size)
+    blocks_per_request = -(-max_model_len // block_size)
+    notes: list[str] = []
+    if config.num_kv_blocks is not None:
+        num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block
+        source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    else:
+        granted, source = _default_kv_bytes(config, device, weights, graphs)
+        # More than every running request could use would only be claimed for nothing on a CPU.
+        most = max_num_seqs * blocks_per_request if device.kind == "cpu" else granted // block
+        num_blocks = max(0, min(granted // block, most))
+    if num_blocks < blocks_per_request:
+        fits = num_blocks * block_size
+        raise MemoryLimitError(
+            f"max_model_len={max_model_len}: one request needs {blocks_per_request} KV blocks of {block_size} tokens "
+            f"({blocks_per_request * block} bytes), and {source} gives {num_blocks}; "
+            + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
+        )
+    notes.append(f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}")
+    return MemoryPlan(weights=weights, graphs=graphs, block=block, num_blocks=num_blocks, notes=tuple(notes))
+
+
+def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
+    """Keys and values of one block in all layers."""
+    per_token = 2 * model.num_kv_heads * model.head_size * KV_DTYPE_BYTES[kv_cache_dtype]
+    return model.num_layers * block_size * per_token
+
+
+def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
+    """The shared pool: what is alive at once in the widest place of a layer, at the largest graph, and its logits."""
+    heads = model.num_query_heads * model.head_size
+    attention = 2 * heads + 2 * model.num_kv_heads * model.head_size
+    mlp = 3 * model.intermediate_size
+    width = 2 * model.hidden_size + max(attention, mlp)
+    return DTYPE_BYTES[dtype] * (tokens * width + rows * (model.vocab_size + model.hidden_size))
+
+
+def _default_kv_bytes(config: EngineConfig, device: DeviceSpec, weights: int, graphs: int) -> tuple[int, str]:
+    if device.kind == "cpu":
+        granted = min(_CPU_KV_LIMIT, max(0, (psutil.virtual_memory().available - weights - graphs) // 2))
+        return granted, "half of the free memory, 2 GiB at most"
+    usable = int(device.memory * config.gpu_memory_utilization) - _LIBRARY_BYTES
+    source = (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
+        f"({weights / GIB:.1f}), graphs ({graphs / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+    )
+    return usable - weights - graphs, source

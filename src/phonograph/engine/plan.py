@@ -1,0 +1,182 @@
+"""Everything decided before anything runs, as values with their reasons: the configuration meets a model and a device.
+
+The engine starts from an `EnginePlan` and `explain` prints one, so what is explained is what runs. Making one needs
+neither weights nor the device itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.select import Selection, select
+from phonograph.config import EngineConfig
+from phonograph.device import DeviceSpec
+from phonograph.engine.memory import MemoryPlan, plan_memory
+from phonograph.errors import ConfigError
+from phonograph.graphs.capture_list import CaptureList, make_capture_list
+from phonograph.graphs.dispatch import Dispatcher
+from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
+from phonograph.models.spec import ModelSpec
+
+PIECES = Pieces(True, "the capture can be broken at each attention call")
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes of a step and of a request; see EngineConfig for the words."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """notes: decisions about limits and memory that the configuration left open, or that could not be met as asked."""
+
+    config: EngineConfig
+    device: DeviceSpec
+    model: ModelSpec
+    dtype: str
+    limits: Limits
+    attention: AttentionSpec
+    selection: Selection
+    resolution: Resolution
+    captures: CaptureList
+    memory: MemoryPlan
+    notes: tuple[str, ...]
+
+    def make_dispatcher(self) -> Dispatcher:
+        return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
+
+
+# What a step and a graph may hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
+_DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_DEFAULT_CAPTURE_TOKENS = {"cpu": 512, "cuda": 2048}
+_DEFAULT_BLOCK_SIZE = 16
+
+
+def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> EnginePlan:
+    """Resolves a configuration for a model on a device.
+
+    Raises:
+        ConfigError: a setting does not fit the model or the device.
+        BackendError: no attention backend serves the configuration, or not the one asked for.
+        MemoryLimitError: weights and one request do not fit the memory granted.
+    """
+    dtype = _dtype(config, model, device)
+    notes: list[str] = []
+    limits = _limits(config, model, device)
+    attention = _attention_spec(config, model, dtype, limits.block_size)
+    selection = select(config.attention_backend, _version(config), attention, device)
+    asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
+    support = selection.capabilities.graph_support(attention, device)
+    resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
+    memory = plan_memory(
+        config,
+        model,
+        device,
+        dtype=dtype,
+        kv_cache_dtype=attention.kv_cache_dtype,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        block_size=limits.block_size,
+        graph_tokens=_capture_tokens(config, limits, device) if resolution.mode is not GraphMode.NONE else 0,
+    )
+    if memory.num_blocks < limits.max_num_seqs:
+        notes.append(
+            f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
+        )
+        limits = _with_seqs(limits, memory.num_blocks)
+    captures = make_capture_list(
+        resolution.mode,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        # A step cannot hold more tokens than the cache has room for.
+        max_capture_tokens=min(_capture_tokens(config, limits, device), memory.num_blocks * limits.block_size),
+        sizes=config.cudagraph_capture_sizes,
+        speculative_tokens=config.num_speculative_tokens,
+    )
+    return EnginePlan(
+        config=config,
+        device=device,
+        model=model,
+        dtype=dtype,
+        limits=limits,
+        attention=attention,
+        selection=selection,
+        resolution=resolution,
+        captures=captures,
+        memory=memory,
+        notes=(*notes, *memory.notes, *captures.notes),
+    )
+
+
+def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    # CPUs multiply 16-bit numbers slower than 32-bit ones, or in software.
+    return "float32" if device.kind == "cpu" else ("bfloat16" if model.dtype == "float32" else model.dtype)
+
+
+def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limits:
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ConfigError("max_model_len", max_model_len, f"the model was made for {longest} positions at most")
+    if max_model_len < 2:
+        raise ConfigError("max_model_len", max_model_len, "must hold a prompt token and an output token: 2 or more")
+    tokens = config.max_num_batched_tokens
+    seqs = config.max_num_seqs or min(_DEFAULT_SEQS[device.kind], tokens or _DEFAULT_SEQS[device.kind])
+    return Limits(
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
+        block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
+    )
+
+
+def _with_seqs(limits: Limits, max_num_seqs: int) -> Limits:
+    return Limits(
+        max_model_len=limits.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+    )
+
+
+def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
+    largest = config.max_cudagraph_capture_size
+    if largest is None:
+        return min(_DEFAULT_CAPTURE_TOKENS[device.kind], limits.max_num_batched_tokens)
+    if largest > limits.max_num_batched_tokens:
+        raise ConfigError(
+            "max_cudagraph_capture_size",
+            largest,
+            f"a step has at most max_num_batched_tokens={limits.max_num_batched_tokens} tokens; lower the one or raise "
+            "the other",
+        )
+    return largest
+
+
+def _attention_spec(config: EngineConfig, model: ModelSpec, dtype: str, block_size: int) -> AttentionSpec:
+    return AttentionSpec(
+        num_query_heads=model.num_query_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype=dtype,
+        kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
+        block_size=block_size,
+        layout=KVLayout(config.kv_cache_layout),
+        windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
+        speculative_tokens=config.num_speculative_tokens,
+    )
+
+
+def _version(config: EngineConfig) -> str | None:
+    return None if config.flash_attn_version is None else str(config.flash_attn_version)

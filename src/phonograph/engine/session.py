@@ -1,0 +1,155 @@
+"""Requests as users mean them, around the synchronous core: text in, text out, n samples, stop strings, validation.
+
+The offline API drives a session directly; whatever serves over a network puts a queue around the same object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phonograph.engine.core import EngineCore
+from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.engine.text import TextBuilder
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.errors import RequestError
+from phonograph.models.spec import ModelSpec
+from phonograph.request import Request
+from phonograph.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One of a request's n samples on its way."""
+
+    request: Request
+    completion: CompletionOutput
+    text: TextBuilder | None
+    parent: RequestOutput
+
+
+class Session:
+    """Adds, steps and aborts requests. Not thread-safe: one thread drives it.
+
+    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable, by their order.
+    """
+
+    def __init__(self, core: EngineCore, model: ModelSpec, tokenizer: Tokenizer | None, seed: int | None) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self._model = model
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+        self._samples: dict[str, _Sample] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.core.scheduler.has_unfinished
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> RequestOutput:
+        """Queues a request and returns the output that the steps will fill.
+
+        Raises:
+            RequestError: the prompt or the parameters cannot be served; nothing has been queued.
+        """
+        token_ids = self._tokenize(prompt)
+        params.check_vocabulary(self._model.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
+        if params.seed is None:
+            # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        request_id = request_id or f"request-{next(self._ids)}"
+        output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+        )
+        samples = [self._sample(output, params, index, priority) for index in range(params.n)]
+        for queued, sample in enumerate(samples):
+            try:
+                self.core.scheduler.add(sample.request)
+            except RequestError:
+                for earlier in samples[:queued]:
+                    self.core.scheduler.abort(earlier.request.request_id)
+                raise
+        self._samples.update((sample.request.request_id, sample) for sample in samples)
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns the outputs that changed, each once."""
+        changed: dict[str, RequestOutput] = {}
+        for request in self.core.step():
+            sample = self._samples[request.request_id]
+            self._advance(sample)
+            changed[sample.parent.request_id] = sample.parent
+            if request.finished:
+                del self._samples[request.request_id]
+        return list(changed.values())
+
+    def abort(self, output: RequestOutput) -> None:
+        """Ends what is left of a request; what it has generated so far stays in its output."""
+        for sample in [sample for sample in self._samples.values() if sample.parent is output]:
+            self.core.scheduler.abort(sample.request.request_id)
+            self._advance(sample)
+            del self._samples[sample.request.request_id]
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("prompt", prompt, "is text, and the engine runs without a tokenizer; give token ids")
+            if not prompt:
+                raise RequestError("prompt", prompt, "is empty; at least one token is needed")
+            return self.tokenizer.encode(prompt)
+        token_ids = list(prompt)
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RequestError("prompt", token_id, "must be text or a list of integers")
+            if not 0 <= token_id < self._model.vocab_size:
+                raise RequestError("prompt", token_id, f"the model's token ids are 0 to {self._model.vocab_size - 1}")
+        return token_ids
+
+    def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
+        completion = CompletionOutput(
+            index=index, text="", token_ids=[], logprobs=None if params.logprobs is None else []
+        )
+        output.outputs.append(completion)
+        request = Request(
+            request_id=output.request_id if params.n == 1 else f"{output.request_id}-{index}",
+            prompt_token_ids=output.prompt_token_ids,
+            params=params,
+            arrival=time.monotonic(),
+            priority=priority,
+            eos_token_ids=self._model.eos_token_ids,
+            sample_index=index,
+        )
+        text = None if self.tokenizer is None else TextBuilder(self.tokenizer, params)
+        return _Sample(request, completion, text, output)
+
+    def _advance(self, sample: _Sample) -> None:
+        """Carries the progress of a request over to its output."""
+        request, completion, text = sample.request, sample.completion, sample.text
+        completion.token_ids = request.output_token_ids
+        if text is not None:
+            text.push(request.output_token_ids)
+            if text.stopped is not None:
+                if not request.finished:
+                    self.core.scheduler.finish(request.request_id, "stop", text.stopped)
+                # The same token may have reached max_tokens; the stop string is what the user asked about.
+                request.finish_reason, request.stop_reason = "stop", text.stopped
+            elif request.finished:
+                text.finish()
+            completion.text = text.text
+        if completion.logprobs is not None:
+            completion.logprobs = request.logprobs
+        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+        sample.parent.num_cached_tokens = max(sample.parent.num_cached_tokens, request.num_cached_tokens)
+        if request.params.prompt_logprobs is not None:
+            sample.parent.prompt_logprobs = [None, *request.prompt_logprobs]

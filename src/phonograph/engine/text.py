@@ -1,0 +1,68 @@
+"""The text of one sample as it grows: incremental decoding, stop strings, and what may already be shown."""
+
+from __future__ import annotations
+
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.sampling_params import SamplingParams
+
+
+class TextBuilder:
+    """Follows one sample.
+
+    text:    all of it that is certain, the stop string cut off (or kept, as the parameters say)
+    stopped: the stop string that ended it, or None
+
+    Text that might still turn out to be the beginning of a stop string is held back until the next tokens tell.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+        self._params = params
+        self._num_tokens = 0
+        self._decoded = ""
+        self._searched = 0
+        self.text = ""
+        self.stopped: str | None = None
+
+    def push(self, token_ids: list[int]) -> None:
+        """Takes all output tokens so far, decodes those that are new, and looks for stop strings token by token."""
+        while self._num_tokens < len(token_ids) and self.stopped is None:
+            self._decoded += self._stream.push(token_ids[self._num_tokens])
+            self._num_tokens += 1
+            if self._num_tokens > self._params.min_tokens:
+                self._find_stop()
+            else:
+                self._searched = len(self._decoded)
+        if self.stopped is None:
+            self.text = self._decoded[: len(self._decoded) - self._held_back()]
+
+    def finish(self) -> None:
+        """The sample has ended without a stop string: nothing needs to be held back."""
+        if self.stopped is None:
+            self.text = self._decoded
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken; a stop string may end the text before the tokens of a step do."""
+        return self._num_tokens
+
+    def _find_stop(self) -> None:
+        """Finds the stop string that is complete first."""
+        found: tuple[int, int, str] | None = None
+        for stop in self._params.stop:
+            start = self._decoded.find(stop, max(0, self._searched - len(stop) + 1))
+            if start >= 0 and (found is None or (start + len(stop), start, stop) < found):
+                found = (start + len(stop), start, stop)
+        self._searched = len(self._decoded)
+        if found is not None:
+            end, start, self.stopped = found
+            self.text = self._decoded[: end if self._params.include_stop_str_in_output else start]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) for stop in self._params.stop), default=1) - 1
+        for length in range(min(longest, len(self._decoded)), 0, -1):
+            tail = self._decoded[-length:]
+            if any(stop.startswith(tail) for stop in self._params.stop):
+                return length
+        return 0

@@ -1,0 +1,83 @@
+"""Text to tokens and back, through the tokenizer that comes with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from phonograph.errors import ModelError, RequestError
+
+ChatMessage = dict[str, Any]
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer with a fast backend, which incremental decoding needs."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+
+    @classmethod
+    def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
+        """Loads the tokenizer of a local folder or hub id.
+
+        Raises:
+            ModelError: there is none, it is unusable, or it has no fast backend (tokenizer.json).
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, revision=revision
+            )
+        except Exception as error:  # transformers raises nearly anything for files it cannot use
+            raise ModelError(
+                f"no usable tokenizer in {folder} ({error}); give one with --tokenizer, or pass token ids"
+            ) from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(f"the tokenizer in {folder} has no tokenizer.json, which streaming needs")
+        return cls(tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return cast("int | None", self._tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects around it."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            RequestError: the model has no chat template, or it does not take these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # templates raise what their authors wrote
+            raise RequestError("messages", list(messages), f"the chat template refuses them: {error}") from error
+        return list(encoded["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self, *, skip_special_tokens: bool) -> TokenStream:
+        """A decoder that takes tokens one by one."""
+        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens)
+
+
+class TokenStream:
+    """Turns tokens into text as they come; bytes of an unfinished character wait for their rest."""
+
+    def __init__(self, backend: Any, *, skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def push(self, token_id: int) -> str:
+        return self._stream.step(self._backend, token_id) or ""
