@@ -1,0 +1,51 @@
+"""What turns products of queries and keys into weights: the parameters of a layer, and the steps all paths share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring:
+    """The arithmetic of one layer, in this order: scale, softcap, ALiBi bias, mask, sinks.
+
+    scale:    factor of the products
+    softcap:  x becomes softcap * tanh(x / softcap); 0 leaves it
+    left, right: keys visible before and after the query's own position; -1 is unbounded
+    slopes_H: ALiBi adds slope * (key position - query position)
+    sinks_H:  one more logit in the denominator, without a value
+    k_scale_K, v_scale_K: what stored keys and values are to be multiplied by
+    """
+
+    scale: float
+    softcap: float
+    left: int
+    right: int
+    slopes_H: torch.Tensor | None
+    sinks_H: torch.Tensor | None
+    k_scale_K: torch.Tensor | None
+    v_scale_K: torch.Tensor | None
+
+
+def softcap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Caps scores in place."""
+    return scores.div_(cap).tanh_().mul_(cap) if cap > 0.0 else scores
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Enlarges the softmax denominator after the fact: scales `out` [..., D] in place, returns the new LSE [...].
+
+    `lse` must be finite; `sinks` broadcasts with it. out / (1 + e^(sink - lse)) is out * sigmoid(lse - sink).
+    """
+    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+    return torch.logaddexp(lse, sinks)
+
+
+def gather_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Copies blocks [N] out of the cache [2, B, S, K, D] as float32 [2, N, S, K, D]."""
+    if kv_cache.dtype.itemsize == 1:
+        # Not every one-byte float can be selected from, but its bytes can.
+        return kv_cache.view(torch.uint8).index_select(1, blocks).view(kv_cache.dtype).float()
+    return kv_cache.index_select(1, blocks).float()
