@@ -13,8 +13,9 @@ import torch
 from phonograph.batch import TokenLogprobs
 from phonograph.kernels.sampling import ranked
 
-# Float32 logits, their int64 sort keys, and what sorting and comparing hold beside them.
+# Float32 logits and their int64 sort keys, twice when they are sorted; for each token reported, several copies.
 _BYTES_PER_LOGIT = 4 + 8 + 12
+_BYTES_PER_TOP = 32
 
 
 def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -67,5 +68,6 @@ def prompt_logprobs(
     while start < len(target_token_ids):
         logits_NV = logits_fn(hidden_TE[start:stop])
         result += token_logprobs(logits_NV, targets_T[start:stop], [top] * logits_NV.shape[0])
-        start, stop = stop, stop + max(1, max_bytes // (logits_NV.shape[1] * _BYTES_PER_LOGIT))
+        row_bytes = logits_NV.shape[1] * _BYTES_PER_LOGIT + top * _BYTES_PER_TOP
+        start, stop = stop, stop + max(1, max_bytes // row_bytes)
     return result

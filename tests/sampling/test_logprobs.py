@@ -1,0 +1,87 @@
+"""Reported log-probabilities against float64, and the memory bound of those of prompts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.batch import TokenLogprobs
+from phonograph.runner.logprobs import prompt_logprobs, token_logprobs
+from phonograph.runner.sampler import Sampler
+from phonograph.sampling_params import SamplingParams
+
+
+def check(found: TokenLogprobs, logits: torch.Tensor, token_id: int, top: int) -> None:
+    """Against a float64 softmax and a stable sort."""
+    x = logits.double().numpy()
+    exact = x - (x.max() + math.log(np.exp(x - x.max()).sum()))
+    best = np.argsort(-x, kind="stable")[:top].tolist()
+    assert found.token_ids == [token_id, *best]
+    assert found.logprobs == pytest.approx(exact[found.token_ids].tolist(), abs=2e-5)
+    assert found.ranks == [1 + int((x > x[i]).sum()) for i in found.token_ids]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 17, 1000, 1021])
+def test_token_logprobs(dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(9, vocab_size, generator=generator) * 4).to(dtype)
+    logits[2:4] = logits[2:4].round()  # equal logits
+    logits[4, 1:] = -math.inf
+    token_ids = torch.randint(0, vocab_size, (9,), generator=generator)
+    token_ids[4] = 0
+    tops = [0, 1, 5, 1024, 2, 0, 20, 3, 7]
+    for i, found in enumerate(token_logprobs(logits, token_ids, tops)):
+        check(found, logits[i], int(token_ids[i]), min(tops[i], vocab_size))
+
+
+def test_they_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(3, 203, generator=torch.Generator().manual_seed(0)) * 2
+    sampler = Sampler(max_num_seqs=5, vocab_size=203, device=torch.device("cpu"), seed=0)
+    edits = {"logit_bias": {5: 4.0}, "repetition_penalty": 2.0, "min_tokens": 4}
+    sampler.load(4, SamplingParams(temperature=0.3, top_k=5, logprobs=6, **edits), [1, 5], [], [0, 1], 0)
+    sampler.load(0, SamplingParams(temperature=0, logprobs=None), [], [], [], 0)
+    sampler.load(2, SamplingParams(temperature=1.7, logprobs=0), [], [], [], 0)
+    sampled = sampler.sample(logits, [4, 0, 2], [0, 0, 0])
+    assert sampled.logprobs.keys() == {4, 2}
+    check(sampled.logprobs[4], logits[0], sampled.token_ids[0], 6)
+    check(sampled.logprobs[2], logits[2], sampled.token_ids[2], 0)
+
+
+@pytest.mark.parametrize("top", [0, 4])
+@pytest.mark.parametrize("length", [0, 1, 2, 37])
+def test_prompt_logprobs_in_chunks(top: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    weight = torch.randn(307, 24, generator=generator)
+    hidden = torch.randn(length, 24, generator=generator)
+    targets = torch.randint(0, 307, (length,), generator=generator).tolist()
+    chunks: list[int] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        chunks.append(rows.shape[0])
+        return rows @ weight.T
+
+    found = prompt_logprobs(hidden, head, targets, top, max_bytes=5 * (307 * 24 + 4 * 32))
+    assert sum(chunks) == length
+    assert max(chunks, default=0) == min(5, max(length - 1, length and 1))
+    for i, entry in enumerate(found):
+        check(entry, hidden[i] @ weight.T, targets[i], top)
+
+
+@pytest.mark.parametrize(("vocab_size", "top"), [(5003, 0), (5003, 5), (5003, 1024), (1021, 1000)])
+def test_prompt_logprobs_keep_to_their_memory(vocab_size: int, top: int) -> None:
+    """Peak of live bytes while it runs, beyond what it was given."""
+    max_bytes = 1024**2
+    hidden = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(vocab_size, 8, generator=torch.Generator().manual_seed(2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        prompt_logprobs(hidden, lambda rows: rows @ weight.T, [3] * 100, top, max_bytes=max_bytes)
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert max_bytes // 4 < peak <= max_bytes
