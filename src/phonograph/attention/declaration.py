@@ -1,0 +1,98 @@
+"""What a backend declares, as data, and the one rule that turns it into refusals with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
+from phonograph.device import DeviceSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The configurations that a backend serves. Defaults are what nearly every backend can.
+
+    devices:      device kinds
+    capabilities: compute capabilities, as major versions; empty is any
+    min_capability: the smallest compute capability
+    head_sizes:   the only ones; empty is any multiple of head_size_multiple up to max_head_size (0: no limit)
+    left_window_only: windows can look back, but not ahead
+    """
+
+    devices: tuple[str, ...] = ("cuda",)
+    capabilities: tuple[int, ...] = ()
+    min_capability: tuple[int, int] = (0, 0)
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    kv_dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    head_sizes: tuple[int, ...] = ()
+    head_size_multiple: int = 1
+    max_head_size: int = 0
+    block_size_multiple: int = 1
+    kinds: tuple[AttentionKind, ...] = (AttentionKind.DECODER,)
+    layouts: tuple[KVLayout, ...] = (KVLayout.NHD, KVLayout.HND)
+    left_window_only: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """Every reason against running `spec` on `device`: what is wrong, its value, and what would work."""
+        return [*self._about_device(device), *self._about_numbers(spec), *self._about_features(spec)]
+
+    def _about_device(self, device: DeviceSpec) -> list[str]:
+        if device.kind not in self.devices:
+            return [f"device {device.name} is a {device.kind} device; it runs on {_either(self.devices)}"]
+        if device.kind != "cuda":
+            return []
+        capability = f"compute capability {device.capability[0]}.{device.capability[1]} of {device.name}"
+        if self.capabilities and device.capability[0] not in self.capabilities:
+            return [f"{capability}; it runs on {_either(f'{major}.x' for major in self.capabilities)}"]
+        if device.capability < self.min_capability:
+            return [f"{capability}; it needs {self.min_capability[0]}.{self.min_capability[1]} or more"]
+        return []
+
+    def _about_numbers(self, spec: AttentionSpec) -> list[str]:
+        found: list[str] = []
+        if spec.dtype not in self.dtypes:
+            found.append(f"dtype {spec.dtype}; it computes in {_either(self.dtypes)}")
+        if spec.kv_cache_dtype not in self.kv_dtypes:
+            found.append(f"KV cache dtype {spec.kv_cache_dtype}; it reads {_either(self.kv_dtypes)}")
+        elif spec.kv_cache_dtype != spec.dtype and not spec.kv_cache_dtype.startswith("float8"):
+            found.append(
+                f"KV cache dtype {spec.kv_cache_dtype} with dtype {spec.dtype}; the cache takes the same dtype, or FP8"
+            )
+        if spec.num_query_heads % spec.num_kv_heads:
+            found.append(
+                f"{spec.num_query_heads} query heads with {spec.num_kv_heads} KV heads; it groups equally many of the "
+                "one to each of the other"
+            )
+        if self.head_sizes and spec.head_size not in self.head_sizes:
+            found.append(f"head size {spec.head_size}; it has kernels for {_either(self.head_sizes)}")
+        if spec.head_size % self.head_size_multiple or 0 < self.max_head_size < spec.head_size:
+            found.append(
+                f"head size {spec.head_size}; it has kernels for multiples of {self.head_size_multiple} up to "
+                f"{self.max_head_size}"
+            )
+        if spec.block_size % self.block_size_multiple:
+            found.append(f"block size {spec.block_size}; it takes multiples of {self.block_size_multiple}")
+        if spec.layout not in self.layouts:
+            found.append(f"KV layout {spec.layout.value}; it reads {_either(layout.value for layout in self.layouts)}")
+        return found
+
+    def _about_features(self, spec: AttentionSpec) -> list[str]:
+        found: list[str] = []
+        if spec.kind not in self.kinds:
+            found.append(f"{spec.kind.value} attention; it serves {_either(kind.value for kind in self.kinds)}")
+        if self.left_window_only and any(right > 0 for _, right in spec.windows):
+            found.append("a window that looks ahead; its windows only look back")
+        if spec.alibi and not self.alibi:
+            found.append("ALiBi; it takes no slopes")
+        if spec.sinks and not self.sinks:
+            found.append("attention sinks; its kernels have none")
+        return found
+
+
+def _either(values: Iterable[object]) -> str:
+    """a, b or c."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,112 @@
+"""The torch reference backend: every feature, float32 inside, the oracle for all others and the CPU's default.
+
+Its operators read query lengths and sequence lengths out of the batch's tensors when they run. So its metadata is those
+tensors and nothing else, and a graph that holds its calls serves any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionLayer, AttentionSpec, Capabilities
+from phonograph.attention.declaration import Declaration
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import GraphKey, GraphSupport, Support
+from phonograph.kernels import reference
+
+_DECLARED = Declaration(
+    devices=("cpu", "cuda"),
+    dtypes=("float32", "float16", "bfloat16"),
+    kv_dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    kinds=tuple(AttentionKind),
+    alibi=True,
+    sinks=True,
+)
+
+
+class ReferenceCapabilities(Capabilities):
+    name = "reference"
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        return _DECLARED.refusals(spec, device)
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        if device.kind != "cpu":
+            return Support(
+                GraphSupport.NEVER,
+                f"on {device.kind} its operators copy query_start_loc and seq_lens to the host: no capture allows that",
+            )
+        return Support(
+            GraphSupport.ALWAYS,
+            "its operator reads query_start_loc and seq_lens out of their tensors each time it runs, so nothing about "
+            "the batch is frozen",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceMetadata(AttentionMetadata):
+    """The tensors of CommonMetadata by the same names; persistent if those are."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    causal: bool
+
+
+class ReferenceMetadataBuilder(MetadataBuilder):
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> ReferenceMetadata:
+        return ReferenceMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            causal=common.causal,
+        )
+
+
+class ReferenceBackend(AttentionBackend):
+    capabilities = ReferenceCapabilities()
+
+    def make_builder(self) -> ReferenceMetadataBuilder:
+        return ReferenceMetadataBuilder()
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        reference.kv_write(key_TKD, value_TKD, kv_cache, slot_mapping_T, layer.k_scale, layer.v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(metadata, ReferenceMetadata)
+        reference.attention(
+            query_THD,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            out_THD,
+            lse_HT,
+            layer.alibi_slopes,
+            layer.sinks,
+            layer.k_scale,
+            layer.v_scale,
+            layer.scale,
+            layer.window[0],
+            layer.window[1],
+            layer.softcap,
+            metadata.causal,
+        )

@@ -1,0 +1,163 @@
+"""Chooses the attention backend, and says why: every step of the choice is a reason, every refusal is kept.
+
+The version of a family is settled first and everything else is asked of that version: in a peer, version and graph
+support are decided in different places and can disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities
+from phonograph.attention.families import (
+    FlashAttention2Capabilities,
+    FlashAttention3Capabilities,
+    FlashAttention4Capabilities,
+    FlashInferCapabilities,
+    TritonCapabilities,
+)
+from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
+from phonograph.device import DeviceSpec
+from phonograph.errors import BackendError, ConfigError
+
+ENTRY_POINTS = "phonograph.attention_backends"
+"""Group of entry points of out-of-tree backends. Each leads to a `Registered`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A backend that can be chosen. `loader` imports its class; it is called only where `missing()` is None.
+
+    automatic: may be chosen without being asked for
+    """
+
+    capabilities: Capabilities
+    loader: Callable[[], type[AttentionBackend]]
+    automatic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What was chosen; `rejected` has the refusals of those looked at before, by label."""
+
+    capabilities: Capabilities
+    reasons: tuple[str, ...]
+    rejected: dict[str, list[str]]
+    loader: Callable[[], type[AttentionBackend]]
+
+
+def _reference() -> type[AttentionBackend]:
+    return ReferenceBackend
+
+
+def _unwritten() -> type[AttentionBackend]:
+    raise AssertionError("a backend whose kernels are missing was loaded")
+
+
+# In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
+# that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
+BUILT_IN = (
+    Registered(capabilities=TritonCapabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashAttention3Capabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashAttention4Capabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashAttention2Capabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashInferCapabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
+)
+
+
+def registered_backends() -> list[Registered]:
+    """The built-in backends in order of preference, then those of other packages.
+
+    Raises:
+        BackendError: another package's entry point cannot be loaded, or is not a `Registered`.
+    """
+    found = list(BUILT_IN)
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        try:
+            registered = entry_point.load()
+        except Exception as error:  # whatever another package's import raises
+            raise BackendError(f"attention backend {entry_point.name} ({entry_point.value}): {error}") from error
+        if not isinstance(registered, Registered):
+            raise BackendError(
+                f"attention backend {entry_point.name} ({entry_point.value}): is a {type(registered).__name__}; "
+                "an entry point of this group leads to a phonograph.attention.select.Registered"
+            )
+        found.append(registered)
+    return found
+
+
+def select(
+    asked: str | None,
+    version: str | None,
+    spec: AttentionSpec,
+    device: DeviceSpec,
+    registry: Sequence[Registered] | None = None,
+) -> Selection:
+    """The backend asked for, or else the first in the order of preference that serves `spec` on `device`.
+
+    Whether its kernels are installed plays no part: `explain` compares what is not here, and `load` tells.
+
+    Args:
+        asked: a backend's name in any case; None leaves the choice to the order of preference.
+        version: of a family that has versions; given alone, it asks for flash_attn.
+
+    Raises:
+        ConfigError: there is no such backend, or no such version of it.
+        BackendError: the one asked for refuses, or all do; the message has every refusal and what would serve.
+    """
+    everyone = registered_backends() if registry is None else list(registry)
+    candidates, reason = _candidates(asked, version, everyone)
+    reasons = [reason]
+    rejected: dict[str, list[str]] = {}
+    for candidate in candidates:
+        label = candidate.capabilities.label
+        refusals = candidate.capabilities.refusals(spec, device)
+        if refusals:
+            rejected[label] = refusals
+            reasons.append(f"{label} refuses: {'; '.join(refusals)}")
+            continue
+        reasons.append(f"{label} serves this configuration on {device.name}")
+        missing = candidate.capabilities.missing()
+        if missing is not None:
+            reasons.append(f"{label} cannot run here: {missing}")
+        return Selection(
+            capabilities=candidate.capabilities, reasons=tuple(reasons), rejected=rejected, loader=candidate.loader
+        )
+    refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
+    others = [other.capabilities for other in everyone if not other.capabilities.refusals(spec, device)]
+    would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
+    raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
+
+
+def load(selection: Selection) -> type[AttentionBackend]:
+    """The class of the chosen backend.
+
+    Raises:
+        BackendError: its kernels or its library are not here.
+    """
+    missing = selection.capabilities.missing()
+    if missing is not None:
+        raise BackendError(f"attention backend {selection.capabilities.label} cannot run: {missing}")
+    return selection.loader()
+
+
+def _candidates(asked: str | None, version: str | None, everyone: list[Registered]) -> tuple[list[Registered], str]:
+    """Who is to be asked, in order, and why these."""
+    if asked is None and version is None:
+        return [one for one in everyone if one.automatic], "none was asked for: the first in order of preference"
+    name = "flash_attn" if asked is None else asked.lower()
+    family = [one for one in everyone if one.capabilities.name == name]
+    if not family:
+        names = dict.fromkeys(one.capabilities.name for one in everyone)
+        raise ConfigError("attention_backend", asked, f"there is no such backend; there are {', '.join(names)}")
+    if version is None:
+        return family, f"{name} was asked for" + (": its first version that fits" if len(family) > 1 else "")
+    exact = [one for one in family if one.capabilities.version == version]
+    if not exact:
+        versions = [one.capabilities.version for one in family if one.capabilities.version]
+        there = f"has versions {', '.join(versions)}" if versions else "has no versions; leave it out"
+        raise ConfigError("flash_attn_version", version, f"attention backend {name} {there}")
+    return exact, f"{exact[0].capabilities.label} was asked for"
