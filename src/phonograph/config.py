@@ -38,7 +38,9 @@ class EngineConfig(BaseModel):
         default=None, description="Name or folder of the tokenizer, if not the model's own."
     )
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model that has a name.")
-    trust_remote_code: values.Flag = Field(default=False, description="Run code that comes with the model or its tokenizer.")
+    trust_remote_code: values.Flag = Field(
+        default=False, description="Run code that comes with the model or its tokenizer."
+    )
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
         default="auto", description="Where weights come from; dummy makes random ones."
     )
