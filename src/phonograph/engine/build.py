@@ -33,7 +33,7 @@ BuildProgress = Callable[[str, int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """A core ready to run, and what start-up did. `subject` is for `verify` and overwrites the KV cache when it runs."""
+    """A core ready to run, and what start-up did. `make_subject` is for `verify`; it overwrites the KV cache."""
 
     core: EngineCore
     plan: EnginePlan
@@ -53,6 +53,10 @@ def this_device(kind: str) -> DeviceSpec:
     return known_device("cpu")
 
 
+def _unseen(phase: str, done: int, total: int) -> None:
+    """Progress nobody watches."""
+
+
 def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Engine:
     """Loads the model and captures all graphs.
 
@@ -65,7 +69,7 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         )
     backend_class = load(plan.selection)
     device = torch.device(plan.device.kind)
-    report = progress or (lambda phase, done, total: None)
+    report = progress or _unseen
     start = time.perf_counter()
     model = load_model(
         plan.model,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -29,8 +29,8 @@ VERIFY_REPLAYS = 200
 class LLM:
     """A model, loaded and captured, that answers prompts.
 
-    `LLM(model="demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `LLM(config=...)` takes one that
-    is made already. The engine is ready when the constructor returns.
+    `LLM(model="demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `LLM(config=...)` takes one
+    that is made already. The engine is ready when the constructor returns.
 
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
@@ -96,9 +96,8 @@ class LLM:
             RequestError: the only prompt cannot be served. Of several, one that cannot be served has its `error` set in
                 its output, and the others are answered.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # pyright: ignore[reportAssignmentType]
-        many: list[Prompt] = list(prompts)  # pyright: ignore[reportArgumentType]
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        many = cast("list[Prompt]", [prompts] if single else list(prompts))
         each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
         ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
         outputs: list[RequestOutput] = []
@@ -187,11 +186,11 @@ class LLM:
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of the model, or None for a local model that has none and runs on random weights anyway."""
+    """The tokenizer of the model; None for a local folder without one, which serves token ids only."""
     name = config.tokenizer or config.model
     local = name == DEMO or Path(name).is_dir()
     source = model_folder(name) if local else name
-    if local and config.tokenizer is None and config.load_format == "dummy":
+    if local and config.tokenizer is None:
         files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         if not any((Path(source) / file).is_file() for file in files):
             return None

@@ -54,7 +54,7 @@ class EnginePlan:
         return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
 
 
-# What a step and a graph may hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
+# What a step and a graph hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_CAPTURE_TOKENS = {"cpu": 512, "cuda": 2048}

@@ -36,7 +36,7 @@ class _Sample:
 class Session:
     """Adds, steps and aborts requests. Not thread-safe: one thread drives it.
 
-    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable, by their order.
+    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable.
     """
 
     def __init__(self, core: EngineCore, model: ModelSpec, tokenizer: Tokenizer | None, seed: int | None) -> None:

@@ -44,6 +44,10 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return cast("int | None", self._tokenizer.eos_token_id)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens the model expects around it."""
         return list(self._tokenizer(text)["input_ids"])
@@ -54,7 +58,7 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
         try:
             encoded = self._tokenizer.apply_chat_template(

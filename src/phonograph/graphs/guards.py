@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from phonograph.errors import CaptureError
+from phonograph.graphs.nested import tensors_in
 
 _HOST_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.tolist: "tolist()",
@@ -70,9 +70,7 @@ def refuse_unless_capturable(func: Any, args: Any) -> None:
     if name in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:
         raise CaptureError(f"host read inside a capture: {func} returns tensor contents to the host")
     if name in _INDEX_OPERATORS:
-        if any(
-            isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1])
-        ):
+        if any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1])):
             raise CaptureError(f"data-dependent shape inside a capture: {func} with a mask; use torch.where")
     elif torch.Tag.dynamic_output_shape in tags or _full_name(func) in _DYNAMIC_COMPOSITES:
         raise CaptureError(f"data-dependent shape inside a capture: the result of {func} depends on tensor contents")

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from phonograph.errors import CaptureError
 from phonograph.graphs.guards import HostReadGuard, refuse_unless_capturable
+from phonograph.graphs.nested import map_tensors, tensors_in
 from phonograph.graphs.pool import PoolPlan, plan_pool, storage_id
 
 
@@ -41,8 +41,7 @@ class _Call:
     """False for a bare allocation: it claims memory, but there is nothing to run."""
 
     def tensors(self) -> list[torch.Tensor]:
-        leaves: list[Any] = tree_leaves((self.args, self.kwargs, self.outputs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [*tensors_in((self.args, self.kwargs)), *self.outputs]
 
 
 class TapeGraph:
@@ -139,9 +138,9 @@ class _Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **kwargs)
             # Aliases hold today's address, sizes and strides; the list arguments are copied on the way.
-            frozen_args, frozen_kwargs = tree_map(_freeze, (args, kwargs))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        known = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            frozen_args, frozen_kwargs = map_tensors(_freeze, (args, kwargs))
+        outputs = tensors_in(result)
+        known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
         fresh = [output for output in outputs if storage_id(output) not in known]
         if fresh and (len(fresh) != len(outputs) or func._schema.is_mutable):
             raise CaptureError(f"{func} makes new tensors beside old ones, which the tape cannot replay")
@@ -185,7 +184,7 @@ class _Binder:
     def step(self, call: _Call) -> functools.partial[Any] | None:
         if not call.replayed:
             return None
-        args, kwargs = tree_map(self._place_leaf, (call.args, call.kwargs))
+        args, kwargs = map_tensors(self.place, (call.args, call.kwargs))
         if call.break_here:
             return functools.partial(call.function, *args)
         func = cast(Any, call.function)
@@ -198,19 +197,14 @@ class _Binder:
             return functools.partial(overload._op, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
         return functools.partial(_run_and_copy, func._op, args, kwargs, outputs)
 
-    def _place_leaf(self, leaf: Any) -> Any:
-        return self.place(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-
-def _freeze(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
-    return leaf
+def _freeze(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _run_and_copy(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> None:
     results = function(*args, **kwargs)
-    for output, result in zip(outputs, tree_leaves(results), strict=True):
+    for output, result in zip(outputs, tensors_in(results), strict=True):
         output.copy_(result)
 
 

@@ -13,6 +13,9 @@ def allocate_kv_caches(
 ) -> list[torch.Tensor]:
     """One [2, B, S, K, D] tensor a layer (keys, values). HND has the same shape over permuted strides.
 
+    The memory is as it comes, NaN and all: no backend may read what no request has written, and the conformance suite
+    holds them to that. On the CPU it is not even claimed before it is used.
+
     Raises:
         MemoryLimitError: the device has not that much memory.
     """
@@ -21,9 +24,9 @@ def allocate_kv_caches(
     try:
         if spec.layout is KVLayout.NHD:
             shape = (2, num_blocks, size, heads, head_size)
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            return [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         shape = (2, num_blocks, heads, size, head_size)
-        return [torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(num_layers)]
+        return [torch.empty(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(num_layers)]
     except RuntimeError as error:  # torch reports a failed allocation on the CPU as nothing more special
         raise MemoryLimitError(
             f"no memory for a KV cache of {num_blocks} blocks in {num_layers} layers; lower kv_cache_memory_bytes, "

@@ -68,6 +68,7 @@ class Sampler:
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
 
+    @torch.inference_mode()
     def load(
         self,
         slot: int,
@@ -120,6 +121,7 @@ class Sampler:
         logits_NV:   any float dtype; row i belongs to slots[i], and no slot comes twice
         output_lens: tokens that each request has generated before, the index of this draw
         """
+        assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
         if not slots:
             return Sampled(token_ids=[])
         by_row = np.asarray(slots, dtype=np.int64)
@@ -135,21 +137,19 @@ class Sampler:
             self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
         token_ids: list[int] = tokens_N.tolist()
         invalid = [slot for slot, token_id in zip(slots, token_ids, strict=True) if token_id < 0]
-        reported = [i for i in np.flatnonzero(self._logprobs[by_row] >= 0).tolist() if token_ids[i] >= 0]
         logprobs: dict[int, TokenLogprobs] = {}
-        if reported:
-            rows_L = torch.tensor(reported, device=self.device)
-            tops = self._logprobs[by_row[reported]].tolist()
-            found = token_logprobs(logits_NV[rows_L], tokens_N[rows_L], tops)
-            logprobs = {slots[i]: entry for i, entry in zip(reported, found, strict=True)}
+        tops = self._logprobs[by_row]
+        for rows_C in self._chunks((tops >= 0) & (np.array(token_ids) >= 0)):
+            rows: list[int] = rows_C.tolist()
+            found = token_logprobs(logits_NV[rows_C], tokens_N[rows_C], tops[rows].tolist())
+            logprobs |= zip([slots[row] for row in rows], found, strict=True)
         return Sampled(token_ids=[max(t, 0) for t in token_ids], logprobs=logprobs, invalid=invalid)
 
     def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
         """Bias, min_tokens mask and penalties, in a float32 copy; the logits themselves where no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
-        penalized = np.flatnonzero(self._penalized[by_row])
-        if not (biased.size or short.size or penalized.size):
+        if not (biased.size or short.size or self._penalized[by_row].any()):
             return logits_NV
         edited_NV = logits_NV.to(torch.float32, copy=True)
         if biased.size:
@@ -158,9 +158,9 @@ class Sampler:
             edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
         if short.size:
             edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
-        if penalized.size:
-            rows_P = self._to_device(penalized)
-            edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
+        slots_N = self._to_device(by_row)
+        for rows_C in self._chunks(self._penalized[by_row]):
+            edited_NV[rows_C] = self._penalties.apply(edited_NV[rows_C], slots_N[rows_C])
         return edited_NV
 
     def _sample_random(
