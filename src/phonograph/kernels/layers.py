@@ -28,23 +28,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     return normal.mul_(weight)
 
 
-def rope(x_THD: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
+def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
     """Rotates pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
 
-    `cos_sin_TD` holds the D/2 cosines, then the D/2 sines of each token, in x's dtype. `x_THD` may be a strided view;
+    `cos_T11h`, `sin_T1h` are the h = D/2 cosines and sines of each token, in x's dtype. `x_THD` may be a strided view;
     query and key heads go through one call. Returns a fresh, contiguous [T, H, D].
     """
-    half = x_THD.shape[-1] // 2
-    x_TH2h = x_THD.unflatten(-1, (2, half))
-    cos_T11h = cos_sin_TD[:, None, None, :half]
-    sin_T1h = cos_sin_TD[:, None, half:]
+    x_TH2h = x_THD.unflatten(-1, (2, -1))
     out_TH2h = torch.mul(x_TH2h, cos_T11h)
-    out_TH2h[:, :, 0].addcmul_(x_TH2h[:, :, 1], sin_T1h, value=-1)
-    out_TH2h[:, :, 1].addcmul_(x_TH2h[:, :, 0], sin_T1h)
-    return out_TH2h.view(x_THD.shape)
+    first_THh, second_THh = x_TH2h.unbind(2)
+    out_first_THh, out_second_THh = out_TH2h.unbind(2)
+    out_first_THh.addcmul_(second_THh, sin_T1h, value=-1)
+    out_second_THh.addcmul_(first_THh, sin_T1h)
+    return out_TH2h.flatten(2)
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for the fused projection [T, 2I], gates first. Returns a fresh [T, I]."""
-    intermediate = gate_up_T2I.shape[-1] // 2
-    return functional.silu(gate_up_T2I[:, :intermediate]).mul_(gate_up_T2I[:, intermediate:])
+    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+    return functional.silu(gate_TI).mul_(up_TI)

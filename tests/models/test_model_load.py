@@ -1,0 +1,278 @@
+"""Loading: every weight once and in its place, without a second copy; and what is said about files that are broken."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from phonograph.errors import ConfigError, WeightError
+from phonograph.models import load as load_module
+from phonograph.models.decoder import Decoder
+from phonograph.models.load import load_model
+from phonograph.models.spec import read_model_spec
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def load(folder: Path, **settings: Any) -> Decoder:
+    return load_model(read_model_spec(folder), folder, **{"dtype": torch.float32, "device": CPU, **settings})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_destinations_cover_every_weight_once(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    decoder = Decoder(read_model_spec(tmp_path), torch.float32, CPU)
+    destinations = decoder.destinations()
+    assert destinations.keys() == decoder.spec.tensor_shapes().keys()
+    for parameter in decoder.parameters:
+        parameter.zero_()
+    for view in destinations.values():
+        view.add_(1)
+    assert all((parameter == 1).all() for parameter in decoder.parameters)
+    num_weights = sum(parameter.numel() for parameter in decoder.parameters)
+    assert num_weights == sum(view.numel() for view in destinations.values())
+
+
+@pytest.mark.parametrize("max_shard_size", ["30KB", "5GB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_in_their_places(max_shard_size: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen3", tmp_path, max_shard_size=max_shard_size, attention_bias=True)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 3) == (max_shard_size == "30KB")
+    steps: list[tuple[int, int]] = []
+    decoder = load(tmp_path, dtype=dtype, progress=lambda done, total: steps.append((done, total)))
+    weights = dict(reference.named_parameters())
+    for name, view in decoder.destinations().items():
+        torch.testing.assert_close(view, weights[name].to(dtype).expand(view.shape), rtol=0, atol=0)
+    assert steps == [(i + 1, len(weights)) for i in range(len(weights))]
+
+
+def test_untied_weights_from_half_precision_files_with_harmless_extras(tmp_path: Path) -> None:
+    reference = make_checkpoint("llama2", tmp_path)
+    tensors = {name: weight.detach().bfloat16() for name, weight in reference.named_parameters()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    views = load(tmp_path).destinations()
+    torch.testing.assert_close(views["lm_head.weight"], tensors["lm_head.weight"].float(), rtol=0, atol=0)
+    assert not torch.equal(views["lm_head.weight"], views["model.embed_tokens.weight"])
+
+
+def test_tied_embeddings_ignore_a_second_copy(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.full((3, 3), torch.nan)}, tmp_path / "model.safetensors")
+    decoder = load(tmp_path)
+    assert decoder.embedding_VE.data_ptr() == decoder.lm_head_EV.data_ptr()
+    assert torch.equal(decoder.lm_head_EV.t(), tensors["model.embed_tokens.weight"])
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process that are not a mapped file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process as Linux tells it")
+def test_weights_are_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama3", tmp_path, hidden_size=512, intermediate_size=1024, vocab_size=12_000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched:
+        """safe_open, but it sees whether the tensors it gave out before are gone."""
+
+        def __init__(self, file: Path, **settings: Any) -> None:
+            self._file = safe_open(file, **settings)
+
+        def __enter__(self) -> Watched:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *exception: Any) -> None:
+            self._file.__exit__(*exception)
+
+        def keys(self) -> list[str]:
+            return self._file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            assert sum(ref() is not None for ref in alive) <= 1
+            tensor = self._file.get_tensor(name)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    monkeypatch.setattr(load_module, "safe_open", Watched)
+    spec = read_model_spec(tmp_path)
+    gc.collect()
+    before, peak = anonymous_memory(), 0
+
+    def watch(done: int, total: int) -> None:
+        nonlocal peak
+        peak = max(peak, anonymous_memory())
+
+    load_model(spec, tmp_path, dtype=torch.float32, device=CPU, progress=watch)
+    assert len(alive) == len(spec.tensor_shapes())
+    weights = spec.weight_bytes("float32")
+    largest = 4 * spec.vocab_size * spec.hidden_size
+    assert weights * 0.7 < peak - before < weights + 0.5 * largest
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def garble_header(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[8:40] = b"\xff" * 32
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, garble_header, empty])
+@pytest.mark.parametrize("max_shard_size", ["40KB", "5GB"])
+def test_damaged_files(damage: Callable[[Path], None], max_shard_size: str, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, max_shard_size=max_shard_size)
+    damaged = sorted(tmp_path.glob("*.safetensors"))[-1]
+    damage(damaged)
+    with pytest.raises(WeightError, match=f"{damaged.name} is truncated or corrupt"):
+        load(tmp_path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, max_shard_size="40KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(WeightError, match=rf"{gone.name} is missing.*model\."):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b.safetensors"}}', "[]"],
+)
+def test_unusable_index(content: str, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    (tmp_path / load_module.INDEX_FILE).write_text(content)
+    with pytest.raises(WeightError, match="not a usable index"):
+        load(tmp_path)
+
+
+def test_tensor_that_the_index_promises_is_missing(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, max_shard_size="40KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({key: value for key, value in tensors.items() if key != name}, file)
+    with pytest.raises(WeightError, match=f"tensor {name} .*{file.name}"):
+        load(tmp_path)
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    first = tmp_path / "model.safetensors"
+    shutil.copy(first, tmp_path / "model-00002.safetensors")
+    first.rename(tmp_path / "model-00001.safetensors")
+    with pytest.raises(WeightError, match=r"model-00001\.safetensors and .*model-00002\.safetensors"):
+        load(tmp_path)
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: None, rf"tensor {DOWN} \[64, 88\].*missing"),
+        (lambda tensor: tensor.t().contiguous(), rf"{DOWN} in .*model.safetensors has shape \[88, 64\].*\[64, 88\]"),
+        (lambda tensor: tensor[:-1].clone(), rf"{DOWN} .*\[63, 88\].*\[64, 88\]"),
+        (lambda tensor: tensor[None].clone(), rf"{DOWN} .*\[1, 64, 88\]"),
+        (lambda tensor: tensor.to(torch.int8), rf"{DOWN} .*int8; expected float32"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), rf"{DOWN} .*float8_e4m3fn; expected float32"),
+    ],
+)
+def test_wrong_tensors(change: Callable[[torch.Tensor], torch.Tensor | None], message: str, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = change(tensors.pop(DOWN))
+    save_file(tensors if changed is None else {**tensors, DOWN: changed}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=message):
+        load(tmp_path)
+
+
+def test_norms_of_heads_are_not_broadcast_from_other_shapes(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"q_norm.weight .*\[1\].*\[16\]"):
+        load(tmp_path)
+
+
+def test_unexpected_tensor(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"q_proj.bias in .*model.safetensors is not part of this LlamaForCausalLM"):
+        load(tmp_path)
+
+
+def test_other_formats_and_no_files(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(WeightError, match="no .*safetensors files.*dummy"):
+        load(tmp_path)
+    for name in ("pytorch_model.bin", "model.Q4_K_M.gguf"):
+        (tmp_path / name).write_bytes(b"\x00")
+        with pytest.raises(WeightError, match=f"{name}.*convert them to safetensors"):
+            load(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_unknown_load_format(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    with pytest.raises(ConfigError, match="load_format='gguf'.*dummy"):
+        load(tmp_path, load_format="gguf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dummy_weights_need_a_config_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path, hidden_size=96)
+    (tmp_path / "model.safetensors").unlink()
+    first, second, other = (load(tmp_path, load_format="dummy", seed=seed, dtype=dtype) for seed in (7, 7, 8))
+    for name, view in first.destinations().items():
+        assert torch.equal(view, second.destinations()[name])
+        if name.endswith("norm.weight"):
+            assert (view == 1).all()
+        else:
+            assert not torch.equal(view, other.destinations()[name])
+            assert 0.017 < view.float().std() < 0.023
+            assert view.float().mean().abs() < 0.003
+
+
+def test_rotary_table_as_long_as_asked(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    decoder = load(tmp_path, max_positions=700)
+    args = (torch.tensor([3]), torch.tensor([699]), lambda index, query, key, value: query.contiguous())
+    with torch.inference_mode():
+        assert decoder.forward(*args).isfinite().all()
+        with pytest.raises(IndexError):
+            load(tmp_path).forward(*args)
+
+
+def test_json_of_index_names_what_the_files_hold(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, max_shard_size="40KB")
+    weight_map = json.loads((tmp_path / load_module.INDEX_FILE).read_text())["weight_map"]
+    files = load_module.weight_files(tmp_path)
+    assert {name: file.name for file, names in files.items() for name in names} == weight_map

@@ -1,0 +1,251 @@
+"""Reading configurations: what they mean, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.models import folder as folder_module
+from phonograph.models.spec import ModelSpec, read_model_spec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "bos_token_id": 128000,
+    "eos_token_id": 128009,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+
+
+def read(tmp_path: Path, config: dict[str, Any], **changes: Any) -> ModelSpec:
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    return read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "published_parameters"),
+    [(LLAMA, 8_030_261_248), (QWEN2, 7_615_616_512), (QWEN3, 596_049_920), (MISTRAL, 7_241_732_096)],
+)
+def test_published_models(tmp_path: Path, config: dict[str, Any], published_parameters: int) -> None:
+    spec = read(tmp_path, config)
+    assert spec.num_parameters == published_parameters
+    assert spec.weight_bytes("bfloat16") == 2 * published_parameters
+    assert spec.weight_bytes("float32") == 4 * published_parameters
+    assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(family, tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
+
+
+def test_fields(tmp_path: Path) -> None:
+    spec = read(tmp_path, LLAMA, rms_norm_eps=3e-5)
+    assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
+    assert (spec.rms_norm_eps, spec.max_position_embeddings, spec.dtype) == (3e-5, 131072, "bfloat16")
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False, False, False, False)
+    biased = read(tmp_path, LLAMA, attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    qwen2 = read(tmp_path, QWEN2)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.head_size, qwen2.qk_norm) == (True, False, 128, False)
+    assert read(tmp_path, QWEN3).qk_norm
+    assert read(tmp_path, {key: value for key, value in LLAMA.items() if key != "torch_dtype"}).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "windows"),
+    [
+        (LLAMA, {"sliding_window": 7}, {(-1, -1): 32}),
+        (MISTRAL, {}, {(4095, 0): 32}),
+        (MISTRAL, {"sliding_window": None}, {(-1, -1): 32}),
+        (QWEN2, {}, {(-1, -1): 28}),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 20},
+            {(-1, -1): 20, (99, 0): 8},
+        ),
+    ],
+)
+def test_windows(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], windows: dict[tuple[int, int], int]
+) -> None:
+    found = read(tmp_path, config, **changes).windows
+    assert {window: found.count(window) for window in found} == windows
+
+
+def test_layer_types_decide_layer_by_layer(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    spec = read(tmp_path, QWEN3, num_hidden_layers=4, layer_types=kinds, use_sliding_window=True, sliding_window=5)
+    assert spec.windows == ((4, 0), (-1, -1), (-1, -1), (4, 0))
+
+
+LLAMA3_SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 7e4},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    ],
+)
+def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    spec = read(tmp_path, LLAMA, **changes)
+    reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(torch.tensor(spec.rope_frequencies), reference.inv_freq, rtol=1e-6, atol=0)
+    assert spec.rope_factor == pytest.approx(reference.attention_scaling)
+
+
+def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA).eos_token_ids == (128009,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 128009]}))
+    spec = read(tmp_path, LLAMA)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((128009, 128001), 128000)
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, LLAMA, eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError, "GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3"),
+        ({"architectures": None}, UnsupportedModelError, "none named.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'.*silu"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedModelError, "quantization_config"),
+        ({"torch_dtype": "float64"}, UnsupportedModelError, "float64.*bfloat16"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "dynamic.*llama3"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 64,
+                    "long_factor": [2.0] * 64,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            UnsupportedModelError,
+            "longrope",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "llama3.*factor"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor=0.5"),
+        ({"num_key_value_heads": 5}, ModelError, "num_key_value_heads=5"),
+        ({"head_dim": 63}, ModelError, "head_dim=63"),
+        ({"num_hidden_layers": 0}, ModelError, "num_hidden_layers=0"),
+        ({"vocab_size": "many"}, ModelError, "vocab_size"),
+        ({"model_type": "no_such_type"}, ModelError, "no_such_type"),
+    ],
+)
+def test_unusable_configurations(
+    tmp_path: Path, changes: dict[str, Any], error: type[ModelError], message: str
+) -> None:
+    with pytest.raises(error, match=f"(?s){message}") as raised:
+        read(tmp_path, LLAMA, **changes)
+    assert type(raised.value) is error
+
+
+def test_unusable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no config.json"):
+        read_model_spec(tmp_path)
+    for content in ("{", "[1]", b"\xff\xfe\x00"):
+        (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ModelError, match="JSON"):
+            read_model_spec(tmp_path)
+    with pytest.raises(ModelError, match="is a file"):
+        read_model_spec(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="no such folder"):
+        read_model_spec(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="no such folder"):
+        read_model_spec("./nowhere")
+
+
+def test_a_hub_id_downloads_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def download(repository: str, **settings: Any) -> str:
+        asked.append((repository, settings))
+        return str(tmp_path)
+
+    monkeypatch.setattr(folder_module, "snapshot_download", download)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert read_model_spec("owner/name-1.5", revision="abc").qk_norm
+    folder_module.model_folder("name", weights=True, remote_code=True)
+    (first, first_settings), (second, second_settings) = asked
+    assert (first, first_settings["revision"]) == ("owner/name-1.5", "abc")
+    assert first_settings["allow_patterns"] == ["config.json", "generation_config.json"]
+    assert second == "name"
+    assert {"*.safetensors", "*.py", "config.json"} < set(second_settings["allow_patterns"])
+    assert not any(".bin" in pattern for pattern in second_settings["allow_patterns"])
+
+
+def test_an_unreachable_hub_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, **settings: Any) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(folder_module, "snapshot_download", download)
+    with pytest.raises(ModelError, match=r"owner/name.*revision 'v2'.*no network.*folder"):
+        read_model_spec("owner/name", revision="v2")
