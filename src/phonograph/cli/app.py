@@ -14,6 +14,10 @@ from phonograph import __version__
 from phonograph.errors import PhonographError
 
 COMMANDS = {
+    "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran and why."),
+    "chat": ("phonograph.cli.chat:chat", "Talk with the model, each answer streamed."),
+    "explain": ("phonograph.cli.explain:explain", "Print what would run and why, for any device, without weights."),
+    "verify": ("phonograph.cli.verify:verify", "Replay every captured graph on random batches and compare with eager."),
     "config": ("phonograph.cli.config:config", "Print the effective configuration and where each value comes from."),
 }
 """What each command is: the function that runs it, and one line for the help."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phonograph.config import EngineConfig
@@ -89,7 +90,7 @@ class LLM:
 
         Args:
             params: one for all, or one a prompt.
-            progress: show a bar.
+            progress: show a bar on stderr.
             priorities: one a prompt, smaller first, with scheduling_policy "priority".
 
         Raises:
@@ -173,7 +174,7 @@ class LLM:
         tokens = 0
         start = time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns) if progress else nullcontext() as bar:
+        with Progress(*columns, console=Console(stderr=True)) if progress else nullcontext() as bar:
             task = None if bar is None else bar.add_task("requests", total=len(outputs), completed=done)
             while self._session.has_unfinished:
                 changed = self._session.step()

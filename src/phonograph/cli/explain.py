@@ -1,0 +1,210 @@
+"""`phonograph explain`: what an engine would decide, and why, without its GPU and without weights.
+
+It prints the same plan that an engine starts from, so what is explained is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from phonograph.batch import ScheduledBatch
+from phonograph.cli.batches import batch_text, read_batch
+from phonograph.cli.options import takes_engine_config
+from phonograph.cli.show import Json, compact, mode_facts, print_json
+from phonograph.config import EngineConfig
+from phonograph.device import KNOWN_DEVICES, DeviceSpec, known_device
+from phonograph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phonograph.engine.plan import EnginePlan
+    from phonograph.graphs.dispatch import Decision
+    from phonograph.graphs.modes import GraphKey
+
+
+@takes_engine_config
+def explain(
+    config: EngineConfig,
+    *,
+    device_name: Annotated[
+        str | None, Parameter(help=f"Explain for this device instead of this machine's: {', '.join(KNOWN_DEVICES)}.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        Parameter(help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
+    from phonograph.engine.plan import make_plan
+    from phonograph.models.spec import read_model_spec
+    from phonograph.runner.model_runner import shape_of
+
+    device = _device(config, device_name)
+    model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    plan = make_plan(config, model, device)
+    limits = {name: size for name, size in asdict(plan.limits).items() if name != "block_size"}
+    batches = [read_batch(text, **limits) for text in batch or []]
+    dispatcher = plan.make_dispatcher()
+    decided = [(one, dispatcher.decide(shape_of(one))) for one in batches]
+    if as_json:
+        print_json(_facts(plan, decided))
+    else:
+        _print(plan, decided)
+
+
+def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
+    from phonograph.engine.build import this_device
+
+    if name is None:
+        return this_device(config.device)
+    device = known_device(name)
+    if config.device not in ("auto", device.kind):
+        raise ConfigError("device", config.device, f"contradicts device_name={name!r}; give one of them")
+    return device
+
+
+def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> dict[str, Any]:
+    capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
+    model = asdict(plan.model)
+    del model["rope_frequencies"], model["rope_factor"]
+    return {
+        "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
+        "device": asdict(plan.device),
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.attention.kv_cache_dtype,
+        "limits": asdict(plan.limits),
+        "attention": {
+            "backend": capabilities.name,
+            "version": capabilities.version,
+            "missing": capabilities.missing(),
+            "reasons": plan.selection.reasons,
+            "rejected": plan.selection.rejected,
+        },
+        "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
+        "mode": mode_facts(plan),
+        "captures": {
+            "decode": [key.num_tokens for key in captures.decode],
+            "decode_query_len": captures.decode_query_len,
+            "mixed": [key.num_tokens for key in captures.mixed],
+            "piecewise": [key.num_tokens for key in captures.piecewise],
+        },
+        "memory": {
+            "weights": memory.weights,
+            "graphs": memory.graphs,
+            "kv_cache": memory.kv_cache,
+            "kv_block": memory.block,
+            "num_kv_blocks": memory.num_blocks,
+            "num_kv_tokens": memory.num_blocks * plan.limits.block_size,
+        },
+        "notes": plan.notes,
+        "batches": [_batch_facts(batch, decision) for batch, decision in decided],
+    }
+
+
+def _batch_facts(batch: ScheduledBatch, decision: Decision) -> dict[str, Any]:
+    return {
+        "batch": batch_text(batch),
+        "num_reqs": batch.num_reqs,
+        "num_decodes": batch.num_decodes,
+        "num_tokens": batch.num_tokens,
+        "mode": decision.mode.value,
+        "graph": None if decision.key is None else str(decision.key),
+        "padded_tokens": decision.num_tokens,
+        "reason": decision.reason,
+    }
+
+
+def _print(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> None:
+    """Two columns that wrap, so that a narrow terminal shows all of it too."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, lines in _sections(plan, decided):
+        for index, line in enumerate(lines):
+            table.add_row("" if index else title, line)
+    Console().print(table, markup=False, highlight=False)
+
+
+def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> list[tuple[str, list[str]]]:
+    support = plan.resolution.support
+    # The chain repeats why the support is what it is; here that stands right above it.
+    chain = [str(reason).replace(f" ({support.reason})", "") for reason in plan.resolution.reasons]
+    return [
+        ("model", [_model_line(plan)]),
+        ("device", [_device_line(plan.device)]),
+        ("limits", [", ".join(f"{name} {size}" for name, size in asdict(plan.limits).items())]),
+        ("attention", [plan.selection.capabilities.label, *(f"- {reason}" for reason in plan.selection.reasons)]),
+        ("support", [support.level.name, f"- {support.reason}"]),
+        ("mode", [plan.resolution.mode.value, *(f"- {text}" for text in chain)]),
+        ("graphs", _graph_lines(plan)),
+        ("memory", _memory_lines(plan)),
+        ("notes", [f"- {text}" for text in plan.notes]),
+        ("batches", [line for batch, decision in decided for line in _batch_lines(batch, decision)]),
+    ]
+
+
+def _model_line(plan: EnginePlan) -> str:
+    model = plan.model
+    windows = sorted({left + 1 for left, _ in model.windows if left >= 0})
+    return (
+        f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
+        f"{plan.dtype}, {model.num_layers} layers, {model.num_query_heads} query and {model.num_kv_heads} KV heads of "
+        f"size {model.head_size}"
+        + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
+        + f"; KV cache in {plan.attention.kv_cache_dtype}"
+    )
+
+
+def _device_line(device: DeviceSpec) -> str:
+    if device.kind == "cpu":
+        return device.name
+    major, minor = device.capability
+    return (
+        f"{device.name}: compute capability {major}.{minor}, {device.num_sms} multiprocessors, {_bytes(device.memory)}"
+    )
+
+
+def _graph_lines(plan: EnginePlan) -> list[str]:
+    captures = plan.captures
+    count = len(captures.largest_first())
+    if not count:
+        return ["none"]
+
+    def line(name: str, keys: tuple[GraphKey, ...], what: str) -> list[str]:
+        return [f"{len(keys)} {name} of {compact([key.num_tokens for key in keys])} tokens{what}"] if keys else []
+
+    query = captures.decode_query_len
+    slots = f" and {plan.limits.max_num_seqs} request slots"
+    return [
+        *line("decode", captures.decode, f", {query} a sequence"),
+        *line("mixed", captures.mixed, slots),
+        *line("piecewise", captures.piecewise, slots),
+    ]
+
+
+def _memory_lines(plan: EnginePlan) -> list[str]:
+    memory, size = plan.memory, plan.limits.block_size
+    return [
+        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), KV cache "
+        f"{_bytes(memory.kv_cache)}",
+        f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
+        f"{memory.num_blocks * size} tokens",
+    ]
+
+
+def _batch_lines(batch: ScheduledBatch, decision: Decision) -> list[str]:
+    graph = "no graph" if decision.key is None else str(decision.key)
+    runs = "eager" if decision.key is None else f"{decision.mode.value}, {graph}"
+    return [f"{batch_text(batch)}: {runs}", f"- {decision.reason}"]
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

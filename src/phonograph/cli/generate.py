@@ -1,0 +1,124 @@
+"""`phonograph generate`: continues prompts, and says which graphs ran and why."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from phonograph.cli.answer import print_piece, stream_answer
+from phonograph.cli.options import takes_engine_config
+from phonograph.cli.sampling import GREEDY, SamplingFlags
+from phonograph.cli.show import (
+    Json,
+    completion_facts,
+    engine_facts,
+    graphs_line,
+    note,
+    print_json,
+    start,
+)
+from phonograph.config import EngineConfig
+from phonograph.errors import RequestError
+
+if TYPE_CHECKING:
+    from phonograph.engine.llm import LLM
+    from phonograph.engine.outputs import RequestOutput
+    from phonograph.sampling_params import SamplingParams
+
+
+@takes_engine_config
+def generate(
+    config: EngineConfig,
+    *prompts: Annotated[str, Parameter(help="Prompts; - reads one from each line of standard input.")],
+    token_ids: Annotated[
+        list[str] | None, Parameter(help="A prompt as token ids, such as 1,2,3; may be given several times.")
+    ] = None,
+    raw: Annotated[
+        bool, Parameter(negative="", help="Continue the text as it is, instead of answering it as a chat's one turn.")
+    ] = False,
+    sampling: SamplingFlags = GREEDY,
+    n: Annotated[int, Parameter(help="Samples of each prompt.")] = 1,
+    logprobs: Annotated[
+        int | None, Parameter(help="Log-probabilities of the sampled and of so many likely tokens; needs --json.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Continue prompts, or answer them where the model has a chat template."""
+    params = sampling.params(n=n, logprobs=logprobs)
+    if logprobs is not None and not as_json:
+        raise RequestError("logprobs", logprobs, "is printed with --json only; add it")
+    texts = _texts(prompts)
+    ids = [_token_ids(text) for text in token_ids or []]
+    if not texts and not ids:
+        raise RequestError("prompts", list(prompts), "give a prompt, - for standard input, or --token-ids")
+    llm = start(config)
+    templated = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
+    ready = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
+    shown = [*texts, *map(_shown_ids, ids)]
+    began = time.perf_counter()
+    if len(ready) == 1 and n == 1 and not as_json:
+        return _stream(llm, ready[0], params)
+    outputs = llm.generate(ready, params, progress=sys.stderr.isatty())
+    seconds = time.perf_counter() - began
+    if as_json:
+        rows = [row for text, output in zip(shown, outputs, strict=True) for row in _rows(text, output)]
+        print_json({**engine_facts(llm), "seconds": round(seconds, 4), "steps": dict(llm.step_counts), "outputs": rows})
+    else:
+        _print(llm, shown, outputs)
+        note(graphs_line(llm.plan, llm.step_counts))
+    return 2 if any(output.error is not None for output in outputs) else 0
+
+
+def _texts(prompts: tuple[str, ...]) -> list[str]:
+    """The prompts, with the lines of standard input in the place of `-`."""
+    texts: list[str] = []
+    for prompt in prompts:
+        if prompt == "-":
+            texts += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+        else:
+            texts.append(prompt)
+    return texts
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise RequestError("token_ids", text, "must be token ids with commas between them, such as 1,2,3") from None
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
+    output, interrupted = stream_answer(llm, prompt, params, print_piece)
+    if output is not None and llm.tokenizer is None:
+        print_piece(_shown_ids(output.outputs[0].token_ids))
+    print()
+    note(graphs_line(llm.plan, llm.step_counts))
+    return 130 if interrupted else 0
+
+
+def _rows(text: str, output: RequestOutput) -> list[dict[str, Any]]:
+    """One for each sample, or one with the error."""
+    if output.error is not None:
+        return [{"prompt": text, "error": str(output.error)}]
+    prompt = {"prompt": text, "num_prompt_tokens": len(output.prompt_token_ids)}
+    return [
+        {**prompt, "sample": one.index, **completion_facts(one), "num_cached_tokens": output.num_cached_tokens}
+        for one in output.outputs
+    ]
+
+
+def _print(llm: LLM, shown: list[str], outputs: list[RequestOutput]) -> None:
+    for text, output in zip(shown, outputs, strict=True):
+        print(f"> {text}")
+        if output.error is not None:
+            note(f"refused: {output.error}", style="red")
+        for completion in output.outputs:
+            print(_shown_ids(completion.token_ids) if llm.tokenizer is None else completion.text)
+        print()
+
+
+def _shown_ids(token_ids: list[int]) -> str:
+    return ",".join(map(str, token_ids))

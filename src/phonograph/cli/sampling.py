@@ -1,0 +1,59 @@
+"""Sampling parameters as flags, the same in every command that generates text.
+
+The commands differ from the Python API in two defaults: they are greedy, so that an answer repeats, and an answer may
+be longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from phonograph.sampling_params import SamplingParams
+
+_GROUP = Group("Sampling")
+
+
+def _flag(text: str, *, name: str | None = None, negative: str = "") -> Parameter:
+    return Parameter(group=_GROUP, help=text, name=name, negative=negative)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """The parameters of SamplingParams that a person types; the sampling seed is apart from the engine's own."""
+
+    temperature: Annotated[float, _flag("0 is greedy; 1 draws from the model's own distribution.")] = 0.0
+    max_tokens: Annotated[int, _flag("Tokens to generate, at most.")] = 256
+    min_tokens: Annotated[int, _flag("Tokens to generate before the output may end.")] = 0
+    top_k: Annotated[int, _flag("Draw from this many most likely tokens; 0 is all.")] = 0
+    top_p: Annotated[float, _flag("Draw from the most likely tokens that together reach this probability.")] = 1.0
+    min_p: Annotated[float, _flag("Draw from tokens at least this many times as likely as the likeliest.")] = 0.0
+    repetition_penalty: Annotated[float, _flag("Above 1 makes tokens of prompt and output less likely.")] = 1.0
+    presence_penalty: Annotated[float, _flag("Taken once from the logit of a token in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _flag("Taken for each time that a token is in the output.")] = 0.0
+    sampling_seed: Annotated[
+        int | None, _flag("Makes the draws of each prompt repeatable; --seed is the engine's.")
+    ] = None
+    stop: Annotated[list[str] | None, _flag("Text that ends the output; may be given several times.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, _flag("Token id that ends the output; may be given several times.", name="--stop-token-id")
+    ] = None
+    ignore_eos: Annotated[bool, _flag("Go on after the model's end-of-sequence token.")] = False
+
+    def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
+        """The parameters of a request.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        values = asdict(self)
+        values["seed"] = values.pop("sampling_seed")
+        values["stop"] = values["stop"] or ()
+        values["stop_token_ids"] = values["stop_token_ids"] or ()
+        return SamplingParams(**values, n=n, logprobs=logprobs)
+
+
+GREEDY = SamplingFlags()

@@ -1,0 +1,104 @@
+"""`phonograph verify`: shows that every captured graph computes what eager computes, on batches it has not seen."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from phonograph.cli.options import takes_engine_config
+from phonograph.cli.show import Json, compact, engine_facts, note, print_json, progress_bar, start
+from phonograph.config import EngineConfig
+from phonograph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phonograph.graphs.modes import GraphKey
+    from phonograph.graphs.verify import VerifyReport
+
+_SHOWN_MISMATCHES = 10
+
+
+@takes_engine_config
+def verify(
+    config: EngineConfig,
+    *,
+    replays: Annotated[int, Parameter(help="Replays in all; each graph has at least one.")] = 200,
+    verify_seed: Annotated[int, Parameter(help="Seed of the random batches.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Replay every captured graph on random batches and compare with eager; exit code 1 where they differ."""
+    for name, value, least in (("replays", replays, 1), ("verify_seed", verify_seed, 0)):
+        if value < least:
+            raise ConfigError(name, value, f"must be a whole number >= {least}")
+    llm = start(config)
+    began = time.perf_counter()
+    with progress_bar() as report_progress:
+        report = llm.verify(
+            num_replays=replays,
+            seed=verify_seed,
+            progress=lambda done, total: report_progress("replays", done, total),
+        )
+    seconds = time.perf_counter() - began
+    if as_json:
+        print_json({**engine_facts(llm), "seconds": round(seconds, 4), **_facts(report)})
+    else:
+        _print(report)
+        note("; ".join(str(reason) for reason in llm.plan.resolution.reasons))
+    return 0 if report.ok else 1
+
+
+def _facts(report: VerifyReport) -> dict[str, Any]:
+    differing = _differing_tensors(report)
+    return {
+        "ok": report.ok,
+        "replays": report.num_replays,
+        "num_graphs": len(report.replays),
+        "num_mismatches": len(report.mismatches),
+        "graphs": [
+            {**_graph_facts(key), "replays": count, "mismatches": differing[key]}
+            for key, count in report.replays.items()
+        ],
+        "mismatches": [
+            {
+                **_graph_facts(mismatch.key),
+                "batch": mismatch.batch,
+                "tensor": mismatch.tensor,
+                "num_different": mismatch.num_different,
+                "num_elements": mismatch.num_elements,
+                "max_abs_error": mismatch.max_abs_error,
+            }
+            for mismatch in report.mismatches
+        ],
+    }
+
+
+def _graph_facts(key: GraphKey) -> dict[str, Any]:
+    return {"graphs": key.graphs.value, "num_tokens": key.num_tokens, "num_reqs": key.num_reqs}
+
+
+def _differing_tensors(report: VerifyReport) -> Counter[GraphKey]:
+    return Counter(mismatch.key for mismatch in report.mismatches)
+
+
+def _print(report: VerifyReport) -> None:
+    differing = _differing_tensors(report)
+    table = Table("graphs", "sizes in tokens", "replays", "mismatches")
+    for graphs in dict.fromkeys(key.graphs for key in report.replays):
+        keys = [key for key in report.replays if key.graphs is graphs]
+        table.add_row(
+            graphs.value,
+            compact(sorted(key.num_tokens for key in keys)),
+            str(sum(report.replays[key] for key in keys)),
+            str(sum(differing[key] for key in keys)),
+        )
+    Console().print(table, markup=False)
+    for mismatch in report.mismatches[:_SHOWN_MISMATCHES]:
+        print(mismatch)
+    if len(report.mismatches) > _SHOWN_MISMATCHES:
+        print(f"... and {len(report.mismatches) - _SHOWN_MISMATCHES} more; --json has them all")
+    if report.ok:
+        print(f"{report.num_replays} replays of {len(report.replays)} graphs, each equal to eager bit by bit")
