@@ -59,6 +59,25 @@ def test_noise_is_gumbel_and_finite() -> None:
     assert stats.kstest(shifted, "gumbel_r").pvalue > 1e-3
 
 
+def undo_xorshift(value: int, shift: int) -> int:
+    result = value
+    for _ in range(64 // shift):
+        result = value ^ (result >> shift)
+    return result
+
+
+def test_noise_is_finite_at_both_ends() -> None:
+    """u = 0 and u = 1, which no search would find: the keys that give them, by running the mix backwards."""
+    for bits in (0, 2**63 - 1, 2**63, 2**64 - 1):
+        value = undo_xorshift(bits, 31) * pow(0x94D049BB133111EB, -1, 2**64) & MASK
+        value = undo_xorshift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
+        value = undo_xorshift(value, 30)
+        assert python_mix(value) == bits
+        key = signed((value - 0x9E3779B97F4A7C15) & MASK)
+        noise = gumbel_noise(torch.tensor([key]), torch.tensor([0])).item()
+        assert 43 < noise < 44 if bits in (0, 2**63) else -3 < noise < -2
+
+
 def test_neighbouring_counters_are_uncorrelated() -> None:
     """Adjacent tokens, draws, samples and seeds, where a weak mix shows first."""
     tokens = torch.arange(20_000)

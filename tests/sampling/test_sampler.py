@@ -130,6 +130,16 @@ def test_huge_temperature_is_uniform_over_what_is_allowed(settings: dict[str, ob
     assert set(sampled.token_ids) == set(range(11)) - {4}
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 50}, {"top_p": 0.99}])
+def test_min_p_of_one_keeps_the_equals_of_the_best(settings: dict[str, object]) -> None:
+    logits = random_logits(1, 101, 14)
+    logits[:, [5, 60, 100]] = 9.0
+    sampler = make_sampler(101, 100)
+    for slot in range(100):
+        sampler.load(slot, SamplingParams(min_p=1.0, **settings), [], [], [], 0)
+    assert set(sampler.sample(logits.expand(100, -1), range(100), [0] * 100).token_ids) == {5, 60, 100}
+
+
 @pytest.mark.parametrize("settings", VARIETY)
 def test_banned_tokens_in_the_logits_are_never_drawn(settings: dict[str, object]) -> None:
     logits = random_logits(30, 1200, 7)
