@@ -19,7 +19,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A copy of `value` with each tensor replaced by what `function` makes of it; containers are new, the rest is not."""
+    """A copy of `value` with each tensor replaced by what `function` makes of it; only containers are new."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):

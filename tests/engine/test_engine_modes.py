@@ -1,0 +1,194 @@
+"""What a user relies on: the same tokens in every mode, in any company, after a preemption, whatever is aborted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+
+from phonograph.engine.llm import LLM
+from phonograph.errors import BackendError, CaptureError, ConfigError, MemoryLimitError, RequestError
+from phonograph.graphs.modes import GraphMode
+from phonograph.sampling_params import SamplingParams
+
+LABELS = {
+    GraphMode.NONE: {"eager"},
+    GraphMode.PIECEWISE: {"piecewise piecewise"},
+    GraphMode.FULL: {"full decode", "full mixed"},
+    GraphMode.FULL_DECODE_ONLY: {"full decode", "eager"},
+    GraphMode.FULL_AND_PIECEWISE: {"full decode", "piecewise piecewise"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama3")
+    make_checkpoint("llama3", path)
+    return str(path)
+
+
+def make_llm(folder: str, **settings) -> LLM:
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 128}
+    return LLM(model=folder, **{**defaults, **settings})
+
+
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def test_five_modes_give_the_same_tokens(folder: str) -> None:
+    prompts = random_prompts(2, 1, 9, 40, 75, 3, 18, 50)
+    params = [SamplingParams(temperature=0.8, seed=index, max_tokens=20, ignore_eos=True) for index in range(7)]
+    params[2] = params[5] = GREEDY
+    results = {}
+    for mode in GraphMode:
+        llm = make_llm(folder, cudagraph_mode=mode)
+        assert llm.plan.resolution.mode is mode
+        results[mode] = tokens_of(llm.generate(prompts, params))
+        assert set(llm.step_counts) == LABELS[mode], "each mode must run what it says"
+    assert all(result == results[GraphMode.NONE] for result in results.values())
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_layouts_block_sizes_and_larger_prompts_than_graphs(folder: str, layout: str) -> None:
+    prompts = random_prompts(3, 30, 90)
+    expected = tokens_of(make_llm(folder).generate(prompts, GREEDY))
+    llm = make_llm(
+        folder,
+        kv_cache_layout=layout,
+        block_size=32,
+        num_kv_blocks=40,
+        max_num_batched_tokens=100,
+        max_cudagraph_capture_size=16,
+    )
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert llm.step_counts["eager"] >= 1, "a prefill above the largest graph runs eagerly, and is counted so"
+
+
+def test_output_does_not_depend_on_company_or_preemption(folder: str) -> None:
+    prompts = random_prompts(4, 40, 33, 25, 47, 30)
+    params = [SamplingParams(temperature=1.0, seed=7 + index, max_tokens=60, ignore_eos=True) for index in range(5)]
+    alone = [
+        tokens_of(make_llm(folder).generate([prompt], one))[0] for prompt, one in zip(prompts, params, strict=True)
+    ]
+    together = make_llm(folder)
+    assert tokens_of(together.generate(prompts, params)) == alone
+    tight = make_llm(folder, num_kv_blocks=26, max_model_len=200, enable_prefix_caching=False)
+    assert tokens_of(tight.generate(prompts, params)) == alone
+    assert tight.engine.core.scheduler.stats.num_preemptions > 0, "the test must preempt to say anything"
+
+
+def test_an_engine_seed_repeats_requests_without_one(folder: str) -> None:
+    prompts, params = random_prompts(5, 10, 20), SamplingParams(temperature=1.0, max_tokens=16, n=2, ignore_eos=True)
+    first, second, other = (tokens_of(make_llm(folder, seed=seed).generate(prompts, params)) for seed in (1, 1, 2))
+    assert first == second != other
+    assert first[0] != first[1], "samples of one prompt differ"
+
+
+def test_abort_in_the_middle_leaves_the_others_alone(folder: str) -> None:
+    prompts = random_prompts(6, 40, 33, 25)
+    expected = tokens_of(make_llm(folder).generate(prompts, GREEDY))
+    llm = make_llm(folder)
+    outputs = [llm.session.add(prompt, GREEDY) for prompt in prompts]
+    for _ in range(8):
+        llm.session.step()
+    llm.session.abort(outputs[1])
+    while llm.session.has_unfinished:
+        llm.session.step()
+    assert outputs[1].outputs[0].finish_reason == "abort"
+    assert tokens_of([outputs[0], outputs[2]]) == [expected[0], expected[2]]
+    llm.engine.core.scheduler.check()
+
+
+def test_leaving_a_stream_early_ends_its_request(folder: str) -> None:
+    llm = make_llm(folder)
+    for output in llm.stream(random_prompts(7, 10)[0], GREEDY):
+        if len(output.outputs[0].token_ids) == 3:
+            break
+    assert not llm.session.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "prompt.*empty"),
+        ([5] * 600, GREEDY, "600.*512"),
+        ([VOCAB_SIZE], GREEDY, f"prompt={VOCAB_SIZE}.*0 to {VOCAB_SIZE - 1}"),
+        ([-1], GREEDY, "prompt=-1"),
+        ([1.5], GREEDY, "prompt=1.5.*integers"),
+        ("text", GREEDY, "tokenizer"),
+        ([5], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+        ([5], SamplingParams(stop=["x"]), "stop.*tokenizer"),
+    ],
+)
+def test_one_bad_request_never_takes_the_others_down(folder: str, prompt, params, message) -> None:
+    llm = make_llm(folder)
+    good = random_prompts(8, 12, 30)
+    expected = tokens_of(make_llm(folder).generate(good, GREEDY))
+    outputs = llm.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY])
+    assert tokens_of(outputs) == expected
+    with pytest.raises(RequestError, match=message):
+        raise outputs[1].error or AssertionError("the bad request was accepted")
+    if prompt:
+        with pytest.raises(RequestError, match=message):
+            llm.generate([prompt], params)
+
+
+def test_a_prompt_that_cannot_fit_the_cache_of_n_samples_queues_nothing(folder: str) -> None:
+    llm = make_llm(folder)
+    with pytest.raises(RequestError):
+        llm.session.add([5] * 512, SamplingParams(n=3))
+    assert not llm.session.has_unfinished
+
+
+def test_a_dummy_run_without_metadata_writes_zeros_and_is_never_captured(folder: str) -> None:
+    llm = make_llm(folder, cudagraph_mode="NONE")
+    runner = llm.engine.core.runner
+    program = runner._program
+    program.metadata = None
+    with torch.inference_mode():
+        hidden, _ = program.run(num_tokens=8, num_logits=4, every_row=False, pieces=False)
+    assert bool(hidden.isfinite().all()), "without metadata attention is zeros, not stale memory"
+    key = make_llm(folder).plan.captures.mixed[0]
+    runner._builder.build = lambda common, *, key: None
+    with pytest.raises(CaptureError, match="without attention metadata"):
+        runner._capture_one(key, runner._synthetic.capture_batch(key))
+
+
+def test_settings_that_cannot_work_are_errors(folder: str) -> None:
+    for settings, message, kind in (
+        (
+            {"num_kv_blocks": 3},
+            "max_model_len=512.*64 KV blocks.*num_kv_blocks=3.*lower max_model_len to 24",
+            MemoryLimitError,
+        ),
+        ({"max_model_len": 513}, "max_model_len=513.*512", ConfigError),
+        ({"cudagraph_capture_sizes": 33}, "cudagraph_capture_sizes=33.*1 to 32", ConfigError),
+        ({"cudagraph_capture_sizes": 0}, "cudagraph_capture_sizes", ConfigError),
+        ({"max_cudagraph_capture_size": 64}, "max_cudagraph_capture_size=64.*max_num_batched_tokens=32", ConfigError),
+        ({"attention_backend": "nonsense"}, "attention_backend='nonsense'.*reference", ConfigError),
+        ({"attention_backend": "flashinfer"}, "flashinfer", BackendError),
+        ({"num_speculative_tokens": 2}, "num_speculative_tokens=2", ConfigError),
+        ({"device": "cuda"}, "device='cuda'.*cpu works", ConfigError),
+    ):
+        with pytest.raises(kind, match=message):
+            make_llm(folder, **settings)
+
+
+def test_verify_graphs_at_start_and_reuse_after_it(folder: str) -> None:
+    prompts = random_prompts(9, 40, 12)
+    expected = tokens_of(make_llm(folder).generate(prompts, GREEDY))
+    llm = make_llm(folder, verify_graphs=True)
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    report = llm.verify(num_replays=60)
+    assert report.ok and report.num_replays >= 60
+    assert set(report.replays) == set(llm.plan.captures.largest_first())
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected, "verify leaves no stale prefix behind"
