@@ -1,5 +1,6 @@
 """The demo tasks: deterministic, right by an independent reckoning, and the held-out part really held out."""
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.families import FAMILIES
 from phonograph.demo.tasks import (
+    EVALUATION_PROBLEMS,
     EVALUATION_SEED,
     Problem,
     Recall,
@@ -157,6 +159,17 @@ def check_recall(item: Recall) -> None:
     assert item.answer == item.facts[item.key]
     assert score_recall(item, recall_reply(item.key, item.answer))
     assert not score_recall(item, recall_reply(item.key, str(int(item.answer) + 1)))
+
+
+def test_the_recorded_evaluation_is_of_these_problems_and_this_model() -> None:
+    """A changed word or weight makes training/demo/evaluation.json untrue: evaluate again, then change the digest."""
+    questions = "\n".join(item.question for item in problems(EVALUATION_SEED, EVALUATION_PROBLEMS))
+    digest = hashlib.sha256(questions.encode()).hexdigest()
+    assert digest == "0686158555c18acbcc35869cb6f6346453b365c24045317cf70fd2ef606ef657"
+    recorded = json.loads((ROOT / "training" / "demo" / "evaluation.json").read_text())
+    weights = (MODEL_DIRECTORY / "model.safetensors").read_bytes()
+    assert recorded["model_sha256"] == hashlib.sha256(weights).hexdigest()
+    assert recorded["problems"]["seed"] == EVALUATION_SEED
 
 
 @pytest.mark.parametrize(
