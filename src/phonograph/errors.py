@@ -30,6 +30,9 @@ class ConfigError(PhonographError):
         self.problem = problem
         super().__init__(f"{setting}={value!r}: {problem}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.setting, self.value, self.problem)
+
 
 class ModelError(PhonographError):
     """A model folder cannot be used as it is."""

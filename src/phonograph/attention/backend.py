@@ -25,7 +25,7 @@ class AttentionKind(Enum):
 
 
 class KVLayout(Enum):
-    """Order in memory inside one block: NHD is [block size, KV heads, head size], HND [KV heads, block size, head size]."""
+    """Order in memory inside one block: NHD is [S, K, D] (tokens, heads, head size), HND is [K, S, D]."""
 
     NHD = "NHD"
     HND = "HND"
@@ -39,8 +39,8 @@ class AttentionSpec:
     """Everything about a KV group's attention that decides who can run it.
 
     dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); kv_cache_dtype may be "float8_e4m3fn"/"float8_e5m2"
-    windows: the distinct (left, right) windows of the layers, in keys *beside* the query itself; UNBOUNDED (-1) for none.
-        A model's `sliding_window` of W keys is (W - 1, 0).
+    windows: the distinct (left, right) windows of the layers, in keys *beside* the query itself; UNBOUNDED (-1) for
+        none. A model's `sliding_window` of W keys is (W - 1, 0).
     softcap: 0 means none.
     speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
     """

@@ -48,7 +48,7 @@ class CommonMetadata:
     causal: bool = True
 
 
-class AttentionMetadata(ABC):
+class AttentionMetadata:
     """What a backend's forward needs beyond the tensors of a layer; made by that backend's builder only."""
 
 
@@ -56,9 +56,9 @@ class MetadataBuilder(ABC):
     """Turns common metadata into a backend's own, writing into buffers that live as long as the builder.
 
     The runner calls `build` exactly once for what will run next: an eager step (`key` None), the capture of a graph, or
-    its replay (`key` names it). At capture `common` describes a real batch of that graph's shape, never nothing. Whatever
-    `build` returns for a capture must stay valid, and be refilled by later builds with the same key, for as long as the
-    graph lives.
+    its replay (`key` names it). At capture `common` describes a real batch of that graph's shape, never nothing.
+    Whatever `build` returns for a capture must stay valid, and be refilled by later builds with the same key, for as
+    long as the graph lives.
     """
 
     @abstractmethod
