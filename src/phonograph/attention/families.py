@@ -85,8 +85,8 @@ class FlashAttention2Capabilities(Capabilities):
             f"at query length 1 its host code folds the {spec.num_query_heads // spec.num_kv_heads} query heads of a "
             "KV head into the query dimension (more query heads than KV heads, no window, no dropout, no ALiBi, head "
             "size a multiple of 8) and sets query_start_loc to null: a graph captured so ignores query_start_loc and "
-            "is wrong for a mixed batch. A graph captured at a longer query length takes the other branch, which serves "
-            "uniform and mixed batches alike; provisional until its adapter captures those",
+            "is wrong for a mixed batch. A graph captured at a longer query length takes the other branch, which "
+            "serves uniform and mixed batches alike; provisional until its adapter captures those",
         )
 
     def missing(self) -> str:

@@ -40,7 +40,8 @@ def dense_attention(
             last = min(length - 1, position + right) if right >= 0 else length - 1
             if causal:
                 last = min(last, position)
-            logits = keys_LKD[first : last + 1, kv_head] @ query_THD[token, head] * layer.scale
+            # Queries before the first key have a `last` below 0, which a slice would count from the end.
+            logits = keys_LKD[first : max(first, last + 1), kv_head] @ query_THD[token, head] * layer.scale
             if layer.softcap:
                 logits = layer.softcap * np.tanh(logits / layer.softcap)
             if slopes is not None:

@@ -1,0 +1,137 @@
+"""What each family declares: limits that refuse with a reason, and graph support that names its mechanism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, KVLayout
+from phonograph.attention.families import (
+    FlashAttention2Capabilities,
+    FlashAttention3Capabilities,
+    FlashAttention4Capabilities,
+    FlashInferCapabilities,
+    TritonCapabilities,
+)
+from phonograph.attention.reference import ReferenceCapabilities
+from phonograph.device import known_device
+from phonograph.graphs.modes import GraphSupport
+
+FA2, FA3, FA4 = FlashAttention2Capabilities(), FlashAttention3Capabilities(), FlashAttention4Capabilities()
+FLASHINFER, TRITON, REFERENCE = FlashInferCapabilities(), TritonCapabilities(), ReferenceCapabilities()
+SPEC = AttentionSpec(
+    num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=16
+)
+WINDOWS = ((1023, 0),)
+
+
+def refusals(capabilities: Capabilities, device: str = "h100", **changes: object) -> list[str]:
+    return capabilities.refusals(replace(SPEC, **changes), known_device(device))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "changes"),
+    [
+        (FA2, "a100-80gb", {}),
+        (FA2, "h100", {"alibi": True, "softcap": 30.0, "windows": WINDOWS, "head_size": 256, "lse": True}),
+        (FA2, "rtx4090", {"kind": AttentionKind.ENCODER_DECODER, "layout": KVLayout.HND}),
+        (FA3, "h100", {"sinks": True, "kv_cache_dtype": "float8_e4m3fn"}),
+        (FA4, "b200", {"sinks": True, "windows": WINDOWS}),
+        (FLASHINFER, "a100-80gb", {"kv_cache_dtype": "float8_e5m2", "softcap": 30.0, "windows": WINDOWS}),
+        (TRITON, "l4", {"kv_cache_dtype": "float8_e4m3fn", "alibi": True, "sinks": True, "block_size": 8}),
+        (TRITON, "a100-80gb", {"kv_cache_dtype": "float8_e5m2", "windows": ((3, 3), (-1, -1))}),
+        (REFERENCE, "cpu", {"head_size": 33, "block_size": 7, "kv_cache_dtype": "float8_e5m2", "alibi": True}),
+    ],
+)
+def test_serves(capabilities: Capabilities, device: str, changes: dict[str, object]) -> None:
+    assert refusals(capabilities, device, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "changes", "part"),
+    [
+        (FA2, "cpu", {}, "device cpu"),
+        (FA2, "h100", {"sinks": True}, "sinks"),
+        (FA2, "h100", {"kv_cache_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (FA3, "h100", {"dtype": "float32", "kv_cache_dtype": "float8_e4m3fn"}, "dtype float32"),
+        (FA2, "h100", {"head_size": 264}, "head size 264"),
+        (FA2, "h100", {"head_size": 100}, "head size 100"),
+        (FA2, "h100", {"block_size": 24}, "block size 24"),
+        (FA3, "a100-80gb", {}, "8.0"),
+        (FA3, "b200", {}, "10.0"),
+        (FA3, "h100", {"alibi": True}, "ALiBi"),
+        (FA3, "h100", {"kv_cache_dtype": "float8_e5m2"}, "float8_e5m2"),
+        (FA3, "h100", {"kv_cache_dtype": "float8_e4m3fn", "kind": AttentionKind.ENCODER_ONLY}, "encoder_only"),
+        (FA4, "a100-80gb", {}, "9.x or 10.x"),
+        (FA4, "h100", {"head_size": 256}, "64, 96 or 128"),
+        (FLASHINFER, "h100", {"head_size": 96}, "head size 96"),
+        (FLASHINFER, "h100", {"windows": ((4, 4),)}, "looks ahead"),
+        (FLASHINFER, "h100", {"windows": ((4, 0), (-1, -1))}, "2 windows"),
+        (FLASHINFER, "h100", {"kind": AttentionKind.ENCODER}, "encoder"),
+        (FLASHINFER, "h100", {"sinks": True}, "sinks"),
+        (TRITON, "a100-80gb", {"kv_cache_dtype": "float8_e4m3fn"}, "8.9"),
+        (TRITON, "cpu", {}, "cuda"),
+        (TRITON, "h100", {"num_query_heads": 30}, "30 query heads with 8 KV heads"),
+        (TRITON, "h100", {"kv_cache_dtype": "float16"}, "float16 with dtype bfloat16"),
+        (REFERENCE, "cpu", {"dtype": "float64", "kv_cache_dtype": "float8_e5m2"}, "float64"),
+    ],
+)
+def test_refuses_with_the_reason(
+    capabilities: Capabilities, device: str, changes: dict[str, object], part: str
+) -> None:
+    found = refusals(capabilities, device, **changes)
+    assert len(found) == 1
+    assert part in found[0]
+
+
+def test_every_refusal_is_listed() -> None:
+    found = refusals(FLASHINFER, "cpu", head_size=96, sinks=True, alibi=True, block_size=8)
+    assert len(found) == 5
+
+
+def support(capabilities: Capabilities, device: str = "h100", **changes: object) -> tuple[GraphSupport, str]:
+    answer = capabilities.graph_support(replace(SPEC, **changes), known_device(device))  # type: ignore[arg-type]
+    return answer.level, answer.reason
+
+
+def test_flash_attention_2_says_when_it_folds() -> None:
+    level, reason = support(FA2)
+    assert level is GraphSupport.UNIFORM_BATCH
+    assert "folds the 4 query heads" in reason
+    assert "ignores query_start_loc" in reason
+    # A layer without a window still folds, so a window must be in all of them.
+    assert "folds the 4" in support(FA2, windows=((-1, -1), (7, 0)))[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_kv_heads": 32}, "as many KV heads as query heads"),
+        ({"windows": WINDOWS}, "a window in every layer"),
+        ({"alibi": True}, "ALiBi"),
+        ({"alibi": True, "windows": WINDOWS}, "a window in every layer and ALiBi"),
+    ],
+)
+def test_flash_attention_2_says_when_it_does_not_fold(changes: dict[str, object], why: str) -> None:
+    level, reason = support(FA2, **changes)
+    assert level is GraphSupport.UNIFORM_BATCH
+    assert reason.startswith(f"provisional: with {why} its host code never folds")
+
+
+def test_levels_and_mechanisms() -> None:
+    assert support(FA3)[0] is GraphSupport.ALWAYS
+    assert "zeroed tail" in support(FA3)[1]
+    level, reason = support(FA3, windows=((-1, -1), (7, 0)))
+    assert level is GraphSupport.ALWAYS
+    assert "schedule is off" in reason
+    assert "no ahead-of-time schedule" in support(FA4, "b200")[1]
+    assert support(FLASHINFER)[0] is GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(TRITON)[0] is GraphSupport.ALWAYS
+    assert support(REFERENCE, "cpu")[0] is GraphSupport.ALWAYS
+    assert support(REFERENCE, "h100")[0] is GraphSupport.NEVER
+
+
+def test_only_the_reference_can_run() -> None:
+    assert REFERENCE.missing() is None
+    assert all(capabilities.missing() for capabilities in (FA2, FA3, FA4, FLASHINFER, TRITON))

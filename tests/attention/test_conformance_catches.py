@@ -1,0 +1,125 @@
+"""A suite that passes everything proves nothing: each backend here is wrong in one way, and must be found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.attention.backend import AttentionLayer, AttentionSpec
+from phonograph.attention.conformance import check_backend
+from phonograph.attention.reference import ReferenceBackend, ReferenceMetadata
+
+SPEC = AttentionSpec(
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    dtype="float32",
+    kv_cache_dtype="float8_e4m3fn",
+    block_size=8,
+    windows=((-1, -1), (6, 0)),
+    softcap=3.0,
+    alibi=True,
+    sinks=True,
+    lse=True,
+)
+
+
+class Wrong(ReferenceBackend):
+    """Right, until a subclass changes something on the way in."""
+
+    def layer(self, layer: AttentionLayer) -> AttentionLayer:
+        return layer
+
+    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
+        return metadata
+
+    def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, *outputs: Any) -> None:
+        super().forward(self.layer(layer), query, kv_cache, self.metadata(metadata), *outputs)
+
+
+def without(**changes: object) -> type[ReferenceBackend]:
+    class Forgetful(Wrong):
+        def layer(self, layer: AttentionLayer) -> AttentionLayer:
+            return replace(layer, **changes)
+
+    return Forgetful
+
+
+class OneKeyShort(Wrong):
+    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
+        return replace(metadata, seq_lens=metadata.seq_lens - (metadata.seq_lens > 1).int())
+
+
+class OneKeyTooMany(Wrong):
+    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
+        return replace(metadata, seq_lens=metadata.seq_lens + (metadata.seq_lens > 1).int())
+
+
+class NotCausal(Wrong):
+    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
+        return replace(metadata, causal=False)
+
+
+class IgnoresQueryStartLoc(Wrong):
+    """What a graph of one-token queries does to a mixed batch."""
+
+    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
+        starts = torch.arange(len(metadata.query_start_loc), dtype=torch.int32)
+        return replace(metadata, query_start_loc=torch.minimum(starts, metadata.query_start_loc[-1]))
+
+
+class LeavesPadding(ReferenceBackend):
+    def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, out: Any, *lse: Any) -> None:
+        super().forward(layer, query, kv_cache, metadata, out, *lse)
+        out[metadata.query_start_loc[-1] :] = 1e-30
+
+
+class WritesPadding(ReferenceBackend):
+    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        kv_cache[:, 0, -1] = 0
+        super().write_kv(layer, key, value, kv_cache, slots)
+
+
+class SwapsKeysAndValues(ReferenceBackend):
+    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write_kv(layer, value, key, kv_cache, slots)
+
+
+WRONG = {
+    "no window": without(window=(-1, -1)),
+    "a window one longer": without(window=(7, 0)),
+    "no softcap": without(softcap=0.0),
+    "no alibi": without(alibi_slopes=None),
+    "no sinks": without(sinks=None),
+    "no key scales": without(k_scale=None),
+    "no value scales": without(v_scale=None),
+    "the usual scale": without(scale=SPEC.head_size**-0.5),
+    "one key short": OneKeyShort,
+    "one key too many": OneKeyTooMany,
+    "not causal": NotCausal,
+    "query_start_loc ignored": IgnoresQueryStartLoc,
+    "padding left": LeavesPadding,
+    "another slot written": WritesPadding,
+    "keys and values swapped": SwapsKeysAndValues,
+}
+
+
+def test_the_right_one_passes() -> None:
+    assert all(result.passed for result in check_backend(Wrong, SPEC, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_wrong_one_fails(wrong: str) -> None:
+    results = check_backend(WRONG[wrong], SPEC, torch.device("cpu"))
+    assert not all(result.passed for result in results)
+
+
+def test_a_missing_lse_fails() -> None:
+    class NoLse(ReferenceBackend):
+        def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, out: Any, *lse: Any) -> None:
+            super().forward(layer, query, kv_cache, metadata, out)
+
+    assert not any(result.passed for result in check_backend(NoLse, SPEC, torch.device("cpu")))

@@ -1,0 +1,221 @@
+"""What the operators promise beside the numbers: hostile memory, frozen calls, buckets, padding, saturation."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.attention.backend import AttentionLayer
+from phonograph.attention.oracle import dense_attention
+from phonograph.kernels import reference
+
+SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
+SCALE = 0.3
+
+
+class Paged:
+    """A paged batch made by hand, all memory that belongs to nobody poisoned."""
+
+    def __init__(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        *,
+        beyond: int = 2**30,
+        seed: int = 0,
+        empty: int = 0,
+        padding: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-length // SIZE) for length in seq_lens]
+        order = (1 + torch.randperm(sum(counts), generator=generator)).tolist()
+        self.cache = torch.full((2, 2 + sum(counts), SIZE, KV_HEADS, HEAD_SIZE), torch.nan)
+        self.table = torch.full((len(seq_lens) + empty, max(counts) + 2), beyond, dtype=torch.int32)
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+        for row, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
+            blocks = [order.pop() for _ in range(count)]
+            self.table[row, :count] = torch.tensor(blocks)
+            contents = torch.randn(2, length, KV_HEADS, HEAD_SIZE, generator=generator)
+            for position in range(length):
+                self.cache[:, blocks[position // SIZE], position % SIZE] = contents[:, position]
+            self.keys.append(contents[0].double().numpy())
+            self.values.append(contents[1].double().numpy())
+        total = sum(query_lens)
+        self.query = torch.full((total + padding, HEADS, HEAD_SIZE), torch.nan)
+        self.query[:total] = torch.randn(total, HEADS, HEAD_SIZE, generator=generator)
+        self.starts = torch.tensor([0, *np.cumsum(query_lens + [0] * empty)], dtype=torch.int32)
+        self.lens = torch.tensor(seq_lens + [0] * empty, dtype=torch.int32)
+
+    def attend(self, *, causal: bool = True, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.full_like(self.query, torch.nan)
+        lse = torch.full((HEADS, len(self.query)), torch.nan)
+        self.call(out, lse, causal=causal, sinks=sinks)
+        return out, lse
+
+    def call(
+        self, out: torch.Tensor, lse: torch.Tensor, *, causal: bool = True, sinks: torch.Tensor | None = None
+    ) -> None:
+        tensors = (self.query, self.cache, self.table, self.starts, self.lens, out, lse)
+        reference.attention(*tensors, None, sinks, None, None, SCALE, -1, -1, 0.0, causal)
+
+    def expected(self, *, causal: bool = True, sinks: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+        layer = AttentionLayer(index=0, scale=SCALE, sinks=sinks)
+        outs, lses = [], []
+        for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            query = self.query[self.starts[row] : self.starts[row + 1]].double().numpy()
+            out, lse = dense_attention(query, keys, values, layer, causal=causal)
+            outs.append(out)
+            lses.append(lse)
+        return np.concatenate(outs), np.concatenate(lses, axis=1)
+
+
+def assert_right(batch: Paged, **settings: object) -> None:
+    out, lse = batch.attend(**settings)  # type: ignore[arg-type]
+    expected, expected_lse = batch.expected(**settings)  # type: ignore[arg-type]
+    actual = len(expected)
+    np.testing.assert_allclose(out[:actual], expected, atol=3e-6)
+    np.testing.assert_allclose(lse[:, :actual], expected_lse, atol=3e-6)
+    assert not out[actual:].any()
+    assert (lse[:, actual:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 2**30])
+def test_block_table_entries_beyond_a_sequence_are_never_followed(beyond: int) -> None:
+    assert_right(Paged([1, 1, 1, 6], [3, 30, 17, 22], beyond=beyond, empty=2, padding=3))
+
+
+def test_lengths_that_fall_into_several_buckets() -> None:
+    lens = [700, 3, 650, 9, 8, 1, 90, 80, 2, 1000]
+    assert len(decode_module()._buckets(lens, 64)) > 1
+    assert_right(Paged([1] * 10, lens))
+
+
+def decode_module() -> object:
+    """The module, which the package's function of the same name hides."""
+    return sys.modules["phonograph.kernels.reference.decode"]
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 64])
+def test_buckets_hold_every_sequence_once_and_bound_the_padding(num_heads: int) -> None:
+    module = decode_module()
+    lens = np.random.default_rng(5).integers(1, 3000, 200).tolist()
+    groups = module._buckets(lens, num_heads)
+    assert sorted(index for group in groups for index in group) == list(range(200))
+    for group in groups:
+        padded, real = len(group) * max(lens[index] for index in group), sum(lens[index] for index in group)
+        assert padded * num_heads <= 1.5 * real * num_heads + 4096
+        assert len(group) == 1 or padded * num_heads <= 4 * 2**20
+
+
+def test_a_sequence_longer_than_a_bucket_may_be_goes_alone() -> None:
+    assert decode_module()._buckets([10, 2**21, 2**21, 10], 4) == [[1], [2], [0, 3]]
+
+
+def test_more_queries_than_keys() -> None:
+    """As cross attention has them; where causal, the first queries stand before the first key."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    for settings in ({}, {"sinks": sinks}, {"causal": False}):
+        assert_right(Paged([1, 9, 20], [5, 4, 20], padding=2), **settings)
+
+
+def test_an_empty_sequence_with_queries_and_an_empty_slot_between() -> None:
+    batch = Paged([1, 2], [9, 11], empty=1)
+    batch.starts = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
+    batch.lens[1] = 0
+    out, lse = batch.attend(sinks=torch.arange(4.0))
+    assert not out[1:].any()
+    assert lse[:, 1:].tolist() == [[float(head)] * 2 for head in range(4)]
+    assert not out[0].isnan().any()
+
+    batch = Paged([1, 1, 4], [9, 11, 12])
+    expected, _ = batch.expected()
+    batch.starts = torch.tensor([0, 1, 1, 5], dtype=torch.int32)
+    batch.query = batch.query[[0, 2, 3, 4, 5]]
+    out, _ = batch.attend()
+    np.testing.assert_allclose(out, expected[[0, 2, 3, 4, 5]], atol=3e-6)
+
+
+def test_the_same_call_follows_new_contents() -> None:
+    """As a graph replays it: the very same tensors, other contents, another mix of decodes and prefills."""
+    first, second = Paged([1, 1, 1, 5], [20, 3, 9, 5], padding=3), Paged([1, 7], [31, 12], seed=1, empty=2, padding=3)
+    tensors = [torch.zeros_like(tensor) for tensor in (first.query, first.starts, first.lens)]
+    table = torch.zeros(4, 8, dtype=torch.int32)
+    cache = torch.full((2, 16, SIZE, KV_HEADS, HEAD_SIZE), torch.nan)
+    out, lse = torch.empty_like(first.query), torch.empty(HEADS, len(first.query))
+    for batch in (first, second, first):
+        query = torch.full_like(first.query, torch.nan)
+        query[: len(batch.query)] = batch.query
+        for tensor, contents in zip(tensors, (query, batch.starts, batch.lens), strict=True):
+            tensor.copy_(contents)
+        table[:, : batch.table.shape[1]] = batch.table
+        cache.fill_(torch.nan)
+        cache[:, : batch.cache.shape[1]] = batch.cache
+        out.fill_(torch.nan)
+        arguments = (tensors[0], cache, table, tensors[1], tensors[2], out, lse, None, None, None, None)
+        reference.attention(*arguments, SCALE, -1, -1, 0.0, True)
+        expected, expected_lse = batch.expected()
+        np.testing.assert_allclose(out[: len(expected)], expected, atol=3e-6)
+        np.testing.assert_allclose(lse[:, : len(expected)], expected_lse, atol=3e-6)
+        assert not out[len(expected) :].any()
+
+
+def test_a_sequence_does_not_feel_its_neighbours() -> None:
+    batch = Paged([1, 1, 1, 8], [40, 500, 7, 19])
+    out, _ = batch.attend()
+    for row in range(4):
+        alone = Paged([1], [1])
+        alone.query = batch.query[batch.starts[row] : batch.starts[row + 1]]
+        alone.starts = torch.tensor([0, len(alone.query)], dtype=torch.int32)
+        alone.cache, alone.table, alone.lens = batch.cache, batch.table[row : row + 1], batch.lens[row : row + 1]
+        torch.testing.assert_close(
+            alone.attend()[0], out[batch.starts[row] : batch.starts[row + 1]], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_query_and_output_may_be_strided() -> None:
+    """As slices of a joint projection are."""
+    batch = Paged([1, 1, 6], [9, 12, 14])
+    wide = torch.full((8, HEADS + 4, HEAD_SIZE), torch.nan)
+    wide[:, 1 : HEADS + 1] = batch.query
+    out, lse = torch.full_like(wide, torch.nan), torch.empty(HEADS, 8)
+    batch.query = wide[:, 1 : HEADS + 1]
+    batch.call(out[:, 2 : HEADS + 2], lse)
+    np.testing.assert_allclose(out[:, 2 : HEADS + 2], batch.expected()[0], atol=3e-6)
+    assert out[:, :2].isnan().all()
+    assert out[:, HEADS + 2 :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_fp8_write_divides_by_the_scale_and_saturates(dtype: torch.dtype, permuted: bool) -> None:
+    shape = (2, 4, KV_HEADS, SIZE, HEAD_SIZE) if permuted else (2, 4, SIZE, KV_HEADS, HEAD_SIZE)
+    cache = torch.zeros(shape).to(dtype)
+    if permuted:
+        cache = cache.transpose(2, 3)
+    key = torch.full((3, KV_HEADS, HEAD_SIZE), 2.0)
+    value = torch.full((3, KV_HEADS, HEAD_SIZE), -1e9)
+    key[1] = torch.nan
+    slots = torch.tensor([2 * SIZE + 5, -1, 3])
+    reference.kv_write(key, value, cache, slots, torch.tensor([0.5, 4.0]), torch.tensor([1.0, 1e8]))
+    stored = cache.float()
+    largest = torch.finfo(dtype).max
+    for block, offset in ((2, 5), (0, 3)):
+        assert stored[0, block, offset].unique(dim=1).flatten().tolist() == [4.0, 0.5]
+        assert stored[1, block, offset].unique(dim=1).flatten().tolist() == [-largest, -10.0]
+        stored[:, block, offset] = 0
+    assert not stored.any()
+
+
+def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
+    cache = torch.full((2, 4, SIZE, KV_HEADS, HEAD_SIZE), -1.0)
+    key = torch.randn(5, KV_HEADS, HEAD_SIZE)
+    reference.kv_write(key, 2 * key, cache, torch.tensor([9, -1, 8]), None, None)
+    torch.testing.assert_close(cache[:, 1, :2], torch.stack([key[[2, 0]], 2 * key[[2, 0]]]))
+    cache[:, 1, :2] = -1
+    assert (cache == -1).all()
+    reference.kv_write(key, key, cache, torch.full((5,), -1), None, None)
+    assert (cache == -1).all()
