@@ -17,8 +17,10 @@ from phonograph.models.spec import read_model_spec
 TOLERANCE = 1e-4
 
 
-def load_both(family: str, folder: Path, **overrides: object) -> tuple[PreTrainedModel, DenseSequences]:
-    seed = random.SystemRandom().randrange(2**31)
+def load_both(
+    family: str, folder: Path, *, seed: int | None = None, **overrides: object
+) -> tuple[PreTrainedModel, DenseSequences]:
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     print(f"seed {seed}")
     random.seed(seed)
     torch.manual_seed(seed)
@@ -66,7 +68,8 @@ def test_logits_of_a_ragged_chunked_run_with_a_cached_prefix(family: str, tmp_pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_128_greedy_tokens(family: str, tmp_path: Path) -> None:
-    reference, sequences = load_both(family, tmp_path)
+    # A seed of its own: among thousands of random tokens, now and then two are as likely to the last bit.
+    reference, sequences = load_both(family, tmp_path, seed=1)
     prompts = [random_tokens(23), random_tokens(5)]
     chunks = [(sequences.add(), prompt) for prompt in prompts]
     tokens: list[list[int]] = [[], []]
