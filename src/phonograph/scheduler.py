@@ -1,10 +1,11 @@
 """Which sequences run in the next step, with how many tokens, in which slots and blocks.
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
-prompt gets one token, then running prompts get chunks of what is left of the budget, then waiting requests are
-admitted, in order of rank, as long as a slot, their blocks and some budget are there. A sequence gets the blocks of all
-its known tokens when it is admitted, so that only decodes ever ask for one more. When there are none left, the running
-sequence of the worst rank loses its blocks and waits again with its output (preemption by recompute).
+prompt gets one token; then the prompt in progress gets a chunk of what is left of the budget; then waiting requests are
+admitted, in order of rank, as long as a slot, their blocks and some budget are there, so that at most the last of them
+is left in progress. A sequence gets the blocks of all its known tokens when it is admitted, so that only decodes ever
+ask for one more. When there are none left, the running sequence of the worst rank loses its blocks and waits again with
+its output (preemption by recompute).
 
 Every request ends: the best-ranked running sequence is never preempted unless it runs alone, alone it always fits (its
 length is bounded by the pool), and it computes at least one token in each step (budget >= sequences). When it ends the
@@ -102,9 +103,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, BlockTable] = {}
         self._waiting: list[Request] = []  # sorted by rank
-        # Running sequences by slot: those that have all known tokens scheduled but the last, and those with more to do.
+        # The running sequences: by slot those that decode, and the one whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
-        self._prefilling: dict[int, Request] = {}
+        self._prefilling: Request | None = None
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
@@ -120,7 +121,7 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self._decoding) + len(self._prefilling),
+            num_running=len(self._running),
             num_waiting=len(self._waiting),
             blocks_used=self._cache.pool.num_held,
             num_blocks=self.limits.num_blocks,
@@ -128,6 +129,10 @@ class Scheduler:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
         )
+
+    @property
+    def _running(self) -> list[Request]:
+        return [*self._decoding.values(), *([self._prefilling] if self._prefilling else [])]
 
     def add(self, request: Request) -> None:
         """Queues a new request.
@@ -194,41 +199,40 @@ class Scheduler:
         samples = [True] * len(slots)
         budget = self.limits.max_num_batched_tokens - len(slots)
         new: list[NewSequence] = []
-        longer: list[tuple[Request, int, int]] = []
-
-        prefilling = sorted(self._prefilling.values(), key=_RANK)
+        prefills: list[tuple[Request, int, int, bool]] = []
         while budget:
-            if prefilling:
-                request = prefilling.pop(0)
-            elif may_admit and (admitted := self._admit()):
-                request = admitted
+            request = self._prefilling
+            if request is None:
+                request = self._admit() if may_admit else None
+                if request is None:
+                    break
                 new.append(self._new_sequence(request))
                 block_ids = self._tables[request.request_id].block_ids.copy()
                 appends.append(BlockAppend(slot=request.slot, start=0, block_ids=block_ids))
-            else:
-                break
             context = request.num_computed
             query_len = min(request.num_tokens - context, budget)
             budget -= query_len
             request.num_computed = context + query_len
             self._publish(request)
-            if request.num_computed == request.num_tokens:
-                self._decoding[request.slot] = self._prefilling.pop(request.slot)
+            complete = request.num_computed == request.num_tokens
+            if complete:
+                self._prefilling = None
+                self._decoding[request.slot] = request
             if query_len > 1:
-                longer.append((request, context, query_len))
+                prefills.append((request, context, query_len, complete))
             else:
                 slots.append(request.slot)
                 contexts.append(context)
-                samples.append(request.slot in self._decoding)
+                samples.append(complete)
                 requests.append(request)
 
         num_decodes = len(slots)
         query_lens = [1] * num_decodes
-        for request, context, query_len in longer:
+        for request, context, query_len, complete in prefills:
             slots.append(request.slot)
             query_lens.append(query_len)
             contexts.append(context)
-            samples.append(request.slot in self._decoding)
+            samples.append(complete)
             requests.append(request)
         if not slots:
             return ScheduledBatch()
@@ -280,19 +284,21 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts the invariants of slots, queues and blocks; for tests."""
-        running = [*self._decoding.items(), *self._prefilling.items()]
-        assert all(request.slot == slot and request.state is RequestState.RUNNING for slot, request in running)
-        slots = [slot for slot, _ in running]
+        running = self._running
+        assert all(request.state is RequestState.RUNNING for request in running)
+        assert all(request.slot == slot for slot, request in self._decoding.items())
+        slots = [request.slot for request in running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
         assert self._waiting == sorted(self._waiting, key=_RANK)
-        assert all(request.slot == -1 and not self._tables[request.request_id].block_ids for request in self._waiting)
-        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *(r for _, r in running))}
+        for request in self._waiting:
+            assert request.slot == -1 and not request.num_computed and not self._tables[request.request_id].block_ids
+        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *running)}
         assert len(self._requests) == len(self._waiting) + len(running)
         assert self._tables.keys() == self._requests.keys()
         self._cache.check((table, self._requests[key].num_computed) for key, table in self._tables.items())
 
     def _make_room(self) -> bool:
-        """Preempts until every decode can have the block it needs; whether there was room for all of them."""
+        """Preempts until every decode can have the block it needs; whether there are enough to think of admitting."""
         block_size, pool = self.limits.block_size, self._cache.pool
         if pool.num_free >= len(self._decoding):
             return True
@@ -301,10 +307,8 @@ class Scheduler:
             for slot, request in self._decoding.items()
             if request.num_computed % block_size == 0 and request.num_computed + 1 < request.max_len
         }
-        if len(needy) <= pool.num_free:
-            return True
         while len(needy) > pool.num_free:
-            victim = max((*self._decoding.values(), *self._prefilling.values()), key=_RANK)
+            victim = max(self._running, key=_RANK)
             needy.discard(victim.slot)
             self._release(victim)
             victim.state = RequestState.PREEMPTED
@@ -325,8 +329,7 @@ class Scheduler:
         if whole:
             request.prompt_logprobs.clear()
         # Each sequence may soon need one more block: without room for these, admitting would mean preempting.
-        num_running = len(self._decoding) + len(self._prefilling)
-        reserve = num_running + 1 if num_running else 0
+        reserve = len(self._decoding) + 1 if self._decoding else 0
         table = self._tables[request.request_id]
         num_cached = self._cache.admit(table, request.num_tokens, reserve=reserve, reuse=not whole)
         if num_cached is None:
@@ -339,7 +342,7 @@ class Scheduler:
             self._prefix_hits += num_cached
         request.state = RequestState.RUNNING
         request.slot = self._free_slots.pop()
-        self._prefilling[request.slot] = request
+        self._prefilling = request
         return request
 
     @staticmethod
@@ -365,8 +368,10 @@ class Scheduler:
         """Takes slot and blocks from a running request; its full blocks stay in the prefix cache."""
         self._cache.free(self._publish(request))
         request.num_computed = 0
-        self._decoding.pop(request.slot, None)
-        self._prefilling.pop(request.slot, None)
+        if request is self._prefilling:
+            self._prefilling = None
+        else:
+            del self._decoding[request.slot]
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
         request.slot = -1

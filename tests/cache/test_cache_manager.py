@@ -90,15 +90,19 @@ def test_reuse_can_be_refused_by_one_sequence_that_still_publishes() -> None:
     assert cached == 6 and third.block_ids[:2] == [first.block_ids[0], second.block_ids[1]]
 
 
-def test_reset_roots_another_tree_of_names() -> None:
+def test_reset_forgets_what_was_and_what_will_be_computed_from_it() -> None:
     cache = manager()
     running, _ = admit(cache, [1] * 7)
+    young, _ = admit(cache, [2] * 7)
     waiting = table_of([1] * 7)
     cache.publish(running, 4)
-    cache.reset([running, waiting])
-    # The block that was half full at the reset is never found, nor the one before it.
+    cache.publish(young, 2)
+    cache.reset([running, young, waiting])
+    # Blocks half full at the reset, and those after them, must not be found, not even behind a head computed anew.
     cache.publish(running, 7)
-    cached = cache.admit(waiting, 7, reserve=0, reuse=True)
-    assert cached == 0
+    cache.publish(young, 7)
+    assert admit(cache, [2] * 7)[1] == 0
+    assert cache.admit(waiting, 7, reserve=0, reuse=True) == 0
     cache.publish(waiting, 7)
-    assert admit(cache, [1] * 7)[1] == 6
+    last, cached = admit(cache, [1] * 7)
+    assert cached == 6 and last.block_ids[:2] == waiting.block_ids[:2]

@@ -232,6 +232,16 @@ def test_worst_rank_is_preempted_and_resumes_with_its_output() -> None:
     assert b.output_token_ids == [*kept, 7]
 
 
+def test_no_more_are_preempted_than_must_be() -> None:
+    scheduler = Scheduler(limits(num_blocks=6))
+    add(scheduler, *(request(name, 3) for name in "abc"))
+    while not scheduler.stats.num_preemptions:
+        step(scheduler)
+    # All three needed a third block at once; the two that c gave back are enough for the others.
+    assert (scheduler.stats.num_running, scheduler.stats.num_waiting, scheduler.stats.num_preemptions) == (2, 1, 1)
+    assert scheduler.stats.blocks_used == 6
+
+
 def test_priority_decides_who_is_preempted_and_the_preempted_resumes_before_later_ones() -> None:
     scheduler = Scheduler(limits(num_blocks=9, policy="priority", max_num_seqs=2))
     add(scheduler, a := request("a", 8, priority=1, max_tokens=12), b := request("b", 8, priority=0, max_tokens=12))

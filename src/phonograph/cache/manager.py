@@ -45,7 +45,6 @@ class CacheManager:
         self.pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
-        self._num_resets = 0
 
     def admit(self, table: BlockTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
         """Fills an empty table with blocks for `num_tokens` tokens, or does nothing if too few blocks are free.
@@ -99,12 +98,13 @@ class CacheManager:
         table.block_ids = []
 
     def reset(self, tables: Iterable[BlockTable]) -> None:
-        """Forgets all cached prefixes, at any time. `tables` are all there are: those with blocks keep them, and from
-        now on publish nothing, because part of their contents is from before."""
+        """Forgets all cached prefixes, at any time.
+
+        tables: all there are; those with blocks keep them, and publish nothing until they are admitted again, because
+            what they hold comes from before
+        """
         self.pool.forget()
-        self._num_resets += 1
         for table in tables:
-            table.digests.clear()
             table.num_published = sys.maxsize
 
     def check(self, tables: Iterable[tuple[BlockTable, int]]) -> None:
@@ -117,8 +117,7 @@ class CacheManager:
             return
         token_ids = table.tokens(len(digests) * size, num_full * size)
         layout = f"{size}q"
-        # Each reset roots another tree of names.
-        parent = digests[-1] if digests else pack("q", self._num_resets)
+        parent = digests[-1] if digests else b""
         for start in range(0, len(token_ids), size):
             parent = sha256(parent + pack(layout, *token_ids[start : start + size])).digest()
             digests.append(parent)
