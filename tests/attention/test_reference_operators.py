@@ -10,6 +10,7 @@ import torch
 
 from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.oracle import dense_attention
+from phonograph.graphs.tape import TapeRuntime
 from phonograph.kernels import reference
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
@@ -139,28 +140,45 @@ def test_an_empty_sequence_with_queries_and_an_empty_slot_between() -> None:
     np.testing.assert_allclose(out, expected[[0, 2, 3, 4, 5]], atol=3e-6)
 
 
-def test_the_same_call_follows_new_contents() -> None:
-    """As a graph replays it: the very same tensors, other contents, another mix of decodes and prefills."""
-    first, second = Paged([1, 1, 1, 5], [20, 3, 9, 5], padding=3), Paged([1, 7], [31, 12], seed=1, empty=2, padding=3)
-    tensors = [torch.zeros_like(tensor) for tensor in (first.query, first.starts, first.lens)]
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_same_call_follows_new_contents(graph: bool) -> None:
+    """The very same tensors with other contents: other blocks, and another mix of decodes and prefills."""
+    batches = [
+        Paged([1, 1, 1, 5], [20, 3, 9, 5], padding=3),
+        Paged([1, 1, 1, 5], [20, 3, 9, 5], padding=3, seed=1),
+        Paged([1, 7], [31, 12], seed=2, empty=2, padding=3),
+        Paged([6, 2], [6, 30], seed=3, empty=2, padding=3),
+    ]
+    query, starts, lens = (
+        torch.zeros_like(tensor) for tensor in (batches[0].query, batches[0].starts, batches[0].lens)
+    )
     table = torch.zeros(4, 8, dtype=torch.int32)
     cache = torch.full((2, 16, SIZE, KV_HEADS, HEAD_SIZE), torch.nan)
-    out, lse = torch.empty_like(first.query), torch.empty(HEADS, len(first.query))
-    for batch in (first, second, first):
-        query = torch.full_like(first.query, torch.nan)
-        query[: len(batch.query)] = batch.query
-        for tensor, contents in zip(tensors, (query, batch.starts, batch.lens), strict=True):
-            tensor.copy_(contents)
+    out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
+
+    def load(batch: Paged) -> None:
+        for tensor, contents in ((query, batch.query), (starts, batch.starts), (lens, batch.lens)):
+            tensor.fill_(torch.nan if tensor is query else 0)[: len(contents)] = contents
         table[:, : batch.table.shape[1]] = batch.table
-        cache.fill_(torch.nan)
-        cache[:, : batch.cache.shape[1]] = batch.cache
+        cache.fill_(torch.nan)[:, : batch.cache.shape[1]] = batch.cache
+
+    def call() -> tuple[torch.Tensor, ...]:
+        tensors = (query, cache, table, starts, lens, out, lse)
+        reference.attention(*tensors, None, None, None, None, SCALE, -1, -1, 0.0, True)
+        return (out, lse)
+
+    load(batches[0])
+    replay = TapeRuntime().capture(call).replay if graph else call
+    for batch in (*batches, batches[0]):
+        load(batch)
         out.fill_(torch.nan)
-        arguments = (tensors[0], cache, table, tensors[1], tensors[2], out, lse, None, None, None, None)
-        reference.attention(*arguments, SCALE, -1, -1, 0.0, True)
+        lse.fill_(torch.nan)
+        replay()
         expected, expected_lse = batch.expected()
         np.testing.assert_allclose(out[: len(expected)], expected, atol=3e-6)
         np.testing.assert_allclose(lse[:, : len(expected)], expected_lse, atol=3e-6)
         assert not out[len(expected) :].any()
+        assert (lse[:, len(expected) :] == -torch.inf).all()
 
 
 def test_a_sequence_does_not_feel_its_neighbours() -> None:
