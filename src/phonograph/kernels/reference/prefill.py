@@ -31,7 +31,7 @@ def prefill(
     block_row: int32 [max_blocks], the sequence's row of the block table
     """
     num_tokens, num_heads, head_size = query_THD.shape
-    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_kv_heads = kv_cache.shape[3]
     left = scoring.left if scoring.left >= 0 else seq_len
     right = 0 if causal else scoring.right if scoring.right >= 0 else num_tokens
     # Queries before the first key (there are such where queries outnumber keys) see nothing.
