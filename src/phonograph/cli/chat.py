@@ -16,7 +16,7 @@ from phonograph.cli.show import (
     Json,
     completion_facts,
     engine_facts,
-    graphs_line,
+    mode_line,
     note,
     print_json,
     start,
@@ -47,7 +47,7 @@ def chat(
         raise ModelError(f"{config.model} has no chat template; `phonograph generate --raw` continues plain text")
     conversation = _Conversation(llm, params, system, as_json)
     if not as_json:
-        note(graphs_line(llm.plan, llm.step_counts))
+        note(mode_line(llm.plan))
     if sys.stdin.isatty():
         note(_HELP)
     while (line := _read_line()) is not None:

@@ -18,7 +18,7 @@ from phonograph.cli.options import takes_engine_config
 from phonograph.cli.show import Json, compact, mode_facts, print_json
 from phonograph.config import EngineConfig
 from phonograph.device import KNOWN_DEVICES, DeviceSpec, known_device
-from phonograph.errors import ConfigError
+from phonograph.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from phonograph.engine.plan import EnginePlan
@@ -35,7 +35,10 @@ def explain(
     ] = None,
     batch: Annotated[
         list[str] | None,
-        Parameter(help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5."),
+        Parameter(
+            negative="",
+            help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +49,11 @@ def explain(
 
     device = _device(config, device_name)
     model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    plan = make_plan(config, model, device)
+    try:
+        plan = make_plan(config, model, device)
+    except BackendError as error:
+        hint = f"; --device-name explains it for another device than {device.name}" if device_name is None else ""
+        raise BackendError(f"{error}{hint}") from None
     limits = {name: size for name, size in asdict(plan.limits).items() if name != "block_size"}
     batches = [read_batch(text, **limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
@@ -62,7 +69,10 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
     if name is None:
         return this_device(config.device)
-    device = known_device(name)
+    try:
+        device = known_device(name)
+    except ConfigError as error:
+        raise ConfigError("device_name", name, error.problem) from None
     if config.device not in ("auto", device.kind):
         raise ConfigError("device", config.device, f"contradicts device_name={name!r}; give one of them")
     return device

@@ -15,10 +15,11 @@ from phonograph.cli.show import (
     Json,
     completion_facts,
     engine_facts,
-    graphs_line,
+    mode_line,
     note,
     print_json,
     start,
+    steps_text,
 )
 from phonograph.config import EngineConfig
 from phonograph.errors import RequestError
@@ -28,16 +29,19 @@ if TYPE_CHECKING:
     from phonograph.engine.outputs import RequestOutput
     from phonograph.sampling_params import SamplingParams
 
+_STDIN = "Another prompt from each line of standard input."
+_TOKEN_IDS = "A prompt as token ids, such as 1,2,3; may be given several times."
+
 
 @takes_engine_config
 def generate(
     config: EngineConfig,
-    *prompts: Annotated[str, Parameter(help="Prompts; - reads one from each line of standard input.")],
-    token_ids: Annotated[
-        list[str] | None, Parameter(help="A prompt as token ids, such as 1,2,3; may be given several times.")
-    ] = None,
+    *prompts: Annotated[str, Parameter(help="Prompts.")],
+    stdin: Annotated[bool, Parameter(name="-", negative="", show_default=False, help=_STDIN)] = False,
+    token_ids: Annotated[list[str] | None, Parameter(negative="", help=_TOKEN_IDS)] = None,
     raw: Annotated[
-        bool, Parameter(negative="", help="Continue the text as it is, instead of answering it as a chat's one turn.")
+        bool,
+        Parameter(negative="", show_default=False, help="Continue the text, instead of answering it as in a chat."),
     ] = False,
     sampling: SamplingFlags = GREEDY,
     n: Annotated[int, Parameter(help="Samples of each prompt.")] = 1,
@@ -50,10 +54,10 @@ def generate(
     params = sampling.params(n=n, logprobs=logprobs)
     if logprobs is not None and not as_json:
         raise RequestError("logprobs", logprobs, "is printed with --json only; add it")
-    texts = _texts(prompts)
+    texts = [*prompts, *(line.rstrip("\r\n") for line in (sys.stdin if stdin else ()) if line.strip())]
     ids = [_token_ids(text) for text in token_ids or []]
     if not texts and not ids:
-        raise RequestError("prompts", list(prompts), "give a prompt, - for standard input, or --token-ids")
+        raise RequestError("prompts", list(prompts), "give a prompt, - for the lines of standard input, or --token-ids")
     llm = start(config)
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     ready = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
@@ -68,19 +72,8 @@ def generate(
         print_json({**engine_facts(llm), "seconds": round(seconds, 4), "steps": dict(llm.step_counts), "outputs": rows})
     else:
         _print(llm, shown, outputs)
-        note(graphs_line(llm.plan, llm.step_counts))
+        note(f"{mode_line(llm.plan)}: {steps_text(llm.step_counts)}")
     return 2 if any(output.error is not None for output in outputs) else 0
-
-
-def _texts(prompts: tuple[str, ...]) -> list[str]:
-    """The prompts, with the lines of standard input in the place of `-`."""
-    texts: list[str] = []
-    for prompt in prompts:
-        if prompt == "-":
-            texts += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-        else:
-            texts.append(prompt)
-    return texts
 
 
 def _token_ids(text: str) -> list[int]:
@@ -95,7 +88,7 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
     if output is not None and llm.tokenizer is None:
         print_piece(_shown_ids(output.outputs[0].token_ids))
     print()
-    note(graphs_line(llm.plan, llm.step_counts))
+    note(f"{mode_line(llm.plan)}: {steps_text(llm.step_counts)}")
     return 130 if interrupted else 0
 
 

@@ -64,9 +64,9 @@ def start(config: EngineConfig) -> LLM:
         return LLM(config=config, progress=report)
 
 
-def graphs_line(plan: EnginePlan, steps: Counter[str]) -> str:
-    """Which graphs ran and why, in one line."""
-    return f"{'; '.join(str(reason) for reason in plan.resolution.reasons)}: {steps_text(steps)}"
+def mode_line(plan: EnginePlan) -> str:
+    """The mode and why, in one line."""
+    return "; ".join(str(reason) for reason in plan.resolution.reasons)
 
 
 def steps_text(steps: Counter[str]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.show import Json, compact, engine_facts, note, print_json, progress_bar, start
+from phonograph.cli.show import Json, compact, engine_facts, mode_line, note, print_json, progress_bar, start
 from phonograph.config import EngineConfig
 from phonograph.errors import ConfigError
 
@@ -47,7 +47,7 @@ def verify(
         print_json({**engine_facts(llm), "seconds": round(seconds, 4), **_facts(report)})
     else:
         _print(report)
-        note("; ".join(str(reason) for reason in llm.plan.resolution.reasons))
+        note(mode_line(llm.plan))
     return 0 if report.ok else 1
 
 
