@@ -47,10 +47,10 @@ class SyntheticBatches:
         free = self._num_blocks - sum(blocks_for(length, self._block_size) for length in query_lens)
         contexts: list[int] = []
         for left, length in zip(range(len(query_lens), 0, -1), query_lens, strict=True):
-            # Mostly short contexts and some as long as the cache or the model allows.
+            # Contexts of every magnitude, and some as long as the cache or the model allows.
             longest = min(self._max_model_len - length, max(0, free) * self._block_size)
             fair = min(longest, max(0, free) // left * self._block_size)
-            context = int(rng.integers(0, longest + 1)) if rng.random() < 0.1 else int(rng.integers(0, fair + 1))
+            context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
             extra = blocks_for(context + length, self._block_size) - blocks_for(length, self._block_size)
             if extra > free:
                 context, extra = 0, 0
