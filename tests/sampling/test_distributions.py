@@ -64,16 +64,16 @@ def sample_many(
 
 
 def p_value(tokens: np.ndarray, probs: np.ndarray) -> float:
-    """Chi-square of the counts, rare tokens pooled; impossible tokens must not occur at all."""
+    """Chi-square of the counts, rare tokens pooled with equally rare ones; impossible ones must not occur at all."""
     counts = np.bincount(tokens.ravel(), minlength=len(probs))
     assert not counts[probs == 0.0].any()
-    expected = probs * tokens.size
-    common = expected >= 10
-    observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    if wanted[-1] < 10:  # too few to be a bin of their own
-        observed, wanted = observed[:-1], wanted[:-1] * observed[:-1].sum() / wanted[:-1].sum()
-    return float(stats.chisquare(observed, wanted).pvalue) if len(wanted) > 1 else 1.0
+    order = [i for i in np.argsort(probs) if probs[i] > 0.0]
+    bins = (np.cumsum(probs[order]) * tokens.size // 20).astype(int)
+    bins[bins == bins[-1]] = bins[-2]  # the last one may be a rest
+    _, bins = np.unique(bins, return_inverse=True)
+    expected = np.bincount(bins, probs[order]) * tokens.size
+    assert len(expected) > 1
+    return float(stats.chisquare(np.bincount(bins, counts[order]), expected).pvalue)
 
 
 CASES: dict[str, tuple[int, float, dict[str, object]]] = {

@@ -119,6 +119,21 @@ def test_ranked_is_a_stable_sort(dtype: torch.dtype, vocab_size: int, k: int) ->
     assert torch.equal(values, logits.gather(-1, ids))
 
 
+def test_ranked_tells_neighbouring_floats_apart() -> None:
+    """Of both signs and at all magnitudes, the smallest included."""
+    seeds = [0.0, 1e-40, 1e-7, 0.3, 1.0, 77.7, 3e38]
+    steps: list[float] = []
+    for start in [*seeds, *(-value for value in seeds)]:
+        value = torch.tensor(start)
+        for _ in range(4):
+            steps.append(value.item())
+            value = torch.nextafter(value, torch.tensor(math.inf))
+    logits = torch.tensor(steps)[torch.randperm(len(steps), generator=torch.Generator().manual_seed(0))]
+    for k in (20, len(steps)):
+        values, _ = ranked(logits[None], k)
+        assert values[0].tolist() == sorted(steps, reverse=True)[:k]
+
+
 @pytest.mark.parametrize("spread", [0.3, 1.5, 6.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.02])
 def test_nucleus_from_the_head_equals_the_whole_row(spread: float, min_p: float) -> None:

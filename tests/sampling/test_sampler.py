@@ -85,6 +85,23 @@ def test_a_request_gets_the_same_tokens_in_any_batch(dtype: torch.dtype, vocab_s
                     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_draws_what_the_cpu_draws(dtype: torch.dtype) -> None:
+    """The integers are the same; their logarithms may differ in the last bit, which decides no draw here."""
+    logits = random_logits(len(VARIETY), 1500, 15).to(dtype)
+    logits[0] = 1.0  # all equal
+    tokens: list[list[list[int]]] = []
+    for device in (CPU, torch.device("cuda")):
+        sampler = Sampler(max_num_seqs=32, vocab_size=1500, device=device, seed=0)
+        for slot, settings in enumerate(VARIETY):
+            sampler.load(slot, SamplingParams(seed=slot, **settings), [1, 2], [3], [0, 5], 0)
+        rows = logits.to(device)
+        lengths = range(1, 12)
+        tokens.append([sampler.sample(rows, range(len(VARIETY)), [n] * len(VARIETY)).token_ids for n in lengths])
+    assert tokens[0] == tokens[1]
+
+
 def test_logits_are_only_read() -> None:
     logits = random_logits(len(VARIETY), 1021, 3)
     before = logits.clone()
@@ -259,6 +276,8 @@ def test_seeds() -> None:
     assert tokens(1, unseeded, [0] * 4) != tokens(2, unseeded, [0] * 4)
     assert tokens(None, unseeded, [0] * 4) != tokens(None, unseeded, [0] * 4)
     assert len({tuple(row) for row in tokens(1, unseeded, [0] * 4)}) == 4
+    zero = [SamplingParams(seed=0)] * 4
+    assert tokens(1, zero, [0] * 4) == tokens(2, zero, [0] * 4)
     # A request's own seed does not care for the engine's; its samples differ by their index alone.
     assert tokens(1, seeded, [0, 1, 2, 0]) == tokens(None, seeded, [0, 1, 2, 0])
     rows = tokens(1, seeded, [0, 1, 2, 0])

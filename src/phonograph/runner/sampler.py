@@ -26,7 +26,7 @@ from phonograph.sampling_params import SamplingParams
 # Candidates that are ranked before a whole row is sorted.
 _HEAD = 1024
 # Logits worked on at once: on a CPU what its cache holds, on a GPU what keeps temporaries below about 1 GiB.
-_CHUNK_LOGITS = {"cpu": 2**16, "cuda": 2**25}
+_CHUNK_LOGITS = {"cpu": 2**17, "cuda": 2**25}
 
 
 @dataclass(slots=True, kw_only=True)
