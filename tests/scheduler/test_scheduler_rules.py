@@ -425,6 +425,22 @@ def test_step_scheduled_past_a_stop_brings_nothing() -> None:
     assert a.output_token_ids == [EOS] and scheduler.stats.blocks_used == 0
 
 
+def test_preempted_request_waits_for_its_tokens_in_flight() -> None:
+    scheduler = Scheduler(limits(num_blocks=9, max_num_batched_tokens=32))
+    add(scheduler, a := request("a", 8), b := request("b", 8))
+    before = scheduler.schedule()
+    while (batch := scheduler.schedule()) and b.state is RequestState.RUNNING:
+        scheduler.update(before, output_of(before))
+        before = batch
+    known = b.num_tokens
+    scheduler.abort(a.request_id)
+    assert scheduler.schedule() == ScheduledBatch()
+    assert scheduler.update(before, output_of(before, 8)) == [b]
+    new = scheduler.schedule().new
+    assert [one.token_ids for one in new] == [[*b.prompt_token_ids, *b.output_token_ids]]
+    assert len(new[0].token_ids) == known + 1 and b.output_token_ids[-1] == 8
+
+
 def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
     scheduler = Scheduler(limits())
     add(scheduler, request("a", 6))
