@@ -36,6 +36,9 @@ class Wrong(ReferenceBackend):
     def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
         return metadata
 
+    def schedule(self, metadata: Any) -> None:
+        super().schedule(self.metadata(metadata))
+
     def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, *outputs: Any) -> None:
         super().forward(self.layer(layer), query, kv_cache, self.metadata(metadata), *outputs)
 

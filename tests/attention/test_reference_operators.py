@@ -48,6 +48,7 @@ class Paged:
         total = sum(query_lens)
         self.query = torch.full((total + padding, HEADS, HEAD_SIZE), torch.nan)
         self.query[:total] = torch.randn(total, HEADS, HEAD_SIZE, generator=generator)
+        self.handle = reference.new_handle(self, torch.device("cpu"))
         self.starts = torch.tensor([0, *np.cumsum(query_lens + [0] * empty)], dtype=torch.int32)
         self.lens = torch.tensor(seq_lens + [0] * empty, dtype=torch.int32)
 
@@ -60,8 +61,24 @@ class Paged:
     def call(
         self, out: torch.Tensor, lse: torch.Tensor, *, causal: bool = True, sinks: torch.Tensor | None = None
     ) -> None:
-        tensors = (self.query, self.cache, self.table, self.starts, self.lens, out, lse)
-        reference.attention(*tensors, None, sinks, None, None, SCALE, -1, -1, 0.0, causal)
+        reference.schedule(self.starts, self.lens, self.table, self.handle, SIZE)
+        reference.attention(
+            self.query,
+            self.cache,
+            self.table,
+            self.handle,
+            out,
+            lse,
+            None,
+            sinks,
+            None,
+            None,
+            SCALE,
+            -1,
+            -1,
+            0.0,
+            causal,
+        )
 
     def expected(self, *, causal: bool = True, sinks: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
         layer = AttentionLayer(index=0, scale=SCALE, sinks=sinks)
@@ -155,6 +172,7 @@ def test_the_same_call_follows_new_contents(graph: bool) -> None:
     table = torch.zeros(4, 8, dtype=torch.int32)
     cache = torch.full((2, 16, SIZE, KV_HEADS, HEAD_SIZE), torch.nan)
     out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
+    handle = reference.new_handle(batches[0], torch.device("cpu"))
 
     def load(batch: Paged) -> None:
         for tensor, contents in ((query, batch.query), (starts, batch.starts), (lens, batch.lens)):
@@ -163,8 +181,8 @@ def test_the_same_call_follows_new_contents(graph: bool) -> None:
         cache.fill_(torch.nan)[:, : batch.cache.shape[1]] = batch.cache
 
     def call() -> tuple[torch.Tensor, ...]:
-        tensors = (query, cache, table, starts, lens, out, lse)
-        reference.attention(*tensors, None, None, None, None, SCALE, -1, -1, 0.0, True)
+        reference.schedule(starts, lens, table, handle, SIZE)
+        reference.attention(query, cache, table, handle, out, lse, None, None, None, None, SCALE, -1, -1, 0.0, True)
         return (out, lse)
 
     load(batches[0])

@@ -140,6 +140,13 @@ class AttentionBackend(ABC):
     def make_builder(self) -> MetadataBuilder: ...
 
     @abstractmethod
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        """Makes what all layers of a step share, from the contents of the batch's tensors; may have nothing to do.
+
+        The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`.
+        """
+
+    @abstractmethod
     def write_kv(
         self,
         layer: AttentionLayer,

@@ -98,7 +98,9 @@ def _check(backend: AttentionBackend, layer: AttentionLayer, shape: BatchShape, 
     num_tokens = batch.query.shape[0]
     out_THD = torch.full_like(batch.query, torch.nan)
     lse_HT = torch.full((spec.num_query_heads, num_tokens), torch.nan, device=backend.device) if spec.lse else None
-    metadata = backend.make_builder().build(common, key=None)
+    builder = backend.make_builder()
+    metadata = builder.build(common, key=None)
+    backend.schedule(metadata)
     backend.forward(layer, batch.query, batch.kv_cache, metadata, out_THD, lse_HT)
 
     out, query = _host(out_THD), _host(batch.query)

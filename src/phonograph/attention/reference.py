@@ -1,7 +1,7 @@
 """The torch reference backend: every feature, float32 inside, the oracle for all others and the CPU's default.
 
 Its operators read query lengths and sequence lengths out of the batch's tensors when they run. So its metadata is those
-tensors and nothing else, and a graph that holds its calls serves any batch.
+tensors and a handle, and a graph that holds its calls serves any batch.
 """
 
 from __future__ import annotations
@@ -48,20 +48,27 @@ class ReferenceCapabilities(Capabilities):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata(AttentionMetadata):
-    """The tensors of CommonMetadata by the same names; persistent if those are."""
+    """The tensors of CommonMetadata by the same names, persistent if those are; `handle` stands for the schedule."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    handle: torch.Tensor
     causal: bool
 
 
 class ReferenceMetadataBuilder(MetadataBuilder):
+    """One schedule serves all graphs: each step makes it anew before its layers read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = reference.new_handle(self, device)
+
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> ReferenceMetadata:
         return ReferenceMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table,
+            handle=self._handle,
             causal=common.causal,
         )
 
@@ -70,7 +77,13 @@ class ReferenceBackend(AttentionBackend):
     capabilities = ReferenceCapabilities()
 
     def make_builder(self) -> ReferenceMetadataBuilder:
-        return ReferenceMetadataBuilder()
+        return ReferenceMetadataBuilder(self.device)
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, ReferenceMetadata)
+        reference.schedule(
+            metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.handle, self.spec.block_size
+        )
 
     def write_kv(
         self,
@@ -96,8 +109,7 @@ class ReferenceBackend(AttentionBackend):
             query_THD,
             kv_cache,
             metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+            metadata.handle,
             out_THD,
             lse_HT,
             layer.alibi_slopes,

@@ -58,6 +58,8 @@ class StepProgram:
         """
         buffers = self._buffers
         attend = self._attend_between_pieces if pieces else self._attend
+        if self.metadata is not None:
+            self._backend.schedule(self.metadata)
         attention = functools.partial(self._attention, attend, buffers.slot_mapping[:num_tokens])
         hidden = self.model.forward(buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], attention)
         rows = hidden if every_row else hidden.index_select(0, buffers.logits_rows[:num_logits])

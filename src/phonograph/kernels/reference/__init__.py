@@ -1,8 +1,8 @@
 """The reference attention in torch: every feature, float32 inside, what all other backends are compared with.
 
-Attention and the KV write are each one opaque operator. A graph records such an operator as a single call with its
-Python arguments frozen and runs it again on the same tensors with other contents, as a device kernel would run: so the
-operators take nothing about the batch but tensors, and read their contents when they run.
+Attention, its schedule and the KV write are each one opaque operator. A graph records such an operator as a single call
+with its Python arguments frozen and runs it again on the same tensors with other contents, as a device kernel would
+run: so the operators take nothing about the batch but tensors, and read their contents when they run.
 
 They are defined through torch.library.Library because torch.library.custom_op costs several times more per call, and
 these calls happen in every layer of every step.
@@ -10,7 +10,6 @@ these calls happen in every layer of every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,11 +17,18 @@ import torch
 
 from phonograph.kernels.reference.decode import decode
 from phonograph.kernels.reference.prefill import prefill
+from phonograph.kernels.reference.schedule import find_schedule, make_schedule, new_handle
 from phonograph.kernels.reference.scoring import Scoring
+
+__all__ = ["attention", "kv_write", "new_handle", "schedule"]
 
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define(
-    "reference_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+    "reference_schedule(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor(a!) handle, "
+    "int block_size) -> ()"
+)
+_library.define(
+    "reference_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor handle, "
     "Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
     "float scale, int window_left, int window_right, float softcap, bool causal) -> ()"
 )
@@ -32,43 +38,11 @@ _library.define(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """The leading sequences of one query and at least one key are decodes; whichever comes later is no less right as a
-    prefill. sequences: (slot, first token, end of tokens, seq_len) of all that have queries."""
-
-    num_tokens: int
-    num_decodes: int
-    max_decode_len: int
-    sequences: list[tuple[int, int, int, int]]
-
-
-@lru_cache(maxsize=2)
-def _read(query_start_loc: bytes, seq_lens: bytes) -> _Batch:
-    """What the two tensors say, from their contents; the layers of a step share it."""
-    starts, lens = np.frombuffer(query_start_loc, np.int32).tolist(), np.frombuffer(seq_lens, np.int32).tolist()
-    num_decodes = 0
-    while num_decodes < len(lens) and starts[num_decodes + 1] == num_decodes + 1 and lens[num_decodes] > 0:
-        num_decodes += 1
-    sequences = [
-        (index, start, stop, seq_len)
-        for index, (start, stop, seq_len) in enumerate(zip(starts, starts[1:], lens, strict=False))
-        if start < stop
-    ]
-    return _Batch(
-        num_tokens=starts[-1],
-        num_decodes=num_decodes,
-        max_decode_len=max(lens[:num_decodes], default=0),
-        sequences=sequences,
-    )
-
-
 def _attention(
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    handle: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
@@ -91,26 +65,14 @@ def _attention(
         k_scale_K=k_scale,
         v_scale_K=v_scale,
     )
-    lens = seq_lens.cpu().numpy().tobytes()
-    batch = _read(query_start_loc.cpu().numpy().tobytes(), lens)
+    batch = find_schedule(handle)
     if batch.num_tokens < query_THD.shape[0]:
         out_THD[batch.num_tokens :] = 0
         if lse_HT is not None:
             lse_HT[:, batch.num_tokens :] = -torch.inf
-    # The way of many single queries is made for the CPU; elsewhere they go one by one.
-    decodes = batch.num_decodes if query_THD.device.type == "cpu" else 0
-    if decodes:
-        decode(
-            query_THD[:decodes],
-            kv_cache,
-            block_table[:decodes],
-            lens[: 4 * decodes],
-            batch.max_decode_len,
-            scoring,
-            out_THD[:decodes],
-            None if lse_HT is None else lse_HT[:, :decodes],
-        )
-    for index, start, stop, seq_len in batch.sequences[decodes:]:
+    if batch.num_decodes:
+        decode(query_THD, kv_cache, batch, scoring, out_THD, lse_HT)
+    for index, start, stop, seq_len in batch.sequences:
         prefill(
             query_THD[start:stop],
             kv_cache,
@@ -123,6 +85,15 @@ def _attention(
         )
 
 
+@lru_cache(maxsize=2)
+def _slots(slot_mapping: bytes) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slots to write, and the tokens that have one, None for all of them; the layers of a step share it."""
+    slots = np.frombuffer(slot_mapping, np.int64)
+    kept = np.flatnonzero(slots >= 0)
+    # A copy in either case, since torch wants memory that it could write to.
+    return torch.from_numpy(slots[kept]), None if len(kept) == len(slots) else torch.from_numpy(kept)
+
+
 def _kv_write(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -131,13 +102,19 @@ def _kv_write(
     k_scale_K: torch.Tensor | None,
     v_scale_K: torch.Tensor | None,
 ) -> None:
-    # Padding may sit in either: the mapping can be shorter than the keys, and its padded entries are -1.
-    kept = (slot_mapping_T >= 0).nonzero().squeeze(1)
-    whole = kept.shape[0] == key_TKD.shape[0]
-    slots = slot_mapping_T if whole else slot_mapping_T[kept]
+    slots, kept = _slots(slot_mapping_T.cpu().numpy().tobytes())
+    if slots.device != kv_cache.device:
+        slots, kept = slots.to(kv_cache.device), None if kept is None else kept.to(kv_cache.device)
+    if kept is None and len(slots) < key_TKD.shape[0]:  # a mapping shorter than the padded keys
+        key_TKD, value_TKD = key_TKD[: len(slots)], value_TKD[: len(slots)]
+    if kv_cache.dtype is key_TKD.dtype and kv_cache.is_contiguous() and k_scale_K is None and v_scale_K is None:
+        planes = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        planes[0].index_copy_(0, slots, key_TKD if kept is None else key_TKD[kept])
+        planes[1].index_copy_(0, slots, value_TKD if kept is None else value_TKD[kept])
+        return
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
     for plane, new_TKD, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
-        rows = new_TKD if whole else new_TKD[kept]
+        rows = new_TKD if kept is None else new_TKD[kept]
         if scale_K is not None:
             rows = rows.float() / scale_K.unsqueeze(1)
         if plane.dtype.itemsize == 1:
@@ -151,8 +128,10 @@ def _kv_write(
 
 
 for _device in ("CPU", "CUDA"):
+    _library.impl("reference_schedule", make_schedule, _device)
     _library.impl("reference_attention", _attention, _device)
     _library.impl("reference_kv_write", _kv_write, _device)
 
+schedule = torch.ops.phonograph.reference_schedule.default
 attention = torch.ops.phonograph.reference_attention.default
 kv_write = torch.ops.phonograph.reference_kv_write.default
