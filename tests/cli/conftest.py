@@ -1,0 +1,112 @@
+"""Commands run in this process, on one thread, with no settings from the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.cli.app import main
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 200,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "eos_token_id": 128009,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("PHONOGRAPH_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def _folder(tmp_path_factory: pytest.TempPathFactory, name: str, config: dict[str, Any]) -> str:
+    folder: Path = tmp_path_factory.mktemp(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of an engine on a tiny model of random weights without a tokenizer."""
+    folder = _folder(tmp_path_factory, "tiny", TINY)
+    return ["--model", folder, "--load-format", "dummy", "--max-num-seqs", "4", "--max-cudagraph-capture-size", "24"]
+
+
+@pytest.fixture
+def demo() -> list[str]:
+    """Flags of an engine on the demo model with few graphs, which starts quickly."""
+    return ["--model", "demo", "--max-num-seqs", "2", "--cudagraph-capture-sizes", "1,2,32"]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for the configuration of Llama 3.1 8B, of which nothing else is there, on an H200."""
+    return ["--model", _folder(tmp_path_factory, "llama", LLAMA_8B), "--device-name", "h200"]
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a command with --json; returns its lines after checking the exit code and that nothing else is on stdout."""
+
+    def run(*tokens: str, code: int = 0) -> list[dict[str, Any]]:
+        got = main([*tokens, "--json"])
+        captured = capsys.readouterr()
+        assert got == code, captured.err
+        return [json.loads(line, parse_constant=_refuse) for line in captured.out.splitlines()]
+
+    return run
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")

@@ -1,0 +1,175 @@
+"""`phonograph explain`: the chain from what is asked to what runs, for devices and backends that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phonograph.cli.app import main
+
+GIB = 1024**3
+
+# What each backend supports, and what the modes become there: from the table of docs/architecture.md, by hand.
+BACKENDS = {
+    "flash_attn 2": "UNIFORM_BATCH",
+    "flash_attn 3": "ALWAYS",
+    "flash_attn 4": "ALWAYS",
+    "flashinfer": "UNIFORM_SINGLE_TOKEN_DECODE",
+    "triton": "ALWAYS",
+    "reference": "NEVER",
+}
+RESULTS = {
+    "ALWAYS": {None: "FULL", "FULL": "FULL"},
+    "UNIFORM_BATCH": {None: "FULL_AND_PIECEWISE", "FULL": "FULL_AND_PIECEWISE"},
+    "UNIFORM_SINGLE_TOKEN_DECODE": {None: "FULL_AND_PIECEWISE", "FULL": "FULL_AND_PIECEWISE"},
+    "NEVER": {None: "PIECEWISE", "FULL_DECODE_ONLY": "PIECEWISE", "FULL_AND_PIECEWISE": "PIECEWISE"},
+}
+
+
+def backend_flags(label: str) -> list[str]:
+    name, _, version = label.partition(" ")
+    return ["--attention-backend", name, *(["--flash-attn-version", version] if version else [])]
+
+
+def test_full_on_flash_attention_2_says_why_it_is_not(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *llama, *backend_flags("flash_attn 2"), "--cudagraph-mode", "FULL"]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert ["mode", "FULL_AND_PIECEWISE"] in [[word.strip() for word in line] for line in lines]
+    words = " ".join(out.split())
+    assert (
+        "FULL: asked for - FULL -> FULL_AND_PIECEWISE: support is UNIFORM_BATCH, and mixed batches need ALWAYS" in words
+    )
+    assert "folds the 4 query heads of a KV head into the query dimension" in words
+    assert "cannot run here" in words
+
+
+@pytest.mark.parametrize("label", BACKENDS)
+@pytest.mark.parametrize("mode", [None, "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_every_mode_on_every_backend(run_json: Any, llama: list[str], label: str, mode: str | None) -> None:
+    flags = [*llama, *backend_flags(label), *([] if mode is None else ["--cudagraph-mode", mode])]
+    level = BACKENDS[label]
+    if (level, mode) == ("NEVER", "FULL"):
+        assert main(["explain", *flags]) == 2
+        return
+    (facts,) = run_json("explain", *flags)
+    assert facts["support"]["level"] == level
+    assert facts["mode"]["asked"] == mode
+    resolved = facts["mode"]["resolved"]
+    assert resolved == RESULTS[level].get(mode, mode)
+    assert (len(facts["mode"]["reasons"]) > 1) == (
+        mode is not None and mode != resolved or level == "NEVER" and not mode
+    )
+    captures = facts["captures"]
+    assert bool(captures["decode"]) == resolved.startswith("FULL")
+    assert bool(captures["mixed"]) == (resolved == "FULL")
+    assert bool(captures["piecewise"]) == resolved.endswith("PIECEWISE")
+
+
+def test_memory_is_that_of_the_model(run_json: Any, llama: list[str]) -> None:
+    (facts,) = run_json("explain", *llama, "--attention-backend", "triton", "--max-num-seqs", "100")
+    memory = facts["memory"]
+    per_layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096
+    assert memory["weights"] == 2 * (32 * per_layer + 2 * 128256 * 4096 + 4096)
+    assert memory["kv_block"] == 16 * 32 * 2 * 8 * 128 * 2
+    assert memory["kv_cache"] == memory["num_kv_blocks"] * memory["kv_block"]
+    assert memory["num_kv_tokens"] == 16 * memory["num_kv_blocks"]
+    used = memory["weights"] + memory["graphs"] + memory["kv_cache"]
+    assert 0.85 * 141 * GIB < used <= 0.9 * 141 * GIB
+    assert facts["captures"]["decode"][-1] == 100 == facts["limits"]["max_num_seqs"]
+
+
+@pytest.mark.parametrize(
+    ("label", "batch", "mode", "graph"),
+    [
+        ("flash_attn 2", "1@65536,5@5", "PIECEWISE", "piecewise[6 tokens, 256 slots]"),
+        ("flash_attn 3", "1@65536,5@5", "FULL", "mixed[6 tokens, 256 slots]"),
+        ("flash_attn 2", "1@9,1@70,1@3", "FULL", "decode[4 tokens, 4 slots]"),
+        ("flash_attn 3", "8192@8192", "NONE", None),
+    ],
+)
+def test_the_decision_for_a_batch(
+    run_json: Any, llama: list[str], label: str, batch: str, mode: str, graph: str | None
+) -> None:
+    (facts,) = run_json("explain", *llama, *backend_flags(label), "--batch", batch)
+    (decision,) = facts["batches"]
+    assert (decision["mode"], decision["graph"]) == (mode, graph)
+    assert decision["num_tokens"] == sum(int(part.split("@")[0]) for part in batch.split(","))
+    assert decision["reason"]
+
+
+def test_batches_are_ordered_decodes_first_and_told_apart(run_json: Any, llama: list[str]) -> None:
+    (facts,) = run_json("explain", *llama, "--batch", "5@5, 1@9,7@20,1@9", "--batch", "1@1")
+    first, second = facts["batches"]
+    assert first["batch"] == "2 x 1@9, 5@5, 7@20"
+    assert (first["num_decodes"], first["num_reqs"], first["num_tokens"]) == (2, 4, 14)
+    assert first["padded_tokens"] == int(first["graph"].split("[")[1].split()[0]) >= 14
+    assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 tokens, 1 slots]")
+
+
+def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[str]) -> None:
+    flags = [*llama, *backend_flags("flash_attn 2"), "--num-speculative-tokens", "2", "--batch", "3@50,3@9"]
+    (facts,) = run_json("explain", *flags, "--batch", "1@50,3@9")
+    uniform, mixed = facts["batches"]
+    assert uniform["mode"] == "FULL" and "uniform batch of query length 3" in uniform["reason"]
+    assert mixed["mode"] == "PIECEWISE"
+    assert all(tokens % 3 == 0 for tokens in facts["captures"]["decode"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ("5@3", "the sequence counts the query too, so it is at least as long; 5@5 works"),
+        ("0@3", "has no query token"),
+        ("1@131073", "is longer than max_model_len=131072"),
+        ("1@8,", "'' is not query length @ sequence length"),
+        ("1x8", "'1x8' is not query length @ sequence length"),
+        ("-1@8", "is not query length @ sequence length"),
+        ("8000@8000,193@193", "has 8193 query tokens; a step has at most max_num_batched_tokens=8192"),
+        (",".join(["1@1"] * 257), "has 257 sequences; a step has at most max_num_seqs=256"),
+    ],
+)
+def test_a_batch_that_never_runs_is_refused(
+    llama: list[str], batch: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *llama, f"--batch={batch}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and says in captured.err and "batch=" in captured.err
+
+
+def test_a_narrow_terminal_shows_it_all(
+    run_json: Any, llama: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "34")
+    flags = [*llama, *backend_flags("flashinfer"), "--batch", "1@65536,5@5", "--max-num-seqs", "6"]
+    assert main(["explain", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 34
+    letters = "".join("".join(lines).split())
+    (facts,) = run_json("explain", *flags)
+    texts = [facts["support"]["reason"], *facts["attention"]["reasons"], *facts["notes"], facts["batches"][0]["reason"]]
+    assert [text for text in texts if "".join(text.split()) not in letters] == []
+
+
+def test_a_backend_that_this_machine_cannot_run_gets_a_hint(
+    llama: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama[:2]
+    assert main(["explain", *model, *backend_flags("flash_attn 2"), "--max-model-len", "64"]) == 2
+    assert "--device-name explains it for another device than cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device-name", "h2000"], "device_name='h2000': is not known; known are cpu"),
+        (["--device-name", "h200", "--device", "cpu"], "device='cpu': contradicts device_name='h200'"),
+        (["--device-name", "l4"], "max_model_len=131072"),
+    ],
+)
+def test_devices_that_do_not_fit(
+    llama: list[str], flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *llama[:2], *flags]) == 2
+    assert says in capsys.readouterr().err

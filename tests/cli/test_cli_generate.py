@@ -1,0 +1,235 @@
+"""`phonograph generate`: the answer, what it says about the graphs, prompts of every kind, and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from phonograph.cli import generate as generate_module
+from phonograph.cli.app import main
+from phonograph.errors import PhonographError
+from phonograph.graphs.modes import GraphMode
+from phonograph.sampling_params import SamplingParams
+
+QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
+
+
+def test_the_command_answers_and_counts_its_steps() -> None:
+    command = [sys.executable, "-m", "phonograph", "generate", "--model", "demo", "--json", QUESTION]
+    small = ["--max-num-seqs", "4", "--max-cudagraph-capture-size", "32"]
+    result = subprocess.run(
+        [*command, *small], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    (output,) = facts["outputs"]
+    assert output["prompt"] == QUESTION and output["finish_reason"] == "stop"
+    assert output["text"].split()[-1] == "19"
+    assert facts["mode"]["asked"] is None and facts["mode"]["resolved"] == "FULL"
+    assert "ALWAYS" in facts["mode"]["reasons"][0]
+    # One step of prefill, which makes the first token, and one for each token after it.
+    assert facts["steps"] == {"full mixed": 1, "full decode": len(output["token_ids"]) - 1}
+    assert facts["seconds"] > 0 and facts["start_seconds"] > 0
+
+
+def test_five_modes_give_the_same_tokens_by_the_graphs_they_name(run_json: Any, demo: list[str]) -> None:
+    kinds = {
+        "NONE": {"eager"},
+        "PIECEWISE": {"piecewise piecewise"},
+        "FULL": {"full decode", "full mixed"},
+        "FULL_DECODE_ONLY": {"full decode", "eager"},
+        "FULL_AND_PIECEWISE": {"full decode", "piecewise piecewise"},
+    }
+    tokens = {}
+    for mode in GraphMode.__members__:
+        (facts,) = run_json("generate", *demo, "--cudagraph-mode", mode, QUESTION)
+        assert facts["mode"]["asked"] == facts["mode"]["resolved"] == mode
+        assert set(facts["steps"]) == kinds[mode]
+        tokens[mode] = facts["outputs"][0]["token_ids"]
+    assert len(tokens["NONE"]) > 5
+    assert all(ids == tokens["NONE"] for ids in tokens.values())
+
+
+def test_one_prompt_is_streamed_and_followed_by_what_ran(
+    run_json: Any, demo: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (facts,) = run_json("generate", *demo, QUESTION)
+    pieces: list[str] = []
+    monkeypatch.setattr(generate_module, "print_piece", pieces.append)
+    assert main(["generate", *demo, QUESTION]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n", "the text comes in pieces, and the end of its line here"
+    assert len(pieces) > 5 and "".join(pieces) == facts["outputs"][0]["text"]
+    (line,) = captured.err.splitlines()
+    assert line.startswith("FULL: the default where support is ALWAYS (")
+    assert " steps = " in line and " full decode + 1 full mixed" in line
+
+
+def test_ctrl_c_ends_the_answer_between_two_steps(
+    demo: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[str] = []
+
+    def interrupt(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(generate_module, "print_piece", interrupt)
+    assert main(["generate", *demo, QUESTION]) == 130
+    assert len(pieces) == 3
+    assert " steps = " in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_prompts_from_arguments_standard_input_and_token_ids_keep_their_order(
+    run_json: Any, demo: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n\n{QUESTION}\n"))
+    ids = "1,7,9,12"
+    (facts,) = run_json("generate", *demo, "first", "-", "--token-ids", ids, "--max-tokens", "3")
+    assert [output["prompt"] for output in facts["outputs"]] == ["first", "hello", QUESTION, ids]
+    assert all(0 < len(output["token_ids"]) <= 3 for output in facts["outputs"])
+    assert facts["outputs"][3]["num_prompt_tokens"] == 4
+
+
+def test_raw_leaves_the_chat_template_out(run_json: Any, demo: list[str]) -> None:
+    (chat,) = run_json("generate", *demo, QUESTION, "--max-tokens", "1")
+    (raw,) = run_json("generate", *demo, QUESTION, "--max-tokens", "1", "--raw")
+    assert chat["outputs"][0]["num_prompt_tokens"] > raw["outputs"][0]["num_prompt_tokens"]
+
+
+def test_a_refused_prompt_does_not_stop_the_others(
+    run_json: Any, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--token-ids", "3,4", "--token-ids", "3,97", "--token-ids", ",".join(["5"] * 250), "--max-tokens", "4"]
+    (facts,) = run_json("generate", *tiny, *prompts, "--ignore-eos", code=2)
+    good, unknown, too_long = facts["outputs"]
+    assert len(good["token_ids"]) == 4 and "error" not in good
+    assert "97: the model's token ids are 0 to 96" in unknown["error"]
+    assert "250" in too_long["error"] and "token_ids" not in too_long
+
+    assert main(["generate", *tiny, *prompts, "--ignore-eos"]) == 2
+    captured = capsys.readouterr()
+    answer = ",".join(map(str, good["token_ids"]))
+    assert f"> 3,4\n{answer}\n" in captured.out, "without a tokenizer the tokens are the answer"
+    assert captured.err.count("refused: ") == 2
+
+
+def test_samples_and_their_seed(run_json: Any, tiny: list[str]) -> None:
+    def sample(*flags: str) -> list[list[int]]:
+        (facts,) = run_json("generate", *tiny, "--token-ids", "8,9", "--max-tokens", "12", "--temperature", "2", *flags)
+        assert [output["sample"] for output in facts["outputs"]] == [0, 1, 2]
+        return [output["token_ids"] for output in facts["outputs"]]
+
+    seeded = sample("--n", "3", "--sampling-seed", "5")
+    assert seeded == sample("--n", "3", "--sampling-seed", "5")
+    assert seeded != sample("--n", "3", "--sampling-seed", "6")
+    assert seeded[0] != seeded[1] != seeded[2]
+
+
+def test_log_probabilities(run_json: Any, tiny: list[str]) -> None:
+    (facts,) = run_json(
+        "generate", *tiny, "--token-ids", "8,9", "--max-tokens", "5", "--ignore-eos", "--logprobs", "97"
+    )
+    (output,) = facts["outputs"]
+    assert len(output["logprobs"]) == 5
+    for token_id, position in zip(output["token_ids"], output["logprobs"], strict=True):
+        assert position["token_id"] == token_id == position["top"][0]["token_id"], "greedy takes the most likely"
+        assert position["rank"] == 1
+        assert sum(math.exp(one["logprob"]) for one in position["top"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_flags_become_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[SamplingParams] = []
+
+    class Engine:
+        tokenizer = None
+
+        def generate(self, prompts: Any, params: SamplingParams, **_: Any) -> None:
+            seen.append(params)
+            raise PhonographError("enough")
+
+    monkeypatch.setattr(generate_module, "start", lambda config: Engine())
+    text = (
+        "--temperature 0.5 --max-tokens 9 --min-tokens 2 --top-k 7 --top-p 0.9 --min-p 0.05 --repetition-penalty 1.2 "
+        "--presence-penalty 0.3 --frequency-penalty -0.4 --sampling-seed 11 --stop ab --stop c --stop-token-id 4 "
+        "--stop-token-id 5 --ignore-eos --n 2 --logprobs 3"
+    )
+    flags = text.split()
+    assert main(["generate", "--model", "none", "--token-ids", "1", "--json"]) == 2
+    assert main(["generate", "--model", "none", "--token-ids", "1", "--json", "--seed", "3", *flags]) == 2
+    assert seen == [
+        SamplingParams(temperature=0.0, max_tokens=256),
+        SamplingParams(
+            temperature=0.5,
+            max_tokens=9,
+            min_tokens=2,
+            top_k=7,
+            top_p=0.9,
+            min_p=0.05,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=-0.4,
+            seed=11,
+            stop=["ab", "c"],
+            stop_token_ids=[4, 5],
+            ignore_eos=True,
+            n=2,
+            logprobs=3,
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([], "prompts=[]: give a prompt"),
+        (["x", "--temperature", "-1"], "temperature=-1.0: must be a finite number >= 0"),
+        (["x", "--temperature", "warm"], 'unable to convert "warm" into float'),
+        (["x", "--logprobs", "2"], "logprobs=2: is printed with --json only"),
+        (["--token-ids", "1,b"], "token_ids='1,b': must be token ids"),
+        (["x", "--max-token", "3"], "Did you mean --max-tokens?"),
+        (["x", "--stop", ""], "stop='': each stop must be a non-empty string"),
+    ],
+)
+def test_a_mistake_is_said_before_an_engine_starts(
+    tokens: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_module, "start", lambda config: pytest.fail("an engine was started"))
+    assert main(["generate", "--model", "demo", *tokens]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+def test_text_for_a_model_without_tokenizer_is_refused(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *tiny, "hello"]) == 2
+    assert "prompt='hello': is text, and the engine runs without a tokenizer" in capsys.readouterr().err
+
+
+def test_asking_to_run_a_declared_backend_says_what_is_missing(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *tiny, "--attention-backend", "flashinfer", "--token-ids", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "flashinfer refuses: " in error and "Would serve: reference" in error
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from phonograph.cli.app import main\n"
+        "sys.exit(max(main([name, '--help']) for name in ('generate', 'chat', 'explain', 'verify')))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert all(flag in result.stdout for flag in ("--token-ids", "--system", "--batch", "--replays", "--max-num-seqs"))
