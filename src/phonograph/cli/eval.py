@@ -1,0 +1,174 @@
+"""`phonograph eval`: repeats the evaluation of the demo model, and compares two evaluations answer by answer."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from phonograph.cli.options import takes_engine_config
+from phonograph.cli.show import Json, engine_facts, mode_line, note, print_json, start, steps_text
+from phonograph.config import EngineConfig
+from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
+
+if TYPE_CHECKING:
+    from phonograph.evaluation.compare import TaskComparison
+    from phonograph.evaluation.demo import EvaluationProgress, TaskResult
+
+_SHOWN_DIVERGENCES = 10
+
+app = App(name="eval", help="Evaluate the demo model, and compare evaluations.", help_format="plaintext")
+
+
+def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
+    """The command with `--model demo` unless another is named: these are that model's tasks."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **keywords: Any) -> int:
+        return command(*arguments, **{**keywords, "model": keywords.get("model") or "demo"})
+
+    return run
+
+
+@app.command
+@_of_the_demo_model
+@takes_engine_config
+def demo(
+    config: EngineConfig,
+    *,
+    problems: Annotated[int, Parameter(help="Held-out word problems to answer.")] = EVALUATION_PROBLEMS,
+    recalls: Annotated[int, Parameter(help="Recalls from a long context to answer.")] = EVALUATION_RECALLS,
+    recall_tokens: Annotated[int, Parameter(help="Tokens of a recall's prompt, at least.")] = EVALUATION_CONTEXT,
+    eval_seed: Annotated[
+        int, Parameter(help="Seed of problems and recalls; --seed is the engine's.")
+    ] = EVALUATION_SEED,
+    output: Annotated[Path | None, Parameter(help="File for everything: answers, token ids, where it was run.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
+    # What follows needs torch, which `--help` does not.
+    from phonograph.evaluation.demo import evaluate_demo
+    from phonograph.evaluation.record import write_result
+
+    llm = start(config)
+    with _score_bar() as progress:
+        results = evaluate_demo(
+            llm,
+            num_problems=problems,
+            num_recalls=recalls,
+            recall_tokens=recall_tokens,
+            seed=eval_seed,
+            progress=progress,
+        )
+    facts = {
+        **engine_facts(llm),
+        "eval_seed": eval_seed,
+        "recall_tokens": recall_tokens,
+        "tasks": [_task_facts(result) for result in results],
+    }
+    if output is not None:
+        write_result(output, {**facts, "items": [asdict(item) for result in results for item in result.items]})
+    if as_json:
+        print_json(facts)
+    else:
+        _print_results(results)
+        note(f"{mode_line(llm.plan)}: {steps_text(sum((result.steps for result in results), Counter()))}")
+    return 0
+
+
+@app.command
+def compare(
+    first: Annotated[Path, Parameter(help="A file that eval demo --output wrote.")],
+    second: Annotated[Path, Parameter(help="Another, of the same questions.")],
+    *,
+    as_json: Json = False,
+) -> int:
+    """Compare two evaluations answer by answer; exit code 1 where their tokens differ."""
+    from phonograph.evaluation.compare import compare as compare_items
+    from phonograph.evaluation.compare import read_items
+
+    comparisons = compare_items(read_items(first), read_items(second))
+    if as_json:
+        print_json({"tasks": [asdict(comparison) for comparison in comparisons]})
+    else:
+        _print_comparisons(comparisons)
+    return int(any(comparison.divergences for comparison in comparisons))
+
+
+@contextmanager
+def _score_bar() -> Generator[EvaluationProgress]:
+    """A bar on stderr for each task, with the score so far; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[score]:.3f} right"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(task: str, done: int, total: int, correct: int) -> None:
+            if task not in tasks:
+                tasks[task] = bar.add_task(task, total=total, score=0.0)
+            bar.update(tasks[task], completed=done, score=correct / done)
+
+        yield report
+
+
+def _task_facts(result: TaskResult) -> dict[str, Any]:
+    return {
+        "task": result.task,
+        "count": len(result.items),
+        "correct": result.num_correct,
+        "score": result.score,
+        "standard_error": result.standard_error,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        "seconds": round(result.seconds, 4),
+        "steps": dict(result.steps),
+    }
+
+
+def _print_results(results: list[TaskResult]) -> None:
+    table = Table("task", "right", "score", "tokens in", "out", "seconds", "out/s")
+    for result in results:
+        table.add_row(
+            result.task,
+            f"{result.num_correct} of {len(result.items)}",
+            f"{result.score:.4f} ± {result.standard_error:.4f}",
+            str(result.prompt_tokens),
+            str(result.output_tokens),
+            f"{result.seconds:.1f}",
+            f"{result.output_tokens / result.seconds:.0f}",
+        )
+    Console().print(table, markup=False)
+
+
+def _print_comparisons(comparisons: list[TaskComparison]) -> None:
+    table = Table("task", "answers", "first", "second", "difference", "tokens differ in")
+    for one in comparisons:
+        table.add_row(
+            one.task,
+            str(one.count),
+            f"{one.first_score:.4f}",
+            f"{one.second_score:.4f}",
+            f"{one.difference:+.4f} ± {one.standard_error:.4f}",
+            str(len(one.divergences)),
+        )
+    Console().print(table, markup=False)
+    divergences = [found for one in comparisons for found in one.divergences]
+    for found in divergences[:_SHOWN_DIVERGENCES]:
+        print(f"{found.task} {found.index}: from token {found.position} on, {found.first} against {found.second}")
+    if len(divergences) > _SHOWN_DIVERGENCES:
+        print(f"... and {len(divergences) - _SHOWN_DIVERGENCES} more; --json has them all")

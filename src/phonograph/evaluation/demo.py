@@ -1,0 +1,164 @@
+"""The evaluation of the demo model: held-out word problems and recalls from long contexts, answered greedily.
+
+All requests of a task are in the engine at once, so that the batches are those of serving: prefills beside decodes,
+sequences that come and go. Greedy answers do not depend on that, which is what comparing two runs shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from phonograph.demo.tasks import (
+    EVALUATION_CONTEXT,
+    EVALUATION_PROBLEMS,
+    EVALUATION_RECALLS,
+    EVALUATION_SEED,
+    PROBLEM_TOKENS,
+    RECALL_TOKENS,
+    problems,
+    recalls,
+    score_problem,
+    score_recall,
+)
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.evaluation.run import Answer, run_requests
+from phonograph.sampling_params import SamplingParams
+
+_SENTENCE = 64
+"""Tokens by which the last sentence may exceed the budget of a recall, generously."""
+
+EvaluationProgress = Callable[[str, int, int, int], None]
+"""Called with the task, how many of its answers are there, of how many, and how many of them are right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One question and its answer, as it goes into a result file; `expected` is the number or code that decides."""
+
+    task: str
+    index: int
+    correct: bool
+    expected: str
+    text: str
+    num_prompt_tokens: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """A task's answers, and what it took to get them. steps: by the kind of decision that ran them."""
+
+    task: str
+    items: list[Item]
+    seconds: float
+    steps: Counter[str]
+
+    @property
+    def num_correct(self) -> int:
+        return sum(item.correct for item in self.items)
+
+    @property
+    def score(self) -> float:
+        return self.num_correct / len(self.items)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the score, as that of a share of independent items."""
+        return math.sqrt(self.score * (1 - self.score) / len(self.items))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(item.num_prompt_tokens for item in self.items)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    prompt: str
+    expected: str
+    is_right: Callable[[str], bool]
+
+
+def evaluate_demo(
+    llm: LLM,
+    *,
+    num_problems: int = EVALUATION_PROBLEMS,
+    num_recalls: int = EVALUATION_RECALLS,
+    recall_tokens: int = EVALUATION_CONTEXT,
+    seed: int = EVALUATION_SEED,
+    progress: EvaluationProgress | None = None,
+) -> list[TaskResult]:
+    """Runs both tasks, or the one whose number is not 0.
+
+    Args:
+        recall_tokens: tokens that the chat of a recall has at least.
+        seed: of the held-out problems and recalls; the same seed asks the same.
+
+    Raises:
+        ConfigError: nothing to ask, or the recalls do not fit the context.
+        RequestError: the model has no chat template.
+    """
+    for name, value in (("problems", num_problems), ("recalls", num_recalls)):
+        if value < 0:
+            raise ConfigError(name, value, "must be a whole number >= 0")
+    if not num_problems + num_recalls:
+        raise ConfigError("problems", num_problems, "with recalls=0 there is nothing to ask; give one of them")
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ConfigError("tokenizer", llm.config.tokenizer, "the evaluation asks in text; give the model a tokenizer")
+    longest = llm.plan.limits.max_model_len - RECALL_TOKENS - _SENTENCE
+    if num_recalls and not _SENTENCE <= recall_tokens <= longest:
+        problem = f"from {_SENTENCE} to {longest} leave room for the question and the answer (max_model_len)"
+        raise ConfigError("recall_tokens", recall_tokens, problem)
+    results: list[TaskResult] = []
+    if num_problems:
+        asked = [
+            _Question(prompt=one.question, expected=str(one.answer), is_right=partial(score_problem, one))
+            for one in problems(seed, num_problems)
+        ]
+        results.append(_evaluate(llm, "problems", asked, PROBLEM_TOKENS, progress))
+    if num_recalls:
+        drawn = recalls(seed, num_recalls, recall_tokens, count_tokens=lambda text: len(tokenizer.encode(text)))
+        asked = [
+            _Question(prompt=one.prompt, expected=one.answer, is_right=partial(score_recall, one)) for one in drawn
+        ]
+        results.append(_evaluate(llm, "recalls", asked, RECALL_TOKENS, progress))
+    return results
+
+
+def _evaluate(
+    llm: LLM, task: str, questions: list[_Question], max_tokens: int, progress: EvaluationProgress | None
+) -> TaskResult:
+    prompts = [llm.encode_chat([{"role": "user", "content": question.prompt}]) for question in questions]
+    items: dict[int, Item] = {}
+    correct = 0
+
+    def finished(index: int, answer: Answer) -> None:
+        nonlocal correct
+        question, completion = questions[index], answer.completion
+        items[index] = Item(
+            task=task,
+            index=index,
+            correct=question.is_right(completion.text),
+            expected=question.expected,
+            text=completion.text,
+            num_prompt_tokens=len(answer.output.prompt_token_ids),
+            token_ids=completion.token_ids,
+        )
+        correct += items[index].correct
+        if progress is not None:
+            progress(task, len(items), len(questions), correct)
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    run = run_requests(llm, prompts, [params] * len(prompts), finished)
+    return TaskResult(
+        task=task, items=[items[index] for index in range(len(questions))], seconds=run.seconds, steps=run.steps
+    )

@@ -1,0 +1,91 @@
+"""Runs many requests through an engine at once and notes when each token came, for evaluations and benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from phonograph.engine.llm import LLM
+from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One request with one sample.
+
+    times: seconds from the start of the run to the end of each step that added to it
+    """
+
+    output: RequestOutput
+    times: list[float] = field(default_factory=list[float])
+
+    @property
+    def completion(self) -> CompletionOutput:
+        return self.output.outputs[0]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token, the time in the queue included."""
+        return self.times[0]
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between neighbouring tokens."""
+        return [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """answers: in the order of the prompts; steps: how many steps each kind of decision had in this run."""
+
+    answers: list[Answer]
+    seconds: float
+    steps: Counter[str]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(answer.output.prompt_token_ids) for answer in self.answers)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(answer.completion.token_ids) for answer in self.answers)
+
+
+def run_requests(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    on_finish: Callable[[int, Answer], None] | None = None,
+) -> Run:
+    """Queues all prompts at once (n = 1 each) and steps until every one is answered.
+
+    Args:
+        on_finish: called with a prompt's position and its answer as soon as that is complete.
+
+    Raises:
+        RequestError: a prompt cannot be served; those queued before it have been taken back.
+    """
+    session = llm.session
+    before = Counter(llm.step_counts)
+    answers: list[Answer] = []
+    start = time.perf_counter()
+    try:
+        for prompt, one in zip(prompts, params, strict=True):
+            answers.append(Answer(output=session.add(list(prompt), one)))
+        places = {answer.output.request_id: place for place, answer in enumerate(answers)}
+        while session.has_unfinished:
+            changed = session.step()
+            now = time.perf_counter() - start
+            for output in changed:
+                place = places[output.request_id]
+                answers[place].times.append(now)
+                if output.finished and on_finish is not None:
+                    on_finish(place, answers[place])
+    except BaseException:
+        for answer in answers:
+            session.abort(answer.output)
+        raise
+    return Run(answers=answers, seconds=time.perf_counter() - start, steps=Counter(llm.step_counts) - before)
