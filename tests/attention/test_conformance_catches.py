@@ -81,14 +81,14 @@ class LeavesPadding(ReferenceBackend):
 
 
 class WritesPadding(ReferenceBackend):
-    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, metadata: Any) -> None:
         kv_cache[:, 0, -1] = 0
-        super().write_kv(layer, key, value, kv_cache, slots)
+        super().write_kv(layer, key, value, kv_cache, metadata)
 
 
 class SwapsKeysAndValues(ReferenceBackend):
-    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
-        super().write_kv(layer, value, key, kv_cache, slots)
+    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, metadata: Any) -> None:
+        super().write_kv(layer, value, key, kv_cache, metadata)
 
 
 WRONG = {

@@ -15,6 +15,7 @@ from phonograph.kernels import reference
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
 SCALE = 0.3
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class Paged:
@@ -61,7 +62,7 @@ class Paged:
     def call(
         self, out: torch.Tensor, lse: torch.Tensor, *, causal: bool = True, sinks: torch.Tensor | None = None
     ) -> None:
-        reference.schedule(self.starts, self.lens, self.table, self.handle, SIZE)
+        reference.schedule(self.starts, self.lens, self.table, NO_SLOTS, self.handle, SIZE)
         reference.attention(
             self.query,
             self.cache,
@@ -181,7 +182,7 @@ def test_the_same_call_follows_new_contents(graph: bool) -> None:
         cache.fill_(torch.nan)[:, : batch.cache.shape[1]] = batch.cache
 
     def call() -> tuple[torch.Tensor, ...]:
-        reference.schedule(starts, lens, table, handle, SIZE)
+        reference.schedule(starts, lens, table, NO_SLOTS, handle, SIZE)
         reference.attention(query, cache, table, handle, out, lse, None, None, None, None, SCALE, -1, -1, 0.0, True)
         return (out, lse)
 
@@ -225,6 +226,16 @@ def test_query_and_output_may_be_strided() -> None:
     assert out[:, HEADS + 2 :].isnan().all()
 
 
+def write(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *scales: torch.Tensor | None
+) -> None:
+    """A step without attention, only for what it writes."""
+    nothing = torch.zeros(1, dtype=torch.int32)
+    handle = reference.new_handle(key, torch.device("cpu"))
+    reference.schedule(nothing, nothing[:0], nothing[:0].view(0, 0), slots, handle, SIZE)
+    reference.kv_write(key, value, cache, handle, *scales)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("permuted", [False, True])
 def test_fp8_write_divides_by_the_scale_and_saturates(dtype: torch.dtype, permuted: bool) -> None:
@@ -236,7 +247,7 @@ def test_fp8_write_divides_by_the_scale_and_saturates(dtype: torch.dtype, permut
     value = torch.full((3, KV_HEADS, HEAD_SIZE), -1e9)
     key[1] = torch.nan
     slots = torch.tensor([2 * SIZE + 5, -1, 3])
-    reference.kv_write(key, value, cache, slots, torch.tensor([0.5, 4.0]), torch.tensor([1.0, 1e8]))
+    write(key, value, cache, slots, torch.tensor([0.5, 4.0]), torch.tensor([1.0, 1e8]))
     stored = cache.float()
     largest = torch.finfo(dtype).max
     for block, offset in ((2, 5), (0, 3)):
@@ -249,9 +260,9 @@ def test_fp8_write_divides_by_the_scale_and_saturates(dtype: torch.dtype, permut
 def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
     cache = torch.full((2, 4, SIZE, KV_HEADS, HEAD_SIZE), -1.0)
     key = torch.randn(5, KV_HEADS, HEAD_SIZE)
-    reference.kv_write(key, 2 * key, cache, torch.tensor([9, -1, 8]), None, None)
+    write(key, 2 * key, cache, torch.tensor([9, -1, 8]), None, None)
     torch.testing.assert_close(cache[:, 1, :2], torch.stack([key[[2, 0]], 2 * key[[2, 0]]]))
     cache[:, 1, :2] = -1
     assert (cache == -1).all()
-    reference.kv_write(key, key, cache, torch.full((5,), -1), None, None)
+    write(key, key, cache, torch.full((5,), -1), None, None)
     assert (cache == -1).all()

@@ -153,9 +153,11 @@ class AttentionBackend(ABC):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
         """Writes new keys and values to their slots (block id * block size + offset); slot -1 writes nothing.
+
+        The slot mapping may be shorter than the keys, whose rows behind it are padding.
 
         A call of its own, so that it stays inside piecewise graphs.
         """

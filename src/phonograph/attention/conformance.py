@@ -93,14 +93,14 @@ def check_backend(
 def _check(backend: AttentionBackend, layer: AttentionLayer, shape: BatchShape, batch: PagedBatch) -> CaseResult:
     spec, common = backend.spec, batch.common
     before = batch.kv_cache.clone()
-    backend.write_kv(layer, batch.key, batch.value, batch.kv_cache, common.slot_mapping)
+    builder = backend.make_builder()
+    metadata = builder.build(common, key=None)
+    backend.schedule(metadata)
+    backend.write_kv(layer, batch.key, batch.value, batch.kv_cache, metadata)
     problem = _write_problem(spec, layer, batch, before)
     num_tokens = batch.query.shape[0]
     out_THD = torch.full_like(batch.query, torch.nan)
     lse_HT = torch.full((spec.num_query_heads, num_tokens), torch.nan, device=backend.device) if spec.lse else None
-    builder = backend.make_builder()
-    metadata = builder.build(common, key=None)
-    backend.schedule(metadata)
     backend.forward(layer, batch.query, batch.kv_cache, metadata, out_THD, lse_HT)
 
     out, query = _host(out_THD), _host(batch.query)

@@ -53,6 +53,7 @@ class ReferenceMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     handle: torch.Tensor
     causal: bool
 
@@ -68,6 +69,7 @@ class ReferenceMetadataBuilder(MetadataBuilder):
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table,
+            slot_mapping=common.slot_mapping,
             handle=self._handle,
             causal=common.causal,
         )
@@ -82,7 +84,12 @@ class ReferenceBackend(AttentionBackend):
     def schedule(self, metadata: AttentionMetadata) -> None:
         assert isinstance(metadata, ReferenceMetadata)
         reference.schedule(
-            metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.handle, self.spec.block_size
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            metadata.handle,
+            self.spec.block_size,
         )
 
     def write_kv(
@@ -91,9 +98,10 @@ class ReferenceBackend(AttentionBackend):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
-        reference.kv_write(key_TKD, value_TKD, kv_cache, slot_mapping_T, layer.k_scale, layer.v_scale)
+        assert isinstance(metadata, ReferenceMetadata)
+        reference.kv_write(key_TKD, value_TKD, kv_cache, metadata.handle, layer.k_scale, layer.v_scale)
 
     def forward(
         self,

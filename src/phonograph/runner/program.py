@@ -60,7 +60,7 @@ class StepProgram:
         attend = self._attend_between_pieces if pieces else self._attend
         if self.metadata is not None:
             self._backend.schedule(self.metadata)
-        attention = functools.partial(self._attention, attend, buffers.slot_mapping[:num_tokens])
+        attention = functools.partial(self._attention, attend)
         hidden = self.model.forward(buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], attention)
         rows = hidden if every_row else hidden.index_select(0, buffers.logits_rows[:num_logits])
         return hidden, self.model.logits(rows)
@@ -68,16 +68,16 @@ class StepProgram:
     def _attention(
         self,
         attend: Callable[[int, torch.Tensor, torch.Tensor], None],
-        slot_mapping_T: torch.Tensor,
         index: int,
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
     ) -> torch.Tensor:
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
-        if self.metadata is None:
+        metadata = self.metadata
+        if metadata is None:
             return out_THD.zero_()
-        self._backend.write_kv(self._layers[index], key_TKD, value_TKD, self._kv_caches[index], slot_mapping_T)
+        self._backend.write_kv(self._layers[index], key_TKD, value_TKD, self._kv_caches[index], metadata)
         attend(index, query_THD, out_THD)
         return out_THD
 

@@ -10,9 +10,6 @@ these calls happen in every layer of every step.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 
 from phonograph.kernels.reference.decode import decode
@@ -24,8 +21,8 @@ __all__ = ["attention", "kv_write", "new_handle", "schedule"]
 
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define(
-    "reference_schedule(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor(a!) handle, "
-    "int block_size) -> ()"
+    "reference_schedule(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping, "
+    "Tensor(a!) handle, int block_size) -> ()"
 )
 _library.define(
     "reference_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor handle, "
@@ -33,7 +30,7 @@ _library.define(
     "float scale, int window_left, int window_right, float softcap, bool causal) -> ()"
 )
 _library.define(
-    "reference_kv_write(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping, "
+    "reference_kv_write(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor handle, "
     "Tensor? k_scale, Tensor? v_scale) -> ()"
 )
 
@@ -55,6 +52,11 @@ def _attention(
     softcap: float,
     causal: bool,
 ) -> None:
+    batch = find_schedule(handle)
+    if batch.num_tokens < query_THD.shape[0]:
+        out_THD[batch.num_tokens :] = 0
+        if lse_HT is not None:
+            lse_HT[:, batch.num_tokens :] = -torch.inf
     scoring = Scoring(
         scale=scale,
         softcap=softcap,
@@ -65,11 +67,6 @@ def _attention(
         k_scale_K=k_scale,
         v_scale_K=v_scale,
     )
-    batch = find_schedule(handle)
-    if batch.num_tokens < query_THD.shape[0]:
-        out_THD[batch.num_tokens :] = 0
-        if lse_HT is not None:
-            lse_HT[:, batch.num_tokens :] = -torch.inf
     if batch.num_decodes:
         decode(query_THD, kv_cache, batch, scoring, out_THD, lse_HT)
     for index, start, stop, seq_len in batch.sequences:
@@ -85,36 +82,28 @@ def _attention(
         )
 
 
-@lru_cache(maxsize=2)
-def _slots(slot_mapping: bytes) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The slots to write, and the tokens that have one, None for all of them; the layers of a step share it."""
-    slots = np.frombuffer(slot_mapping, np.int64)
-    kept = np.flatnonzero(slots >= 0)
-    # A copy in either case, since torch wants memory that it could write to.
-    return torch.from_numpy(slots[kept]), None if len(kept) == len(slots) else torch.from_numpy(kept)
-
-
 def _kv_write(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     kv_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
+    handle: torch.Tensor,
     k_scale_K: torch.Tensor | None,
     v_scale_K: torch.Tensor | None,
 ) -> None:
-    slots, kept = _slots(slot_mapping_T.cpu().numpy().tobytes())
-    if slots.device != kv_cache.device:
-        slots, kept = slots.to(kv_cache.device), None if kept is None else kept.to(kv_cache.device)
-    if kept is None and len(slots) < key_TKD.shape[0]:  # a mapping shorter than the padded keys
+    batch = find_schedule(handle)
+    slots, written = batch.slots, batch.written
+    if written is not None:
+        key_TKD, value_TKD = key_TKD.index_select(0, written), value_TKD.index_select(0, written)
+    elif len(slots) < len(key_TKD):
         key_TKD, value_TKD = key_TKD[: len(slots)], value_TKD[: len(slots)]
-    if kv_cache.dtype is key_TKD.dtype and kv_cache.is_contiguous() and k_scale_K is None and v_scale_K is None:
-        planes = kv_cache.view(2, -1, *kv_cache.shape[3:])
-        planes[0].index_copy_(0, slots, key_TKD if kept is None else key_TKD[kept])
-        planes[1].index_copy_(0, slots, value_TKD if kept is None else value_TKD[kept])
+    plain = kv_cache.dtype is key_TKD.dtype and k_scale_K is None and v_scale_K is None
+    if plain and kv_cache.is_contiguous():
+        rows = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        rows[0].index_copy_(0, slots, key_TKD)
+        rows[1].index_copy_(0, slots, value_TKD)
         return
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
-    for plane, new_TKD, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
-        rows = new_TKD if kept is None else new_TKD[kept]
+    for plane, rows, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
         if scale_K is not None:
             rows = rows.float() / scale_K.unsqueeze(1)
         if plane.dtype.itemsize == 1:

@@ -43,6 +43,7 @@ class Schedule:
     prefill.
 
     decode_lens [num_decodes], decode_blocks [num_decodes, blocks]: their seq_lens and block tables, int32
+    slots, written: where tokens' keys and values go, and which tokens have a slot (None for all in the mapping)
     sequences: (slot, first token, end of tokens, seq_len) of the others that have queries
     buckets:   of the decodes, by the left window of the layers that asked for them
     """
@@ -51,6 +52,8 @@ class Schedule:
     num_decodes: int
     decode_lens: np.ndarray
     decode_blocks: np.ndarray
+    slots: torch.Tensor
+    written: torch.Tensor | None
     sequences: list[tuple[int, int, int, int]]
     buckets: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
 
@@ -74,6 +77,7 @@ def make_schedule(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
     handle: torch.Tensor,
     block_size: int,
 ) -> None:
@@ -94,10 +98,14 @@ def make_schedule(
             for index, (start, stop, seq_len) in enumerate(spans)
             if index >= num_decodes and start < stop
         ]
+    slots = slot_mapping.cpu().numpy()
+    written = np.flatnonzero(slots >= 0)
     _schedules[handle.data_ptr()] = Schedule(
         num_tokens=starts[-1],
         num_decodes=num_decodes,
         decode_lens=np.array(lens[:num_decodes], np.int32),
         decode_blocks=block_table[:num_decodes, :num_blocks].cpu().numpy().copy(),
+        slots=torch.from_numpy(slots[written]).to(handle.device),
+        written=None if len(written) == len(slots) else torch.from_numpy(written).to(handle.device),
         sequences=sequences,
     )
