@@ -189,17 +189,40 @@ class _Binder:
             return functools.partial(call.function, *args)
         func = cast(Any, call.function)
         if not call.outputs:
-            return functools.partial(func._op, *args, **kwargs)
+            return functools.partial(_entry(func), *args, **kwargs)
         outputs = [self.place(output) for output in call.outputs]
         out = _out_overload(func)
         if out is not None:
             names, overload = out
-            return functools.partial(overload._op, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
-        return functools.partial(_run_and_copy, func._op, args, kwargs, outputs)
+            return functools.partial(_entry(overload), *args, **kwargs, **dict(zip(names, outputs, strict=True)))
+        return functools.partial(_run_and_copy, _entry(func), args, kwargs, outputs)
 
 
 def _freeze(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _entry(overload: Any) -> Callable[..., Any]:
+    """The quickest way from Python into an operator: torch's own binding of it where that is known to take the same
+    arguments, which costs about half of the general way by the schema."""
+    return _BINDINGS.get(overload, overload._op)
+
+
+_aten = torch.ops.aten
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    _aten.mm.out: torch.mm,
+    _aten.addmm.out: torch.addmm,
+    _aten.addmm_.default: torch.Tensor.addmm_,
+    _aten.mul.out: torch.mul,
+    _aten.mul_.Tensor: torch.Tensor.mul_,
+    _aten.add_.Tensor: torch.Tensor.add_,
+    _aten.addcmul.out: torch.addcmul,
+    _aten.addcmul_.default: torch.Tensor.addcmul_,
+    _aten.rsqrt_.default: torch.Tensor.rsqrt_,
+    _aten.index_select.out: torch.index_select,
+    _aten.silu.out: torch._C._nn.silu,  # pyright: ignore[reportAttributeAccessIssue]
+    _aten.linalg_vector_norm.out: torch._C._linalg.linalg_vector_norm,  # pyright: ignore[reportAttributeAccessIssue]
+}
 
 
 def _run_and_copy(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from phonograph.kernels.reference.decode import decode
 from phonograph.kernels.reference.prefill import prefill
-from phonograph.kernels.reference.schedule import find_schedule, make_schedule, new_handle
+from phonograph.kernels.reference.schedule import cache_rows, find_schedule, make_schedule, new_handle
 from phonograph.kernels.reference.scoring import Scoring
 
 __all__ = ["attention", "kv_write", "new_handle", "schedule"]
@@ -98,9 +98,9 @@ def _kv_write(
         key_TKD, value_TKD = key_TKD[: len(slots)], value_TKD[: len(slots)]
     plain = kv_cache.dtype is key_TKD.dtype and k_scale_K is None and v_scale_K is None
     if plain and kv_cache.is_contiguous():
-        rows = kv_cache.view(2, -1, *kv_cache.shape[3:])
-        rows[0].index_copy_(0, slots, key_TKD)
-        rows[1].index_copy_(0, slots, value_TKD)
+        keys, values = cache_rows(handle, kv_cache)
+        keys.index_copy_(0, slots, key_TKD)
+        values.index_copy_(0, slots, value_TKD)
         return
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
     for plane, rows, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):

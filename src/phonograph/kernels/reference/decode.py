@@ -42,10 +42,11 @@ def decode(
     buckets = batch.buckets.get(scoring.left)
     if buckets is None:
         buckets = batch.buckets[scoring.left] = _make_buckets(batch, scoring.left, query_THD.shape[1], kv_cache)
+    query_RHD = query_THD if count == len(query_THD) else query_THD[:count]
     for bucket in buckets:
         rows = bucket.rows
         out, lse = _attend(
-            query_THD[:count] if rows is None else query_THD.index_select(0, rows),
+            query_RHD if rows is None else query_THD.index_select(0, rows),
             kv_cache if bucket.blocks is None else gather_blocks(kv_cache, bucket.blocks),
             bucket,
             scoring,
@@ -84,8 +85,8 @@ def _attend(
     if bucket.hidden is not None:
         scores_RHL = scores_RHL.masked_fill(bucket.hidden, -torch.inf)
     lse = torch.logsumexp(scores_RHL, -1) if with_lse or scoring.sinks_H is not None else None
-    weights = scores_RHL.softmax(-1).view(-1)
-    bags = torch.embedding_bag(values, bucket.columns, bucket.row_starts, False, 0, False, weights)
+    torch.softmax(scores_RHL, -1, out=bucket.weights)
+    bags = torch.embedding_bag(values, bucket.columns, bucket.row_starts, False, 0, False, bucket.flat_weights)
     out_RHD = bags[0].view(query_RHD.shape)
     if scoring.v_scale_K is not None:
         out_RHD *= scoring.v_scale_K.repeat_interleave(num_heads // kv_cache.shape[3]).view(-1, 1)
@@ -122,6 +123,7 @@ def _make_buckets(batch: Schedule, left: int, num_heads: int, kv_cache: torch.Te
         num_queries = len(rows) * num_heads
         row_ends = torch.arange(num_queries + 1, dtype=torch.int32) * longest
         column_indices = torch.from_numpy(columns)
+        weights = torch.empty(len(rows), num_heads, longest)
         pattern = torch.sparse_csr_tensor(
             row_ends,
             column_indices,
@@ -138,6 +140,8 @@ def _make_buckets(batch: Schedule, left: int, num_heads: int, kv_cache: torch.Te
                 row_starts=row_ends[:-1],
                 pattern=pattern,
                 scores=pattern.values().view(len(rows), num_heads, longest),
+                weights=weights,
+                flat_weights=weights.view(-1),
                 num_rows=num_rows,
                 hidden=torch.from_numpy(padding).unsqueeze(1) if padding.any() else None,
                 distance=torch.from_numpy(distance).unsqueeze(1),

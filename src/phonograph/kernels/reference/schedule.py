@@ -20,6 +20,7 @@ class Bucket:
     size:     how many; rows: which, None for all of the batch
     columns [size * H * L], row_starts [size * H]: the sparse matrix of queries by cache rows, int32
     pattern:  the same as a tensor, whose values are scratch; scores [size, H, L] views them
+    weights [size, H, L], and the same flat: scratch
     num_rows: cache rows that the columns may point at
     hidden [size, 1, L], distance [size, 1, L]: padding, if any; key position - query position
     blocks:   what to gather first, where the cache cannot be read in place
@@ -31,6 +32,8 @@ class Bucket:
     row_starts: torch.Tensor
     pattern: torch.Tensor
     scores: torch.Tensor
+    weights: torch.Tensor
+    flat_weights: torch.Tensor
     num_rows: int
     hidden: torch.Tensor | None
     distance: torch.Tensor
@@ -58,19 +61,42 @@ class Schedule:
     buckets: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
 
 
-_schedules: dict[int, Schedule] = {}
+@dataclass(slots=True)
+class _Held:
+    """What a handle stands for, and views of each layer's cache by its address, which stay as they are."""
+
+    schedule: Schedule | None = None
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, torch.Tensor]]
+    )
+
+
+_held: dict[int, _Held] = {}
 
 
 def new_handle(owner: object, device: torch.device) -> torch.Tensor:
     """A handle whose schedule is kept for as long as `owner` lives."""
     handle = torch.zeros(1, dtype=torch.int64, device=device)
-    weakref.finalize(owner, _schedules.pop, handle.data_ptr(), None)
+    _held[handle.data_ptr()] = _Held()
+    weakref.finalize(owner, _held.pop, handle.data_ptr())
     return handle
 
 
 def find_schedule(handle: torch.Tensor) -> Schedule:
     """What the handle stands for: the schedule made last."""
-    return _schedules[handle.data_ptr()]
+    schedule = _held[handle.data_ptr()].schedule
+    assert schedule is not None, "attention ran before the step's schedule was made"
+    return schedule
+
+
+def cache_rows(handle: torch.Tensor, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a contiguous cache as [blocks * block size, K, D]; the views are made once a layer."""
+    rows = _held[handle.data_ptr()].rows
+    found = rows.get(kv_cache.data_ptr())
+    if found is None:
+        keys, values = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        found = rows[kv_cache.data_ptr()] = keys, values
+    return found
 
 
 def make_schedule(
@@ -100,7 +126,7 @@ def make_schedule(
         ]
     slots = slot_mapping.cpu().numpy()
     written = np.flatnonzero(slots >= 0)
-    _schedules[handle.data_ptr()] = Schedule(
+    _held[handle.data_ptr()].schedule = Schedule(
         num_tokens=starts[-1],
         num_decodes=num_decodes,
         decode_lens=np.array(lens[:num_decodes], np.int32),
