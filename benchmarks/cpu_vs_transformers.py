@@ -1,0 +1,163 @@
+"""Decoding speed of the demo model on this CPU, beside transformers' generate and its continuous batching.
+
+    python benchmarks/cpu_vs_transformers.py
+    python benchmarks/cpu_vs_transformers.py --output benchmarks/results/cpu_vs_transformers.json
+
+One process, float32, the same number of threads, the same prompts and the same number of output tokens for all. The
+systems take turns, each round with new prompts, and only ratios within a round are compared: what else the machine does
+hits all of them alike. Prompts have about 64 tokens, of unlike lengths, so that a batch of `generate` is padded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from phonograph import LLM, SamplingParams
+from phonograph.demo import MODEL_DIRECTORY
+from phonograph.demo.tasks import recalls
+from phonograph.evaluation.record import write_result
+from phonograph.evaluation.run import run_requests
+
+Answer = Callable[[list[list[int]], int], list[list[int]]]
+"""Prompts and a number of output tokens -> the output tokens of each."""
+
+PAD = 0
+
+
+class Transformers:
+    """The same weights in transformers, with its default attention (SDPA)."""
+
+    def __init__(self) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32).eval()
+        # A second model, because continuous batching changes how attention is computed in the one it runs.
+        self._batching: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32).eval()
+        # The model's own configuration would end answers at its end-of-sequence token.
+        self._model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        output = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=PAD, use_cache=True
+        )
+        return output[:, longest:].tolist()
+
+    def continuous_batching(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Settings: the fastest found for this model on a CPU (see docs/performance.md)."""
+        outputs = self._batching.generate_batch(
+            prompts,
+            # -1: no token ends an answer.
+            generation_config=GenerationConfig(
+                max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=PAD
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                block_size=256, num_blocks=64, max_batch_tokens=1024, use_async_batching=False
+            ),
+        )
+        # Ids end in the position of their request.
+        ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+        assert all(output.error is None for output in ordered), [output.error for output in ordered]
+        return [output.generated_tokens for output in ordered]
+
+
+def ours(llm: LLM) -> Answer:
+    def answer(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        run = run_requests(llm, prompts, [params] * len(prompts))
+        return [one.completion.token_ids for one in run.answers]
+
+    return answer
+
+
+def compare(
+    systems: dict[str, Answer], draw: Callable[[], list[list[int]]], *, num_tokens: int, num_rounds: int
+) -> dict[str, Any]:
+    """Tokens a second of each system (median of the rounds), and how alike the answers are."""
+    speeds: dict[str, list[float]] = {name: [] for name in systems}
+    alike = {name: 0 for name in systems}
+    num_answers = 0
+    for round_number in range(num_rounds + 1):
+        prompts = draw()
+        answers: dict[str, list[list[int]]] = {}
+        # Each round begins with another system, so that none always follows the same one.
+        names = list(systems)
+        shift = round_number % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            answers[name] = systems[name](prompts, num_tokens)
+            seconds = time.perf_counter() - start
+            assert all(len(tokens) == num_tokens for tokens in answers[name]), name
+            if round_number:  # the first one warms up
+                speeds[name].append(len(prompts) * num_tokens / seconds)
+        first = answers[names[0]]
+        num_answers += len(prompts)
+        for name in names:
+            alike[name] += sum(one == other for one, other in zip(first, answers[name], strict=True))
+    first_speeds = next(iter(speeds.values()))
+    return {
+        "tokens_per_second": {name: round(statistics.median(found), 1) for name, found in speeds.items()},
+        "speedup_over": {
+            name: round(statistics.median(a / b for a, b in zip(first_speeds, found, strict=True)), 3)
+            for name, found in speeds.items()
+        },
+        "answers_equal_to_ours": {name: f"{count} of {num_answers}" for name, count in alike.items()},
+        "rounds": {name: [round(speed, 1) for speed in found] for name, found in speeds.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--num-rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    llm = LLM(model="demo", dtype="float32", max_num_seqs=max(arguments.batch_sizes), enable_prefix_caching=False)
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    most = (arguments.num_rounds + 1) * sum(arguments.batch_sizes)
+    texts = recalls("speed", most, arguments.input_len, count_tokens=lambda text: len(tokenizer.encode(text)))
+    prompts = (llm.encode_chat([{"role": "user", "content": one.prompt}]) for one in texts)
+    transformers = Transformers()
+    systems: dict[str, Answer] = {
+        "phonograph": ours(llm),
+        "generate": transformers.generate,
+        "continuous_batching": transformers.continuous_batching,
+    }
+    results: list[dict[str, Any]] = []
+    for batch_size in arguments.batch_sizes:
+        before = dict(llm.step_counts)
+        result = compare(
+            systems,
+            lambda size=batch_size: [next(prompts) for _ in range(size)],
+            num_tokens=arguments.output_len,
+            num_rounds=arguments.num_rounds,
+        )
+        steps = {name: count - before.get(name, 0) for name, count in llm.step_counts.items()}
+        results.append({"batch_size": batch_size, **result, "steps": steps})
+        print(f"{batch_size} sequences, {arguments.output_len} tokens each; {steps}")
+        for name, speed in result["tokens_per_second"].items():
+            print(
+                f"  {name:20s} {speed:8.1f} tok/s   phonograph is {result['speedup_over'][name]:.2f}x as fast;"
+                f" answers equal to ours: {result['answers_equal_to_ours'][name]}"
+            )
+    if arguments.output is not None:
+        asked = {"input_len": arguments.input_len, "output_len": arguments.output_len, "dtype": "float32"}
+        write_result(arguments.output, {**asked, "results": results})
+
+
+if __name__ == "__main__":
+    main()

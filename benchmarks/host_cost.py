@@ -1,0 +1,136 @@
+"""What a step costs on the host: scheduling, dispatch and buffer filling for running decodes, without a model.
+
+    python benchmarks/host_cost.py                        # 256 decodes, contexts of about 1,000 tokens
+    python benchmarks/host_cost.py --output benchmarks/results/host_cost.json
+
+The loop is that of the engine with the model and the sampler left out: the tokens are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.evaluation.record import write_result
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.capture_list import make_capture_list
+from phonograph.graphs.dispatch import Dispatcher
+from phonograph.graphs.modes import GraphMode, GraphSupport, Support
+from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.request import Request
+from phonograph.runner.model_runner import shape_of
+from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
+from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler import Scheduler, SchedulerLimits
+
+T = TypeVar("T")
+
+BEFORE_THE_MODEL = ("schedule", "apply", "decide", "fill")
+"""The parts that a bound is set for; the others run after the model, where a device would hide them."""
+
+MAX_MODEL_LEN = 8192
+MAX_NUM_TOKENS = 8192
+BLOCK_SIZE = 16
+
+
+class Host:
+    """The host side of an engine, full of running decodes."""
+
+    def __init__(self, num_seqs: int, context_len: int, num_steps: int) -> None:
+        longest = context_len + context_len // 8 + num_steps
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=MAX_NUM_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                block_size=BLOCK_SIZE,
+                num_blocks=num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
+            )
+        )
+        mode = resolve_mode(GraphMode.FULL, Support(GraphSupport.ALWAYS, "benchmark"), Pieces(True, "benchmark"))
+        captures = make_capture_list(
+            mode.mode, max_num_seqs=num_seqs, max_num_batched_tokens=MAX_NUM_TOKENS, max_capture_tokens=2048
+        )
+        self.dispatcher = Dispatcher(mode, captures, max_num_tokens=MAX_NUM_TOKENS)
+        self.slots = SlotTable(max_num_seqs=num_seqs, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+        self.buffers = StaticBuffers(
+            max_num_tokens=MAX_NUM_TOKENS,
+            max_num_seqs=num_seqs,
+            max_blocks_per_seq=blocks_for(MAX_MODEL_LEN, BLOCK_SIZE),
+        )
+        rng = np.random.default_rng(0)
+        # Unlike lengths, so that block borders spread over the steps as they do in service.
+        for number, length in enumerate(rng.integers(context_len * 7 // 8, context_len * 9 // 8, num_seqs).tolist()):
+            self.scheduler.add(
+                Request(
+                    request_id=str(number),
+                    prompt_token_ids=rng.integers(0, 2000, length).tolist(),
+                    params=SamplingParams(max_tokens=None),
+                    arrival=number,
+                    eos_token_ids=(100_000,),
+                )
+            )
+
+    def step(self, times: dict[str, float]) -> ScheduledBatch:
+        """Runs one step and adds the seconds of each part."""
+
+        def timed(name: str, part: Callable[[], T]) -> T:
+            start = time.perf_counter()
+            result = part()
+            times[name] = time.perf_counter() - start
+            return result
+
+        batch = timed("schedule", self.scheduler.schedule)
+        timed("apply", lambda: self.slots.apply(batch))
+        decision = timed("decide", lambda: self.dispatcher.decide(shape_of(batch)))
+        timed("fill", lambda: fill_buffers(self.buffers, self.slots, batch, decision.key))
+        output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
+        output.token_ids = [7 + slot for slot in output.slots]
+        timed("append", lambda: self.slots.append_tokens(output.slots, output.token_ids))
+        timed("update", lambda: self.scheduler.update(batch, output))
+        return batch
+
+
+def measure(*, num_seqs: int, context_len: int, num_steps: int) -> dict[str, dict[str, float]]:
+    """Microseconds of each part over `num_steps` steps of `num_seqs` decodes; "before the model" is their sum."""
+    host = Host(num_seqs, context_len, num_steps)
+    steps: list[dict[str, float]] = []
+    while len(steps) < num_steps:
+        times: dict[str, float] = {}
+        if host.step(times).num_decodes == num_seqs:
+            steps.append({**times, "before the model": sum(times[name] for name in BEFORE_THE_MODEL)})
+    return {name: _summary([times[name] for times in steps]) for name in steps[0]}
+
+
+def _summary(seconds: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(seconds, (50, 99)).tolist()
+    return {
+        "median_us": round(p50 * 1e6, 1),
+        "p99_us": round(p99 * 1e6, 1),
+        "mean_us": round(np.mean(seconds) * 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--context-len", type=int, default=1024)
+    parser.add_argument("--num-steps", type=int, default=500)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    asked = {name: getattr(arguments, name) for name in ("num_seqs", "context_len", "num_steps")}
+    parts = measure(**asked)
+    for name, summary in parts.items():
+        print(f"{name:17s} median {summary['median_us']:7.1f} us   P99 {summary['p99_us']:7.1f} us")
+    if arguments.output is not None:
+        write_result(arguments.output, {**asked, "parts": parts})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the tape costs: a replay against the same step run eagerly at the same padded shape, on the same batch.
+
+    python benchmarks/tape_overhead.py
+    python benchmarks/tape_overhead.py --output benchmarks/results/tape_overhead.json
+
+Replay and eager take turns, so that both meet the same machine. Batches are random ones of the graph's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph import LLM
+from phonograph.evaluation.record import write_result
+from phonograph.graphs.modes import GraphKey, GraphSet
+
+DECODES = (1, 8)
+MIXED = (16, 128)
+
+
+def measure(llm: LLM, key: GraphKey, *, num_batches: int, num_turns: int) -> dict[str, Any]:
+    """Medians in microseconds over turns of both on each batch; ratio: median of replay / eager, turn by turn."""
+    runner, subject = llm.engine.core.runner, llm.engine.make_subject()
+    graph = runner._graphs[key]  # the replay itself, without the checks of the buffers around it
+    rng = np.random.default_rng(0)
+    replays: list[float] = []
+    eagers: list[float] = []
+    for _ in range(num_batches):
+        subject.prepare(key, rng)
+        subject.eager(key)
+        subject.replay(key)  # leaves the batch's metadata in place for both
+        with torch.inference_mode():
+            for turn in range(num_turns + 1):
+                start = time.perf_counter()
+                graph.replay()
+                middle = time.perf_counter()
+                runner.run_shape(key)
+                end = time.perf_counter()
+                if turn:  # the first one warms up
+                    replays.append(middle - start)
+                    eagers.append(end - middle)
+    return {
+        "graph": str(key),
+        "replay_us": round(statistics.median(replays) * 1e6, 1),
+        "eager_us": round(statistics.median(eagers) * 1e6, 1),
+        "ratio": round(statistics.median(a / b for a, b in zip(replays, eagers, strict=True)), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-batches", type=int, default=10)
+    parser.add_argument("--num-turns", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    llm = LLM(
+        model="demo",
+        dtype="float32",
+        max_num_seqs=max(DECODES),
+        max_model_len=512,
+        cudagraph_mode="FULL",
+        cudagraph_capture_sizes=sorted({*DECODES, *MIXED}),
+    )
+    wanted = [(GraphSet.DECODE, size) for size in DECODES] + [(GraphSet.MIXED, size) for size in MIXED]
+    keys = {(key.graphs, key.num_tokens): key for key in llm.plan.captures.largest_first()}
+    results = [
+        measure(llm, keys[one], num_batches=arguments.num_batches, num_turns=arguments.num_turns) for one in wanted
+    ]
+    for result in results:
+        print(
+            f"{result['graph']:30s} replay {result['replay_us']:8.1f} us   eager {result['eager_us']:8.1f} us   "
+            f"ratio {result['ratio']:.3f}"
+        )
+    if arguments.output is not None:
+        write_result(arguments.output, {"results": results})
+
+
+if __name__ == "__main__":
+    main()

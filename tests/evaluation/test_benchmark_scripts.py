@@ -1,0 +1,59 @@
+"""The scripts of benchmarks/ still run, and the host stays within its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from phonograph import LLM
+from phonograph.graphs.modes import GraphSet
+
+Load = Callable[[str], ModuleType]
+
+
+def test_host_cost_of_256_decodes(benchmark_script: Load) -> None:
+    """The bound is 1 ms; 2 leave room for a slow, shared core. The figure printed (`pytest -s`) is what to watch."""
+    parts = benchmark_script("host_cost").measure(num_seqs=256, context_len=1024, num_steps=120)
+    total = parts["before the model"]
+    print(f"schedule, dispatch and fill for 256 decodes: median {total['median_us']} us, P99 {total['p99_us']} us")
+    assert {"schedule", "apply", "decide", "fill", "append", "update"} < parts.keys()
+    assert total["mean_us"] == pytest.approx(
+        sum(parts[name]["mean_us"] for name in ("schedule", "apply", "decide", "fill")), abs=1
+    )
+    assert total["median_us"] < 2000
+
+
+def test_host_cost_is_measured_on_full_batches(benchmark_script: Load) -> None:
+    host = benchmark_script("host_cost").Host(5, 40, 30)
+    batches = [host.step({}) for _ in range(8)]
+    # One prefill of all, then decodes only; what is filled in is what the scheduler asked for.
+    assert [batch.num_decodes for batch in batches] == [0] + [5] * 7
+    last = batches[-1]
+    assert host.buffers.positions_np[:5].tolist() == last.context_lens
+    assert host.buffers.input_ids_np[:5].tolist() == [7 + slot for slot in last.slots]
+    assert host.buffers.slot_mapping_np[:5].min() >= 0
+
+
+def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
+    keys = {(key.graphs, key.num_tokens): key for key in demo_llm.plan.captures.largest_first()}
+    script = benchmark_script("tape_overhead")
+    for wanted in ((GraphSet.DECODE, 4), (GraphSet.MIXED, 16)):
+        result = script.measure(demo_llm, keys[wanted], num_batches=2, num_turns=10)
+        print(result)
+        assert result["ratio"] == pytest.approx(result["replay_us"] / result["eager_us"], rel=0.5)
+        # The bound is 1.1; a busy machine gets some more.
+        assert result["ratio"] < 1.3
+    demo_llm.engine.core.scheduler.reset_prefix_cache()
+
+
+def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LLM) -> None:
+    script = benchmark_script("cpu_vs_transformers")
+    others = script.Transformers()
+    prompts = iter([[40, 41, 42, 43, 44, 45], [50, 51], [60, 61, 62, 63]] * 3)
+    systems = {"ours": script.ours(demo_llm), "generate": others.generate, "batching": others.continuous_batching}
+    result = script.compare(systems, lambda: [next(prompts) for _ in range(3)], num_tokens=9, num_rounds=2)
+    assert result["answers_equal_to_ours"] == dict.fromkeys(systems, "9 of 9")
+    assert all(len(speeds) == 2 and min(speeds) > 0 for speeds in result["rounds"].values())
+    assert result["speedup_over"]["ours"] == 1.0
