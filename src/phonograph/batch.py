@@ -87,6 +87,7 @@ class StepOutput:
     """What a step brought back. Only sequences with `samples` set are in it.
 
     slots, token_ids:  sampled token of each such slot, in batch order
+    invalid:           those of the slots whose logits were NaN or infinite: their token means nothing
     logprobs:          by slot, for requests that asked for them
     prompt_logprobs:   by slot, the positions of this step's chunk, for requests that asked (first position of a prompt
                        has none)
@@ -94,5 +95,6 @@ class StepOutput:
 
     slots: list[int] = field(default_factory=list[int])
     token_ids: list[int] = field(default_factory=list[int])
+    invalid: list[int] = field(default_factory=list[int])
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])

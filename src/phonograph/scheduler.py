@@ -30,6 +30,8 @@ from phonograph.errors import ConfigError, RequestError
 from phonograph.request import FinishReason, Request, RequestState
 
 _RANK = attrgetter("rank")
+NOT_FINITE = "the model's logits are not finite"
+"""The stop_reason of a request that the model itself cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +258,7 @@ class Scheduler:
 
         Tokens of requests that ended meanwhile are dropped.
 
-        Returns the requests that got a token, in batch order; those among them that ended are `finished`.
+        Returns the requests that got a token or ended for want of one, in batch order; those that ended are `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
@@ -269,6 +271,10 @@ class Scheduler:
         sampled = compress(requests, batch.samples)
         for request, slot, token_id in zip(sampled, output.slots, output.token_ids, strict=True):
             if request.state is finished:
+                continue
+            if slot in output.invalid:
+                self._finish(request, "abort", NOT_FINITE)
+                news.append(request)
                 continue
             tokens = request.output_token_ids
             tokens.append(token_id)

@@ -26,6 +26,11 @@ class TextBuilder:
 
     def push(self, token_ids: list[int]) -> None:
         """Takes all output tokens so far, decodes those that are new, and looks for stop strings token by token."""
+        if not self._params.stop:
+            for token_id in token_ids[self._num_tokens :]:
+                self.text += self._stream.push(token_id)
+            self._num_tokens = len(token_ids)
+            return
         while self._num_tokens < len(token_ids) and self.stopped is None:
             self._decoded += self._stream.push(token_ids[self._num_tokens])
             self._num_tokens += 1
@@ -38,13 +43,8 @@ class TextBuilder:
 
     def finish(self) -> None:
         """The sample has ended without a stop string: nothing needs to be held back."""
-        if self.stopped is None:
+        if self._params.stop and self.stopped is None:
             self.text = self._decoded
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens taken; a stop string may end the text before the tokens of a step do."""
-        return self._num_tokens
 
     def _find_stop(self) -> None:
         """Finds the stop string that is complete first."""

@@ -38,6 +38,8 @@ class StaticBuffers:
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
         self.block_table_np = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
+        self.counting_np = np.arange(max_num_seqs + 1, dtype=np.int32)
+        """0, 1, 2, ...: query_start_loc of a batch of single tokens."""
         self.input_ids = torch.from_numpy(self.input_ids_np)
         self.positions = torch.from_numpy(self.positions_np)
         self.slot_mapping = torch.from_numpy(self.slot_mapping_np)

@@ -205,7 +205,8 @@ def _freeze(tensor: torch.Tensor) -> torch.Tensor:
 def _entry(overload: Any) -> Callable[..., Any]:
     """The quickest way from Python into an operator: torch's own binding of it where that is known to take the same
     arguments, which costs about half of the general way by the schema."""
-    return _BINDINGS.get(overload, overload._op)
+    bound = _BINDINGS.get(overload)
+    return overload._op if bound is None else bound
 
 
 _aten = torch.ops.aten
@@ -220,8 +221,8 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
     _aten.addcmul_.default: torch.Tensor.addcmul_,
     _aten.rsqrt_.default: torch.Tensor.rsqrt_,
     _aten.index_select.out: torch.index_select,
-    _aten.silu.out: torch._C._nn.silu,  # pyright: ignore[reportAttributeAccessIssue]
-    _aten.linalg_vector_norm.out: torch._C._linalg.linalg_vector_norm,  # pyright: ignore[reportAttributeAccessIssue]
+    _aten.silu.out: torch._C._nn.silu,  # pyright: ignore
+    _aten.linalg_vector_norm.out: torch._C._linalg.linalg_vector_norm,  # pyright: ignore
 }
 
 

@@ -20,7 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     float32 tensor without dimensions on the same device, because that saves three operators over a Python number.
     Returns a fresh tensor of x's shape and dtype; the normalised value is rounded to that dtype before the weight.
     """
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    # Naming the dtype that it has anyway would cost a quarter of the call.
+    dtype = None if x.dtype is torch.float32 else torch.float32
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     inverse_rms = torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
     normal = torch.mul(x, inverse_rms)
     if normal.dtype != x.dtype:

@@ -136,17 +136,18 @@ class ModelRunner:
 
     def _sample(self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
         output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
-        rows = [row for row, samples in enumerate(batch.samples) if samples]
-        if not rows:
-            return output
-        slots = [batch.slots[row] for row in rows]
-        chosen = logits[: len(rows)] if len(rows) == batch.num_reqs else logits[rows]
-        lengths = self._slots.num_tokens[slots].tolist()
-        sampled = self._sampler.sample(
-            chosen, slots, [length - self._live[slot].prompt_len for slot, length in zip(slots, lengths, strict=True)]
-        )
+        if all(batch.samples):
+            slots, chosen = batch.slots, logits[: batch.num_reqs]
+        else:
+            rows = [row for row, samples in enumerate(batch.samples) if samples]
+            if not rows:
+                return output
+            slots, chosen = [batch.slots[row] for row in rows], logits[rows]
+        live, num_tokens = self._live, self._slots.num_tokens
+        sampled = self._sampler.sample(chosen, slots, [num_tokens[slot] - live[slot].prompt_len for slot in slots])
         self._slots.append_tokens(slots, sampled.token_ids)
         output.slots = slots
+        output.invalid = sampled.invalid
         output.token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         return output

@@ -10,6 +10,7 @@ Which group a row is in follows from its own parameters and logits, so other row
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,14 @@ class Sampled:
     invalid: list[int] = field(default_factory=list[int])
 
 
+def _sampled(slots: Sequence[int], token_ids: list[int], logprobs: dict[int, TokenLogprobs]) -> Sampled:
+    """Sorts out the rows without a token, marked by -1."""
+    if min(token_ids) >= 0:
+        return Sampled(token_ids=token_ids, logprobs=logprobs)
+    invalid = [slot for slot, token_id in zip(slots, token_ids, strict=True) if token_id < 0]
+    return Sampled(token_ids=[max(token_id, 0) for token_id in token_ids], logprobs=logprobs, invalid=invalid)
+
+
 class Sampler:
     """Sampling state of the runner's slots 0 .. max_num_seqs - 1.
 
@@ -65,6 +74,7 @@ class Sampler:
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalized = np.zeros(max_num_seqs, dtype=bool)
         self._biased = np.zeros(max_num_seqs, dtype=bool)
+        self._plain = np.ones(max_num_seqs, dtype=bool)  # greedy and nothing else
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
 
@@ -103,12 +113,18 @@ class Sampler:
         if params.min_tokens and stop_token_ids:
             self._stop_ids[slot] = _ids(stop_token_ids)
             self._min_tokens[slot] = params.min_tokens
+        self._plain[slot] = (
+            params.greedy
+            and params.logprobs is None
+            and not (params.has_penalties or params.logit_bias or params.min_tokens)
+        )
 
     def clear(self, slot: int) -> None:
         """Forgets the request in a slot; an empty slot is fine."""
         self._temperature[slot] = 0.0
         self._logprobs[slot] = -1
         self._min_tokens[slot] = 0
+        self._plain[slot] = True
         self._penalized[slot] = False
         self._biased[slot] = False
         self._bias.pop(slot, None)
@@ -125,6 +141,11 @@ class Sampler:
         if not slots:
             return Sampled(token_ids=[])
         by_row = np.asarray(slots, dtype=np.int64)
+        if self._plain[by_row].all():
+            max_N, tokens_N = logits_NV.max(dim=-1)
+            # NaN, of which max makes the maximum, is not below infinity either.
+            pairs = zip(tokens_N.tolist(), max_N.tolist(), strict=True)
+            return _sampled(slots, [token if -math.inf < value < math.inf else -1 for token, value in pairs], {})
         draws = np.asarray(output_lens, dtype=np.int64)
         edited_NV = self._edit(logits_NV, by_row, draws)
         max_N, tokens_N = edited_NV.max(dim=-1)  # of equal maxima the first
@@ -136,14 +157,13 @@ class Sampler:
             rows_P = self._to_device(penalized)
             self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
         token_ids: list[int] = tokens_N.tolist()
-        invalid = [slot for slot, token_id in zip(slots, token_ids, strict=True) if token_id < 0]
         logprobs: dict[int, TokenLogprobs] = {}
         tops = self._logprobs[by_row]
         for rows_C in self._chunks((tops >= 0) & (np.array(token_ids) >= 0)):
             rows: list[int] = rows_C.tolist()
             found = token_logprobs(logits_NV[rows_C], tokens_N[rows_C], tops[rows].tolist())
             logprobs |= zip([slots[row] for row in rows], found, strict=True)
-        return Sampled(token_ids=[max(t, 0) for t in token_ids], logprobs=logprobs, invalid=invalid)
+        return _sampled(slots, token_ids, logprobs)
 
     def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
         """Bias, min_tokens mask and penalties, in a float32 copy; the logits themselves where no row has any."""

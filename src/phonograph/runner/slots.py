@@ -20,7 +20,7 @@ class SlotTable:
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_tokens = [0] * max_num_seqs
         self.block_table = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -33,12 +33,14 @@ class SlotTable:
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
         """Writes the sampled token of each slot behind its last one."""
-        # A sequence that reached the context's end samples a token that it will never feed back.
-        ends = self.num_tokens[slots]
-        room = ends < self.token_ids.shape[1]
-        rows = np.asarray(slots)[room]
-        self.token_ids[rows, ends[room]] = np.asarray(token_ids, np.int32)[room]
-        self.num_tokens[rows] += 1
+        num_tokens, table = self.num_tokens, self.token_ids
+        max_model_len = table.shape[1]
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            end = num_tokens[slot]
+            # A sequence that reached the context's end samples a token that it will never feed back.
+            if end < max_model_len:
+                table[slot, end] = token_id
+            num_tokens[slot] = end + 1
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -51,52 +53,67 @@ def fill_buffers(
     """Writes the inputs of one step, padded to `key`, and returns the metadata that views them."""
     num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
     slots = np.array(batch.slots, np.int64)
-    query_lens = np.array(batch.query_lens, np.int64)
     context_lens = np.array(batch.context_lens, np.int64)
-    query_start_loc = buffers.query_start_loc_np
+    query_start_loc, seq_lens = buffers.query_start_loc_np, buffers.seq_lens_np
     query_start_loc[0] = 0
-    np.cumsum(query_lens, out=query_start_loc[1 : num_reqs + 1])
     if batch.num_decodes == num_reqs:
+        query_start_loc[1 : num_reqs + 1] = buffers.counting_np[1 : num_reqs + 1]
+        seq_lens[:num_reqs] = context_lens + 1
         positions, token_slots = context_lens, slots
     else:
+        query_lens = np.array(batch.query_lens, np.int64)
+        np.cumsum(query_lens, out=query_start_loc[1 : num_reqs + 1])
+        seq_lens[:num_reqs] = context_lens + query_lens
         token_slots = np.repeat(slots, query_lens)
         positions = np.arange(num_tokens) + np.repeat(context_lens - query_start_loc[:num_reqs], query_lens)
     buffers.positions_np[:num_tokens] = positions
     buffers.input_ids_np[:num_tokens] = table.token_ids[token_slots, positions]
     block, offset = np.divmod(positions, table.block_size)
     buffers.slot_mapping_np[:num_tokens] = table.block_table[token_slots, block] * table.block_size + offset
-    seq_lens = buffers.seq_lens_np
-    np.add(context_lens, query_lens, out=seq_lens[:num_reqs], casting="unsafe")
-    max_seq_len = int(seq_lens[:num_reqs].max(initial=0))
-    num_blocks = blocks_for(max_seq_len, table.block_size)
+    num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), table.block_size)
     buffers.block_table_np[:num_reqs, :num_blocks] = table.block_table[slots, :num_blocks]
     buffers.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
-    return pad_buffers(buffers, key, num_reqs=num_reqs, num_tokens=num_tokens, num_decodes=batch.num_decodes)
+    max_query_len = max(batch.query_lens)
+    return pad_buffers(
+        buffers,
+        key,
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_decodes=batch.num_decodes,
+        max_query_len=max_query_len,
+    )
 
 
 def pad_buffers(
-    buffers: StaticBuffers, key: GraphKey | None, *, num_reqs: int, num_tokens: int, num_decodes: int
+    buffers: StaticBuffers,
+    key: GraphKey | None,
+    *,
+    num_reqs: int,
+    num_tokens: int,
+    num_decodes: int,
+    max_query_len: int,
 ) -> CommonMetadata:
     """Makes the rows behind the batch harmless, up to the slots and tokens of `key`, and marks the buffers prepared.
 
     Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
     """
     padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
-    buffers.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
-    buffers.seq_lens_np[num_reqs:padded_reqs] = 0
-    buffers.logits_rows_np[num_reqs:padded_reqs] = 0
-    buffers.input_ids_np[num_tokens:padded_tokens] = 0
-    buffers.positions_np[num_tokens:padded_tokens] = 0
-    buffers.slot_mapping_np[num_tokens:padded_tokens] = -1
+    if padded_reqs > num_reqs:
+        buffers.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
+        buffers.seq_lens_np[num_reqs:padded_reqs] = 0
+        buffers.logits_rows_np[num_reqs:padded_reqs] = 0
+    if padded_tokens > num_tokens:
+        buffers.input_ids_np[num_tokens:padded_tokens] = 0
+        buffers.positions_np[num_tokens:padded_tokens] = 0
+        buffers.slot_mapping_np[num_tokens:padded_tokens] = -1
     buffers.prepared(key)
-    query_lens = np.diff(buffers.query_start_loc_np[: num_reqs + 1])
     return CommonMetadata(
         num_reqs=num_reqs,
         num_decodes=num_decodes,
         num_tokens=num_tokens,
         num_decode_tokens=int(buffers.query_start_loc_np[num_decodes]),
-        max_query_len=int(query_lens.max(initial=0)),
-        max_seq_len=int(buffers.seq_lens_np[:num_reqs].max(initial=0)),
+        max_query_len=max_query_len,
+        max_seq_len=int(buffers.seq_lens_np[:num_reqs].max()),
         query_start_loc=buffers.query_start_loc[: padded_reqs + 1],
         seq_lens=buffers.seq_lens[:padded_reqs],
         block_table=buffers.block_table[:padded_reqs],

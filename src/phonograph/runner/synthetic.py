@@ -96,4 +96,11 @@ class SyntheticBatches:
         buffers.input_ids_np[:num_tokens] = rng.integers(0, self._vocab_size, num_tokens)
         buffers.logits_rows_np[:num_reqs] = buffers.query_start_loc_np[1 : num_reqs + 1] - 1
         num_decodes = sum(query == 1 for query in query_lens)
-        return pad_buffers(buffers, key, num_reqs=num_reqs, num_tokens=num_tokens, num_decodes=num_decodes)
+        return pad_buffers(
+            buffers,
+            key,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=max(query_lens),
+        )

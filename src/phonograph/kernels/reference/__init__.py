@@ -14,7 +14,7 @@ import torch
 
 from phonograph.kernels.reference.decode import decode
 from phonograph.kernels.reference.prefill import prefill
-from phonograph.kernels.reference.schedule import cache_rows, find_schedule, make_schedule, new_handle
+from phonograph.kernels.reference.schedule import held, make_schedule, new_handle
 from phonograph.kernels.reference.scoring import Scoring
 
 __all__ = ["attention", "kv_write", "new_handle", "schedule"]
@@ -52,7 +52,8 @@ def _attention(
     softcap: float,
     causal: bool,
 ) -> None:
-    batch = find_schedule(handle)
+    here = held[handle.data_ptr()]
+    batch = here.schedule
     if batch.num_tokens < query_THD.shape[0]:
         out_THD[batch.num_tokens :] = 0
         if lse_HT is not None:
@@ -68,7 +69,7 @@ def _attention(
         v_scale_K=v_scale,
     )
     if batch.num_decodes:
-        decode(query_THD, kv_cache, batch, scoring, out_THD, lse_HT)
+        decode(query_THD, kv_cache, here, scoring, out_THD, lse_HT)
     for index, start, stop, seq_len in batch.sequences:
         prefill(
             query_THD[start:stop],
@@ -90,18 +91,18 @@ def _kv_write(
     k_scale_K: torch.Tensor | None,
     v_scale_K: torch.Tensor | None,
 ) -> None:
-    batch = find_schedule(handle)
-    slots, written = batch.slots, batch.written
+    here = held[handle.data_ptr()]
+    slots, written = here.schedule.slots, here.schedule.written
     if written is not None:
         key_TKD, value_TKD = key_TKD.index_select(0, written), value_TKD.index_select(0, written)
     elif len(slots) < len(key_TKD):
         key_TKD, value_TKD = key_TKD[: len(slots)], value_TKD[: len(slots)]
-    plain = kv_cache.dtype is key_TKD.dtype and k_scale_K is None and v_scale_K is None
-    if plain and kv_cache.is_contiguous():
-        keys, values = cache_rows(handle, kv_cache)
-        keys.index_copy_(0, slots, key_TKD)
-        values.index_copy_(0, slots, value_TKD)
-        return
+    if kv_cache.dtype is key_TKD.dtype and k_scale_K is None and v_scale_K is None:
+        views = here.cache_views(kv_cache)
+        if views.key_tokens is not None and views.value_tokens is not None:
+            views.key_tokens.index_copy_(0, slots, key_TKD)
+            views.value_tokens.index_copy_(0, slots, value_TKD)
+            return
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
     for plane, rows, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
         if scale_K is not None:

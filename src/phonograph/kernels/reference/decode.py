@@ -15,7 +15,7 @@ import warnings
 import numpy as np
 import torch
 
-from phonograph.kernels.reference.schedule import Bucket, Schedule
+from phonograph.kernels.reference.schedule import Bucket, CacheViews, Held, Schedule, view_cache
 from phonograph.kernels.reference.scoring import Scoring, add_sinks, gather_blocks, softcap_
 
 # Buckets: padded work up to 1.5 times the real one, plus what one more bucket costs in dispatch, in score elements.
@@ -32,28 +32,32 @@ with warnings.catch_warnings():
 def decode(
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
-    batch: Schedule,
+    here: Held,
     scoring: Scoring,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attends the first `batch.num_decodes` queries, one a sequence; writes their rows of `out_THD` and `lse_HT`."""
+    """Attends the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
+    batch = here.schedule
     count = batch.num_decodes
+    views = here.cache_views(kv_cache)
     buckets = batch.buckets.get(scoring.left)
     if buckets is None:
-        buckets = batch.buckets[scoring.left] = _make_buckets(batch, scoring.left, query_THD.shape[1], kv_cache)
-    query_RHD = query_THD if count == len(query_THD) else query_THD[:count]
+        buckets = batch.buckets[scoring.left] = _make_buckets(batch, scoring.left, query_THD.shape[1], kv_cache, views)
+    if count < len(query_THD):
+        query_THD, out_THD = query_THD[:count], out_THD[:count]
     for bucket in buckets:
         rows = bucket.rows
+        cache = views if bucket.blocks is None else view_cache(gather_blocks(kv_cache, bucket.blocks))
         out, lse = _attend(
-            query_RHD if rows is None else query_THD.index_select(0, rows),
-            kv_cache if bucket.blocks is None else gather_blocks(kv_cache, bucket.blocks),
+            query_THD if rows is None else query_THD.index_select(0, rows),
+            cache,
             bucket,
             scoring,
             with_lse=lse_HT is not None,
         )
         if rows is None:
-            out_THD[:count].copy_(out)
+            out_THD.copy_(out)
         else:
             out_THD.index_copy_(0, rows, out.to(out_THD.dtype))
         if lse_HT is not None and lse is not None:
@@ -61,21 +65,17 @@ def decode(
 
 
 def _attend(
-    query_RHD: torch.Tensor, kv_cache: torch.Tensor, bucket: Bucket, scoring: Scoring, *, with_lse: bool
+    query_RHD: torch.Tensor, cache: CacheViews, bucket: Bucket, scoring: Scoring, *, with_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [R, H, D] and LSE [R, H] (where asked for, or needed) of one bucket."""
     _, num_heads, head_size = query_RHD.shape
+    assert cache.keys_DN is not None and cache.values_ND is not None
     query_RHD = query_RHD.float()
     if scoring.k_scale_K is not None:
-        query_RHD = query_RHD * scoring.k_scale_K.repeat_interleave(num_heads // kv_cache.shape[3]).view(-1, 1)
-    # All rows of the cache, whatever its layout: up to the last element of keys, and of values.
-    offset = kv_cache.storage_offset()
-    keys = kv_cache.as_strided((head_size, bucket.num_rows), (1, head_size), offset)
-    values = kv_cache.as_strided((bucket.num_rows, head_size), (head_size, 1), offset + kv_cache.stride(0))
+        query_RHD = query_RHD * scoring.k_scale_K.repeat_interleave(num_heads // len(scoring.k_scale_K)).view(-1, 1)
     pattern = bucket.pattern
-    torch.sparse.sampled_addmm(
-        pattern, query_RHD.reshape(-1, head_size), keys, alpha=scoring.scale, beta=0.0, out=pattern
-    )
+    query_rows = query_RHD.reshape(-1, head_size)
+    torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
     # The scores stay as they are, finite, for the next layer: beta is 0, but it is multiplied by what is there.
     scores_RHL = bucket.scores
     if scoring.softcap > 0.0 or scoring.slopes_H is not None:
@@ -86,23 +86,21 @@ def _attend(
         scores_RHL = scores_RHL.masked_fill(bucket.hidden, -torch.inf)
     lse = torch.logsumexp(scores_RHL, -1) if with_lse or scoring.sinks_H is not None else None
     torch.softmax(scores_RHL, -1, out=bucket.weights)
-    bags = torch.embedding_bag(values, bucket.columns, bucket.row_starts, False, 0, False, bucket.flat_weights)
+    # Arguments in order, since keywords take longer: scale_grad_by_freq, mode (sum), sparse, per_sample_weights.
+    bags = torch.embedding_bag(cache.values_ND, bucket.columns, bucket.row_starts, False, 0, False, bucket.flat_weights)
     out_RHD = bags[0].view(query_RHD.shape)
     if scoring.v_scale_K is not None:
-        out_RHD *= scoring.v_scale_K.repeat_interleave(num_heads // kv_cache.shape[3]).view(-1, 1)
+        out_RHD *= scoring.v_scale_K.repeat_interleave(num_heads // len(scoring.v_scale_K)).view(-1, 1)
     if lse is not None and scoring.sinks_H is not None:
         lse = add_sinks(out_RHD, lse, scoring.sinks_H)
     return out_RHD, lse
 
 
-def _make_buckets(batch: Schedule, left: int, num_heads: int, kv_cache: torch.Tensor) -> list[Bucket]:
+def _make_buckets(
+    batch: Schedule, left: int, num_heads: int, kv_cache: torch.Tensor, views: CacheViews
+) -> list[Bucket]:
     """Buckets of the batch's decodes, for layers with this left window."""
-    head_size, strides = kv_cache.shape[4], kv_cache.stride()
-    in_place = (
-        kv_cache.dtype is torch.float32
-        and strides[4] == 1
-        and strides[1] % head_size == strides[2] % head_size == strides[3] % head_size == 0
-    )
+    strides = kv_cache.stride() if kv_cache.dtype is torch.float32 and views.keys_DN is not None else None
     lens, table = batch.decode_lens, batch.decode_blocks
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
@@ -113,13 +111,11 @@ def _make_buckets(batch: Schedule, left: int, num_heads: int, kv_cache: torch.Te
         # Padding repeats the first visible key, a real one: reading it is harmless, unlike whatever lies beyond.
         padding = offsets >= visible[rows, None]
         positions = np.where(padding, 0, offsets) + (lens - visible)[rows, None]
-        columns, used = _columns(
-            table[rows], positions, num_heads, tuple(kv_cache.shape), strides if in_place else None
-        )
-        if used is None:
-            num_rows = 1 + sum((kv_cache.shape[i] - 1) * strides[i] for i in (1, 2, 3)) // head_size
+        columns, used = _columns(table[rows], positions, num_heads, tuple(kv_cache.shape), strides)
+        if used is None and views.values_ND is not None:
+            num_rows = len(views.values_ND)
         else:
-            num_rows = len(used) * kv_cache.shape[2] * kv_cache.shape[3]
+            num_rows = (0 if used is None else len(used)) * kv_cache.shape[2] * kv_cache.shape[3]
         num_queries = len(rows) * num_heads
         row_ends = torch.arange(num_queries + 1, dtype=torch.int32) * longest
         column_indices = torch.from_numpy(columns)
@@ -142,7 +138,6 @@ def _make_buckets(batch: Schedule, left: int, num_heads: int, kv_cache: torch.Te
                 scores=pattern.values().view(len(rows), num_heads, longest),
                 weights=weights,
                 flat_weights=weights.view(-1),
-                num_rows=num_rows,
                 hidden=torch.from_numpy(padding).unsqueeze(1) if padding.any() else None,
                 distance=torch.from_numpy(distance).unsqueeze(1),
                 blocks=None if used is None else torch.from_numpy(used),

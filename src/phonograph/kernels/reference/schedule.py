@@ -21,7 +21,6 @@ class Bucket:
     columns [size * H * L], row_starts [size * H]: the sparse matrix of queries by cache rows, int32
     pattern:  the same as a tensor, whose values are scratch; scores [size, H, L] views them
     weights [size, H, L], and the same flat: scratch
-    num_rows: cache rows that the columns may point at
     hidden [size, 1, L], distance [size, 1, L]: padding, if any; key position - query position
     blocks:   what to gather first, where the cache cannot be read in place
     """
@@ -34,7 +33,6 @@ class Bucket:
     scores: torch.Tensor
     weights: torch.Tensor
     flat_weights: torch.Tensor
-    num_rows: int
     hidden: torch.Tensor | None
     distance: torch.Tensor
     blocks: torch.Tensor | None
@@ -61,42 +59,70 @@ class Schedule:
     buckets: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
 
 
+@dataclass(frozen=True, slots=True)
+class CacheViews:
+    """One layer's cache as rows; the views stay as they are, so they are made once.
+
+    keys_DN, values_ND: every head of every token in it, whatever the layout; None where heads are not rows of memory
+    key_tokens, value_tokens [B * S, K, D]: None unless the cache is contiguous
+    """
+
+    keys_DN: torch.Tensor | None
+    values_ND: torch.Tensor | None
+    key_tokens: torch.Tensor | None
+    value_tokens: torch.Tensor | None
+
+
 @dataclass(slots=True)
-class _Held:
-    """What a handle stands for, and views of each layer's cache by its address, which stay as they are."""
+class Held:
+    """What a handle stands for: the schedule made last, and the views of each layer's cache by its address."""
 
-    schedule: Schedule | None = None
-    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict[int, tuple[torch.Tensor, torch.Tensor]]
-    )
+    schedule: Schedule
+    views: dict[int, CacheViews] = field(default_factory=dict[int, CacheViews])
+
+    def cache_views(self, kv_cache: torch.Tensor) -> CacheViews:
+        found = self.views.get(kv_cache.data_ptr())
+        if found is None:
+            found = self.views[kv_cache.data_ptr()] = view_cache(kv_cache)
+        return found
 
 
-_held: dict[int, _Held] = {}
+held: dict[int, Held] = {}
+"""By the address of the handle."""
 
 
 def new_handle(owner: object, device: torch.device) -> torch.Tensor:
-    """A handle whose schedule is kept for as long as `owner` lives."""
+    """A handle whose schedule, of nothing as yet, is kept for as long as `owner` lives."""
     handle = torch.zeros(1, dtype=torch.int64, device=device)
-    _held[handle.data_ptr()] = _Held()
-    weakref.finalize(owner, _held.pop, handle.data_ptr())
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    empty = np.empty(0, np.int32)
+    held[handle.data_ptr()] = Held(
+        Schedule(
+            num_tokens=0,
+            num_decodes=0,
+            decode_lens=empty,
+            decode_blocks=empty.reshape(0, 0),
+            slots=nothing,
+            written=None,
+            sequences=[],
+        )
+    )
+    weakref.finalize(owner, held.pop, handle.data_ptr())
     return handle
 
 
-def find_schedule(handle: torch.Tensor) -> Schedule:
-    """What the handle stands for: the schedule made last."""
-    schedule = _held[handle.data_ptr()].schedule
-    assert schedule is not None, "attention ran before the step's schedule was made"
-    return schedule
-
-
-def cache_rows(handle: torch.Tensor, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a contiguous cache as [blocks * block size, K, D]; the views are made once a layer."""
-    rows = _held[handle.data_ptr()].rows
-    found = rows.get(kv_cache.data_ptr())
-    if found is None:
-        keys, values = kv_cache.view(2, -1, *kv_cache.shape[3:])
-        found = rows[kv_cache.data_ptr()] = keys, values
-    return found
+def view_cache(kv_cache: torch.Tensor) -> CacheViews:
+    """The views of a cache [2, B, S, K, D]."""
+    head_size, strides, offset = kv_cache.shape[4], kv_cache.stride(), kv_cache.storage_offset()
+    keys_DN = values_ND = key_tokens = value_tokens = None
+    if strides[4] == 1 and strides[1] % head_size == strides[2] % head_size == strides[3] % head_size == 0:
+        # Up to the last element of the keys, and of the values.
+        num_rows = 1 + sum((kv_cache.shape[i] - 1) * strides[i] for i in (1, 2, 3)) // head_size
+        keys_DN = kv_cache.as_strided((head_size, num_rows), (1, head_size), offset)
+        values_ND = kv_cache.as_strided((num_rows, head_size), (head_size, 1), offset + strides[0])
+    if kv_cache.is_contiguous():
+        key_tokens, value_tokens = kv_cache.view(2, -1, *kv_cache.shape[3:])
+    return CacheViews(keys_DN, values_ND, key_tokens, value_tokens)
 
 
 def make_schedule(
@@ -126,7 +152,7 @@ def make_schedule(
         ]
     slots = slot_mapping.cpu().numpy()
     written = np.flatnonzero(slots >= 0)
-    _held[handle.data_ptr()].schedule = Schedule(
+    held[handle.data_ptr()].schedule = Schedule(
         num_tokens=starts[-1],
         num_decodes=num_decodes,
         decode_lens=np.array(lens[:num_decodes], np.int32),
