@@ -5,7 +5,8 @@
 
 One process, float32, the same number of threads, the same prompts and the same number of output tokens for all. The
 systems take turns, each round with new prompts, and only ratios within a round are compared: what else the machine does
-hits all of them alike. Prompts have about 64 tokens, of unlike lengths, so that a batch of `generate` is padded.
+hits all of them alike. Prompts have about 64 tokens. Several at once are measured twice: of unlike lengths, as they
+come, where `generate` pads them and masks the padding; and cut to equal ones, the best case for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,9 +130,10 @@ def main() -> None:
     llm = LLM(model="demo", dtype="float32", max_num_seqs=max(arguments.batch_sizes), enable_prefix_caching=False)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    most = (arguments.num_rounds + 1) * sum(arguments.batch_sizes)
+    cases = [(size, equal) for size in arguments.batch_sizes for equal in ((False, True) if size > 1 else (False,))]
+    most = (arguments.num_rounds + 1) * sum(size for size, _ in cases)
     texts = recalls("speed", most, arguments.input_len, count_tokens=lambda text: len(tokenizer.encode(text)))
-    prompts = (llm.encode_chat([{"role": "user", "content": one.prompt}]) for one in texts)
+    drawn = (llm.encode_chat([{"role": "user", "content": one.prompt}]) for one in texts)
     transformers = Transformers()
     systems: dict[str, Answer] = {
         "phonograph": ours(llm),
@@ -138,17 +141,19 @@ def main() -> None:
         "continuous_batching": transformers.continuous_batching,
     }
     results: list[dict[str, Any]] = []
-    for batch_size in arguments.batch_sizes:
-        before = dict(llm.step_counts)
+    for batch_size, equal in cases:
+        cut = arguments.input_len if equal else None
+        before = Counter(llm.step_counts)
         result = compare(
             systems,
-            lambda size=batch_size: [next(prompts) for _ in range(size)],
+            lambda size=batch_size, cut=cut: [next(drawn)[:cut] for _ in range(size)],
             num_tokens=arguments.output_len,
             num_rounds=arguments.num_rounds,
         )
-        steps = {name: count - before.get(name, 0) for name, count in llm.step_counts.items()}
-        results.append({"batch_size": batch_size, **result, "steps": steps})
-        print(f"{batch_size} sequences, {arguments.output_len} tokens each; {steps}")
+        steps = Counter(llm.step_counts) - before
+        lengths = "equal" if equal else "as they come"
+        results.append({"batch_size": batch_size, "input_lens": lengths, **result, "steps": steps})
+        print(f"{batch_size} sequences ({lengths}), {arguments.output_len} tokens each; {dict(steps)}")
         for name, speed in result["tokens_per_second"].items():
             print(
                 f"  {name:20s} {speed:8.1f} tok/s   phonograph is {result['speedup_over'][name]:.2f}x as fast;"

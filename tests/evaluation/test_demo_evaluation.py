@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from phonograph import LLM, SamplingParams
-from phonograph.demo.tasks import problems, recalls
+from phonograph.demo.tasks import PROBLEM_TOKENS, RECALL_TOKENS, problems, recalls
 from phonograph.errors import ConfigError
 from phonograph.evaluation.compare import compare
 from phonograph.evaluation.demo import TaskResult, evaluate_demo
@@ -57,9 +57,15 @@ def test_held_out_scores(demo_llm: LLM) -> None:
 
 def test_random_weights_score_nothing() -> None:
     llm = LLM(model="demo", load_format="dummy", max_num_seqs=8, enforce_eager=True)
-    solved, recalled = evaluate_demo(llm, num_problems=6, num_recalls=2, recall_tokens=70)
+    reports: list[int] = []
+    solved, recalled = evaluate_demo(
+        llm, num_problems=6, num_recalls=2, recall_tokens=70, progress=lambda *one: reports.append(one[3])
+    )
     assert solved.score == recalled.score == 0.0
-    assert solved.standard_error == 0.0
+    assert reports == [0] * 8
+    # They ramble on until they are stopped.
+    assert max(len(item.token_ids) for item in solved.items) == PROBLEM_TOKENS
+    assert max(len(item.token_ids) for item in recalled.items) == RECALL_TOKENS
 
 
 def test_the_same_answers_in_every_mode(demo_llm: LLM) -> None:

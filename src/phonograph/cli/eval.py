@@ -57,7 +57,7 @@ def demo(
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
     # What follows needs torch, which `--help` does not.
     from phonograph.evaluation.demo import evaluate_demo
-    from phonograph.evaluation.record import write_result
+    from phonograph.evaluation.record import provenance, write_result
 
     llm = start(config)
     with _score_bar() as progress:
@@ -78,7 +78,7 @@ def demo(
     if output is not None:
         write_result(output, {**facts, "items": [asdict(item) for result in results for item in result.items]})
     if as_json:
-        print_json(facts)
+        print_json({**provenance(), **facts})
     else:
         _print_results(results)
         note(f"{mode_line(llm.plan)}: {steps_text(sum((result.steps for result in results), Counter()))}")
