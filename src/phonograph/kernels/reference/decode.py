@@ -41,9 +41,15 @@ def decode(
     batch = here.schedule
     count = batch.num_decodes
     views = here.cache_views(kv_cache)
-    buckets = batch.buckets.get(scoring.left)
+    # Queries that are slices of a joint projection are read where they are, as rows with others between them.
+    num_heads, head_size = query_THD.shape[1:]
+    stride, heads_apart, _ = query_THD.stride()
+    in_rows = heads_apart == head_size and stride % head_size == 0 and query_THD.dtype is torch.float32
+    spacing = stride // head_size if in_rows and scoring.k_scale_K is None else num_heads
+    key = scoring.left, spacing
+    buckets = batch.buckets.get(key)
     if buckets is None:
-        buckets = batch.buckets[scoring.left] = _make_buckets(batch, scoring.left, query_THD.shape[1], kv_cache, views)
+        buckets = batch.buckets[key] = _make_buckets(batch, scoring.left, num_heads, spacing, kv_cache, views)
     if count < len(query_THD):
         query_THD, out_THD = query_THD[:count], out_THD[:count]
     for bucket in buckets:
@@ -74,14 +80,18 @@ def _attend(
     if scoring.k_scale_K is not None:
         query_RHD = query_RHD * scoring.k_scale_K.repeat_interleave(num_heads // len(scoring.k_scale_K)).view(-1, 1)
     pattern = bucket.pattern
-    query_rows = query_RHD.reshape(-1, head_size)
+    if bucket.spacing == num_heads:
+        query_rows = query_RHD.reshape(-1, head_size)
+    else:
+        query_rows = query_RHD.as_strided(pattern.shape[:1] + (head_size,), (head_size, 1))
     torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
     # The scores stay as they are, finite, for the next layer: beta is 0, but it is multiplied by what is there.
     scores_RHL = bucket.scores
     if scoring.softcap > 0.0 or scoring.slopes_H is not None:
         scores_RHL = softcap_(scores_RHL.clone(), scoring.softcap)
         if scoring.slopes_H is not None:
-            scores_RHL += scoring.slopes_H.view(-1, 1) * bucket.distance
+            distance_R1L = torch.arange(1, scores_RHL.shape[2] + 1) - bucket.visible[:, None, None]
+            scores_RHL += scoring.slopes_H.view(-1, 1) * distance_R1L
     if bucket.hidden is not None:
         scores_RHL = scores_RHL.masked_fill(bucket.hidden, -torch.inf)
     lse = torch.logsumexp(scores_RHL, -1) if with_lse or scoring.sinks_H is not None else None
@@ -97,77 +107,113 @@ def _attend(
 
 
 def _make_buckets(
-    batch: Schedule, left: int, num_heads: int, kv_cache: torch.Tensor, views: CacheViews
+    batch: Schedule, left: int, num_heads: int, spacing: int, kv_cache: torch.Tensor, views: CacheViews
 ) -> list[Bucket]:
-    """Buckets of the batch's decodes, for layers with this left window."""
-    strides = kv_cache.stride() if kv_cache.dtype is torch.float32 and views.keys_DN is not None else None
-    lens, table = batch.decode_lens, batch.decode_blocks
+    """Buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
+    lens = batch.decode_lens
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
-    buckets: list[Bucket] = []
-    for rows in map(np.array, groups):
-        longest = int(visible[rows].max())
-        offsets = np.arange(longest, dtype=np.int32)
-        # Padding repeats the first visible key, a real one: reading it is harmless, unlike whatever lies beyond.
-        padding = offsets >= visible[rows, None]
-        positions = np.where(padding, 0, offsets) + (lens - visible)[rows, None]
-        columns, used = _columns(table[rows], positions, num_heads, tuple(kv_cache.shape), strides)
-        if used is None and views.values_ND is not None:
-            num_rows = len(views.values_ND)
-        else:
-            num_rows = (0 if used is None else len(used)) * kv_cache.shape[2] * kv_cache.shape[3]
-        num_queries = len(rows) * num_heads
-        row_ends = torch.arange(num_queries + 1, dtype=torch.int32) * longest
-        column_indices = torch.from_numpy(columns)
-        weights = torch.empty(len(rows), num_heads, longest)
-        pattern = torch.sparse_csr_tensor(
-            row_ends,
-            column_indices,
-            torch.zeros(len(columns)),
-            size=(num_queries, num_rows),
-            check_invariants=False,
+    if len(groups) == 1:
+        return [_make_bucket(None, lens, visible, batch.decode_blocks, num_heads, spacing, kv_cache, views)]
+    return [
+        _make_bucket(
+            torch.tensor(rows), lens[rows], visible[rows], batch.decode_blocks[rows], num_heads, None, kv_cache, views
         )
-        distance = (offsets - visible[rows, None] + 1).astype(np.float32)
-        buckets.append(
-            Bucket(
-                size=len(rows),
-                rows=torch.from_numpy(rows) if len(groups) > 1 else None,
-                columns=column_indices,
-                row_starts=row_ends[:-1],
-                pattern=pattern,
-                scores=pattern.values().view(len(rows), num_heads, longest),
-                weights=weights,
-                flat_weights=weights.view(-1),
-                hidden=torch.from_numpy(padding).unsqueeze(1) if padding.any() else None,
-                distance=torch.from_numpy(distance).unsqueeze(1),
-                blocks=None if used is None else torch.from_numpy(used),
-            )
-        )
-    return buckets
+        for rows in groups
+    ]
+
+
+def _make_bucket(
+    rows: torch.Tensor | None,
+    lens: np.ndarray,
+    visible: np.ndarray,
+    table: np.ndarray,
+    num_heads: int,
+    spacing: int | None,
+    kv_cache: torch.Tensor,
+    views: CacheViews,
+) -> Bucket:
+    size, longest = len(lens), int(visible.max())
+    strides = kv_cache.stride() if kv_cache.dtype is torch.float32 and views.keys_DN is not None else None
+    padding = None
+    if int(visible.min()) < longest:
+        padding = np.arange(longest, dtype=np.int32) >= visible[:, None]
+    columns, used = _columns(lens, visible, padding, table, num_heads, tuple(kv_cache.shape), strides)
+    column_indices = torch.from_numpy(columns)
+    spacing = spacing or num_heads
+    row_starts = torch.arange(0, size * num_heads * longest + 1, longest, dtype=torch.int32)
+    row_ends = row_starts
+    if spacing != num_heads:
+        counts = np.zeros((size, spacing), np.int32)
+        counts[:, :num_heads] = longest
+        row_ends = torch.zeros(1 + size * spacing - (spacing - num_heads), dtype=torch.int32)
+        row_ends[1:] = torch.from_numpy(counts.reshape(-1)[: len(row_ends) - 1].cumsum(dtype=np.int32))
+    if used is not None:
+        num_rows = len(used) * kv_cache.shape[2] * kv_cache.shape[3]
+    else:
+        assert views.values_ND is not None
+        num_rows = len(views.values_ND)
+    pattern = torch.sparse_csr_tensor(
+        row_ends,
+        column_indices,
+        torch.zeros(len(columns)),
+        size=(len(row_ends) - 1, num_rows),
+        check_invariants=False,
+    )
+    weights = torch.empty(size, num_heads, longest)
+    return Bucket(
+        rows=rows,
+        spacing=spacing,
+        columns=column_indices,
+        row_starts=row_starts[:-1],
+        pattern=pattern,
+        scores=pattern.values().view(size, num_heads, longest),
+        weights=weights,
+        flat_weights=weights.view(-1),
+        hidden=None if padding is None else torch.from_numpy(padding).unsqueeze(1),
+        visible=torch.from_numpy(visible),
+        blocks=None if used is None else torch.from_numpy(used),
+    )
 
 
 def _columns(
+    lens: np.ndarray,
+    visible: np.ndarray,
+    padding: np.ndarray | None,
     table: np.ndarray,
-    positions: np.ndarray,
     num_heads: int,
     cache_shape: tuple[int, ...],
     cache_strides: tuple[int, ...] | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Cache row of each (sequence, head, key), flat, and the blocks to gather if they are to be gathered first.
 
-    table [R, blocks], positions [R, L]: positions of the keys in their sequence
+    lens, visible [R]: keys of each sequence, and how many of the last ones its query sees; table [R, blocks]
     """
     _, _, block_size, num_kv_heads, head_size = cache_shape
-    blocks = np.take_along_axis(table, positions // block_size, axis=1)
     used: np.ndarray | None = None
     if cache_strides is None:
-        used, compact = np.unique(blocks, return_inverse=True)
-        blocks = compact.astype(np.int32).reshape(blocks.shape)
+        numbers = np.arange(table.shape[1])
+        seen = (numbers >= ((lens - visible) // block_size)[:, None]) & (numbers <= ((lens - 1) // block_size)[:, None])
+        used = np.unique(table[seen])
+        # Entries that no key is in may be anything, and go anywhere that exists.
+        table = np.searchsorted(used, table).clip(0, len(used) - 1).astype(np.int32)
         cache_strides = (0, block_size * num_kv_heads * head_size, num_kv_heads * head_size, head_size, 1)
     step_b, step_s, step_k = (stride // head_size for stride in cache_strides[1:4])
-    heads = np.arange(num_kv_heads, dtype=np.int32).repeat(num_heads // num_kv_heads) * step_k
-    columns = (blocks * step_b + positions % block_size * step_s)[:, None] + heads[:, None]
-    return columns.reshape(-1), used
+    offsets = np.arange(block_size, dtype=np.int32) * np.int32(step_s)
+    with np.errstate(over="ignore"):  # of entries that no key is in
+        tokens = (table[:, :, None] * np.int32(step_b) + offsets).reshape(len(table), -1)
+    longest = int(visible.max())
+    first = lens - visible
+    if first.any():
+        positions = np.minimum(first[:, None] + np.arange(longest), lens[:, None] - 1)
+        tokens = np.take_along_axis(tokens, positions, axis=1)
+    else:
+        tokens = tokens[:, :longest]
+    if padding is not None:
+        # Padding repeats the first visible key, a real one: reading it is harmless, unlike whatever lies beyond.
+        tokens = np.where(padding, tokens[:, :1], tokens)
+    heads = np.arange(num_kv_heads, dtype=np.int32).repeat(num_heads // num_kv_heads) * np.int32(step_k)
+    return (tokens[:, None] + heads[:, None]).reshape(-1), used
 
 
 def _buckets(visible: list[int], num_heads: int) -> list[list[int]]:

@@ -17,16 +17,17 @@ import torch
 class Bucket:
     """Decodes of like lengths served together; L is the longest of their numbers of visible keys.
 
-    size:     how many; rows: which, None for all of the batch
+    rows:     which, None for all of the batch
+    spacing:  rows of memory from one sequence's queries to the next; H where nothing is between them
     columns [size * H * L], row_starts [size * H]: the sparse matrix of queries by cache rows, int32
-    pattern:  the same as a tensor, whose values are scratch; scores [size, H, L] views them
-    weights [size, H, L], and the same flat: scratch
-    hidden [size, 1, L], distance [size, 1, L]: padding, if any; key position - query position
+    pattern:  the same as a tensor, with empty rows for what lies between the queries; its values are scratch
+    scores [size, H, L]: views these values; weights [size, H, L], and the same flat: more scratch
+    hidden [size, 1, L]: padding, if any; visible [size]: keys that each query sees
     blocks:   what to gather first, where the cache cannot be read in place
     """
 
-    size: int
     rows: torch.Tensor | None
+    spacing: int
     columns: torch.Tensor
     row_starts: torch.Tensor
     pattern: torch.Tensor
@@ -34,7 +35,7 @@ class Bucket:
     weights: torch.Tensor
     flat_weights: torch.Tensor
     hidden: torch.Tensor | None
-    distance: torch.Tensor
+    visible: torch.Tensor
     blocks: torch.Tensor | None
 
 
@@ -46,7 +47,7 @@ class Schedule:
     decode_lens [num_decodes], decode_blocks [num_decodes, blocks]: their seq_lens and block tables, int32
     slots, written: where tokens' keys and values go, and which tokens have a slot (None for all in the mapping)
     sequences: (slot, first token, end of tokens, seq_len) of the others that have queries
-    buckets:   of the decodes, by the left window of the layers that asked for them
+    buckets:   of the decodes, by the left window and the spacing of queries of the layers that asked for them
     """
 
     num_tokens: int
@@ -56,7 +57,7 @@ class Schedule:
     slots: torch.Tensor
     written: torch.Tensor | None
     sequences: list[tuple[int, int, int, int]]
-    buckets: dict[int, list[Bucket]] = field(default_factory=dict[int, list[Bucket]])
+    buckets: dict[tuple[int, int], list[Bucket]] = field(default_factory=dict[tuple[int, int], list[Bucket]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +151,16 @@ def make_schedule(
             for index, (start, stop, seq_len) in enumerate(spans)
             if index >= num_decodes and start < stop
         ]
-    slots = slot_mapping.cpu().numpy()
-    written = np.flatnonzero(slots >= 0)
+    slots, written = slot_mapping, None
+    if min(slot_mapping.tolist(), default=0) < 0:
+        written = (slot_mapping >= 0).nonzero().squeeze(1)
+        slots = slot_mapping.index_select(0, written)
     held[handle.data_ptr()].schedule = Schedule(
         num_tokens=starts[-1],
         num_decodes=num_decodes,
         decode_lens=np.array(lens[:num_decodes], np.int32),
-        decode_blocks=block_table[:num_decodes, :num_blocks].cpu().numpy().copy(),
-        slots=torch.from_numpy(slots[written]).to(handle.device),
-        written=None if len(written) == len(slots) else torch.from_numpy(written).to(handle.device),
+        decode_blocks=block_table[:num_decodes, :num_blocks].cpu().numpy(),
+        slots=slots,
+        written=written,
         sequences=sequences,
     )
