@@ -142,6 +142,20 @@ def test_one_bad_request_never_takes_the_others_down(folder: str, prompt, params
             llm.generate([prompt], params)
 
 
+def test_logits_that_are_not_finite_end_only_their_request(folder: str) -> None:
+    good = random_prompts(8, 12, 30)
+    expected = tokens_of(make_llm(folder).generate(good, GREEDY))
+    poison = next(token for token in range(3, VOCAB_SIZE) if not any(token in met for met in good + expected))
+    llm = make_llm(folder)
+    with torch.inference_mode():
+        llm.engine.core.runner._program.model.embedding_VE[poison] = float("nan")
+    outputs = llm.generate([good[0], [5, poison, 6], good[1]], GREEDY)
+    assert tokens_of([outputs[0], outputs[2]]) == expected
+    completion = outputs[1].outputs[0]
+    assert (completion.finish_reason, completion.token_ids) == ("abort", [])
+    assert "not finite" in str(completion.stop_reason)
+
+
 def test_a_prompt_that_cannot_fit_the_cache_of_n_samples_queues_nothing(folder: str) -> None:
     llm = make_llm(folder)
     with pytest.raises(RequestError):
