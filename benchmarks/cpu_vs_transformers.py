@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.tasks import recalls
-from phonograph.evaluation.record import write_result
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.run import run_requests
 
 Answer = Callable[[list[list[int]], int], list[list[int]]]
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    origin = provenance()
     llm = LLM(model="demo", dtype="float32", max_num_seqs=max(arguments.batch_sizes), enable_prefix_caching=False)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -161,7 +162,7 @@ def main() -> None:
             )
     if arguments.output is not None:
         asked = {"input_len": arguments.input_len, "output_len": arguments.output_len, "dtype": "float32"}
-        write_result(arguments.output, {**asked, "results": results})
+        write_result(arguments.output, origin, {**asked, "results": results})
 
 
 if __name__ == "__main__":

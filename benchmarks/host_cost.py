@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from phonograph.batch import ScheduledBatch, StepOutput
-from phonograph.evaluation.record import write_result
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
@@ -125,11 +125,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("num_seqs", "context_len", "num_steps")}
+    origin = provenance()
     parts = measure(**asked)
     for name, summary in parts.items():
         print(f"{name:17s} median {summary['median_us']:7.1f} us   P99 {summary['p99_us']:7.1f} us")
     if arguments.output is not None:
-        write_result(arguments.output, {**asked, "parts": parts})
+        write_result(arguments.output, origin, {**asked, "parts": parts})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from phonograph import LLM
-from phonograph.evaluation.record import write_result
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 DECODES = (1, 8)
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    origin = provenance()
     llm = LLM(
         model="demo",
         dtype="float32",
@@ -81,7 +82,7 @@ def main() -> None:
             f"ratio {result['ratio']:.3f}"
         )
     if arguments.output is not None:
-        write_result(arguments.output, {"results": results})
+        write_result(arguments.output, origin, {"results": results})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 def test_a_result_file_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/phonograph", "bench", "latency", "--input-len", "3 4"])
-    record.write_result(tmp_path / "new" / "result.json", {"figure": 1.5, "name": "µ"})
+    record.write_result(tmp_path / "new" / "result.json", record.provenance(), {"figure": 1.5, "name": "µ"})
     text = (tmp_path / "new" / "result.json").read_text(encoding="utf-8")
     assert text.endswith("}\n") and "µ" in text
     found = json.loads(text)

@@ -36,7 +36,9 @@ def latency(
 ) -> int:
     """Time one batch, alone in the engine, from its start to its last token."""
     from phonograph.evaluation.bench import bench_latency, summary
+    from phonograph.evaluation.record import provenance
 
+    origin = provenance()
     llm = start(config)
     with progress_bar() as progress:
         result = bench_latency(
@@ -57,7 +59,7 @@ def latency(
     }
     times = {"latency": summary(result.latency), "ttft": summary(result.ttft), "itl": summary(result.itl)}
     rates = {"output_tokens_per_second": batch_size * output_len * num_iters / sum(result.latency)}
-    _report(llm, asked, rates, times, result.steps, as_json=as_json)
+    _report(llm, origin, asked, rates, times, result.steps, as_json=as_json)
     return 0
 
 
@@ -73,11 +75,13 @@ def throughput(
 ) -> int:
     """Serve many random requests as fast as the engine can."""
     from phonograph.evaluation.bench import Lengths, bench_throughput, summary
+    from phonograph.evaluation.record import provenance
 
     lengths = {
         "input_len": Lengths.parse("input_len", input_len),
         "output_len": Lengths.parse("output_len", output_len),
     }
+    origin = provenance()
     llm = start(config)
     with progress_bar() as progress:
         run = bench_throughput(llm, num_prompts=num_prompts, **lengths, progress=progress)
@@ -92,12 +96,13 @@ def throughput(
         "ttft": summary([answer.ttft for answer in run.answers]),
         "itl": summary([gap for answer in run.answers for gap in answer.itl]),
     }
-    _report(llm, asked, rates, times, run.steps, as_json=as_json)
+    _report(llm, origin, asked, rates, times, run.steps, as_json=as_json)
     return 0
 
 
 def _report(
     llm: LLM,
+    origin: dict[str, Any],
     asked: dict[str, Any],
     rates: dict[str, float],
     times: dict[str, dict[str, float]],
@@ -106,10 +111,8 @@ def _report(
     as_json: bool,
 ) -> None:
     if as_json:
-        from phonograph.evaluation.record import provenance
-
         seconds = {f"{name}_seconds": summary for name, summary in times.items()}
-        print_json({**provenance(), **engine_facts(llm), **asked, **rates, **seconds, "steps": dict(steps)})
+        print_json({**origin, **engine_facts(llm), **asked, **rates, **seconds, "steps": dict(steps)})
         return
     for name, value in rates.items():
         print(f"{name.replace('_', ' ')}: {value:.2f}")

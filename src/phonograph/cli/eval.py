@@ -59,6 +59,7 @@ def demo(
     from phonograph.evaluation.demo import evaluate_demo
     from phonograph.evaluation.record import provenance, write_result
 
+    origin = provenance()
     llm = start(config)
     with _score_bar() as progress:
         results = evaluate_demo(
@@ -76,9 +77,9 @@ def demo(
         "tasks": [_task_facts(result) for result in results],
     }
     if output is not None:
-        write_result(output, {**facts, "items": [asdict(item) for result in results for item in result.items]})
+        write_result(output, origin, {**facts, "items": [asdict(item) for result in results for item in result.items]})
     if as_json:
-        print_json({**provenance(), **facts})
+        print_json({**origin, **facts})
     else:
         _print_results(results)
         note(f"{mode_line(llm.plan)}: {steps_text(sum((result.steps for result in results), Counter()))}")

@@ -22,8 +22,11 @@ _LIBRARIES = ("torch", "transformers", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """What a reader needs to repeat a measurement, as JSON can hold it. The load is the machine's when this is called:
-    a figure taken beside other work says so."""
+    """What a reader needs to repeat a measurement, as JSON can hold it.
+
+    To be taken before measuring: the commit is then that of the code which runs, and the load is that of others, so that
+    a figure taken beside other work says so.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([*_program(Path(sys.argv[0])), *sys.argv[1:]]),
@@ -39,10 +42,10 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result with its provenance in front, readable and fit for a diff."""
+def write_result(path: Path, origin: dict[str, Any], result: dict[str, Any]) -> None:
+    """Writes a result with its provenance, `origin`, in front, readable and fit for a diff."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(), **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**origin, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _program(path: Path) -> list[str]:
