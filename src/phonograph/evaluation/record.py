@@ -24,8 +24,8 @@ _LIBRARIES = ("torch", "transformers", "numpy")
 def provenance() -> dict[str, Any]:
     """What a reader needs to repeat a measurement, as JSON can hold it.
 
-    To be taken before measuring: the commit is then that of the code which runs, and the load is that of others, so that
-    a figure taken beside other work says so.
+    To be taken before measuring: the commit is then that of the code which runs, and the load is that of others, so
+    that a figure taken beside other work says so.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
