@@ -5,8 +5,13 @@
 
 One process, float32, the same number of threads, the same prompts and the same number of output tokens for all. The
 systems take turns, each round with new prompts, and only ratios within a round are compared: what else the machine does
-hits all of them alike. Prompts have about 64 tokens. Several at once are measured twice: of unlike lengths, as they
-come, where `generate` pads them and masks the padding; and cut to equal ones, the best case for it.
+hits all of them alike. Two kinds of cases:
+
+*lockstep*: all sequences begin together and get the same number of tokens. Prompts have about 64 tokens, of unlike
+lengths as they come (where `generate` pads them and masks the padding), and cut to equal ones, the best case for it.
+
+*queue*: held-out problems, several times as many as run at once, each answered to its own end, as people use it.
+`generate` takes them in batches; tokens behind an answer's end do not count.
 """
 
 from __future__ import annotations
@@ -24,20 +29,24 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.tasks import recalls
+from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.run import run_requests
 
-Answer = Callable[[list[list[int]], int], list[list[int]]]
-"""Prompts and a number of output tokens -> the output tokens of each."""
+Answer = Callable[[list[list[int]], int | None], list[list[int]]]
+"""Prompts and a number of output tokens (None: each to its own end) -> the output tokens of each."""
 
-PAD = 0
+PAD, END = 0, 2
+LONGEST_ANSWER = PROBLEM_TOKENS
+QUEUE_ROUNDS = 6
+"""Times as many problems in a queue as run at once."""
 
 
 class Transformers:
     """The same weights in transformers, with its default attention (SDPA)."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
         self._model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32).eval()
         # A second model, because continuous batching changes how attention is computed in the one it runs.
         self._batching: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32).eval()
@@ -45,25 +54,47 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], num_tokens: int | None) -> list[list[int]]:
+        starts = range(0, len(prompts), self._batch_size)
+        return [
+            one for start in starts for one in self._generate(prompts[start : start + self._batch_size], num_tokens)
+        ]
+
+    def _generate(self, prompts: list[list[int]], num_tokens: int | None) -> list[list[int]]:
         longest = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         output = self._model.generate(
-            ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=PAD, use_cache=True
+            ids,
+            attention_mask=mask,
+            max_new_tokens=num_tokens or LONGEST_ANSWER,
+            do_sample=False,
+            pad_token_id=PAD,
+            eos_token_id=END if num_tokens is None else None,
+            use_cache=True,
         )
-        return output[:, longest:].tolist()
+        answers: list[list[int]] = output[:, longest:].tolist()
+        if num_tokens is None:
+            answers = [tokens[: tokens.index(END) + 1] if END in tokens else tokens for tokens in answers]
+        return answers
 
-    def continuous_batching(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def continuous_batching(self, prompts: list[list[int]], num_tokens: int | None) -> list[list[int]]:
         """Settings: the fastest found for this model on a CPU (see docs/performance.md)."""
         outputs = self._batching.generate_batch(
             prompts,
             # -1: no token ends an answer.
             generation_config=GenerationConfig(
-                max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=PAD
+                max_new_tokens=num_tokens or LONGEST_ANSWER,
+                do_sample=False,
+                eos_token_id=END if num_tokens is None else -1,
+                pad_token_id=PAD,
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                block_size=256, num_blocks=64, max_batch_tokens=1024, use_async_batching=False
+                # A sequence fits one block, so that as many run at once as there are blocks.
+                block_size=256,
+                num_blocks=max(len(prompts) if num_tokens else self._batch_size, 2),
+                max_batch_tokens=1024,
+                use_async_batching=False,
             ),
         )
         # Ids end in the position of their request.
@@ -73,8 +104,10 @@ class Transformers:
 
 
 def ours(llm: LLM) -> Answer:
-    def answer(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    def answer(prompts: list[list[int]], num_tokens: int | None) -> list[list[int]]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens or LONGEST_ANSWER, ignore_eos=num_tokens is not None
+        )
         run = run_requests(llm, prompts, [params] * len(prompts))
         return [one.completion.token_ids for one in run.answers]
 
@@ -82,7 +115,7 @@ def ours(llm: LLM) -> Answer:
 
 
 def compare(
-    systems: dict[str, Answer], draw: Callable[[], list[list[int]]], *, num_tokens: int, num_rounds: int
+    systems: dict[str, Answer], draw: Callable[[], list[list[int]]], *, num_tokens: int | None, num_rounds: int
 ) -> dict[str, Any]:
     """Tokens a second of each system (median of the rounds), and how alike the answers are."""
     speeds: dict[str, list[float]] = {name: [] for name in systems}
@@ -98,9 +131,9 @@ def compare(
             start = time.perf_counter()
             answers[name] = systems[name](prompts, num_tokens)
             seconds = time.perf_counter() - start
-            assert all(len(tokens) == num_tokens for tokens in answers[name]), name
+            assert num_tokens is None or all(len(tokens) == num_tokens for tokens in answers[name]), name
             if round_number:  # the first one warms up
-                speeds[name].append(len(prompts) * num_tokens / seconds)
+                speeds[name].append(sum(map(len, answers[name])) / seconds)
         first = answers[names[0]]
         num_answers += len(prompts)
         for name in names:
@@ -131,35 +164,47 @@ def main() -> None:
     llm = LLM(model="demo", dtype="float32", max_num_seqs=max(arguments.batch_sizes), enable_prefix_caching=False)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    cases = [(size, equal) for size in arguments.batch_sizes for equal in ((False, True) if size > 1 else (False,))]
-    most = (arguments.num_rounds + 1) * sum(size for size, _ in cases)
-    texts = recalls("speed", most, arguments.input_len, count_tokens=lambda text: len(tokenizer.encode(text)))
+    largest = max(arguments.batch_sizes)
+    num_lockstep = (arguments.num_rounds + 1) * 2 * sum(arguments.batch_sizes)
+    texts = recalls("speed", num_lockstep, arguments.input_len, count_tokens=lambda text: len(tokenizer.encode(text)))
     drawn = (llm.encode_chat([{"role": "user", "content": one.prompt}]) for one in texts)
-    transformers = Transformers()
+    asked = problems("speed", (arguments.num_rounds + 1) * QUEUE_ROUNDS * largest)
+    queued = (llm.encode_chat([{"role": "user", "content": one.question}]) for one in asked)
+    transformers = Transformers(largest)
     systems: dict[str, Answer] = {
         "phonograph": ours(llm),
         "generate": transformers.generate,
         "continuous_batching": transformers.continuous_batching,
     }
     results: list[dict[str, Any]] = []
-    for batch_size, equal in cases:
-        cut = arguments.input_len if equal else None
+
+    def run(case: str, batch_size: int, num_tokens: int | None, draw: Callable[[], list[list[int]]]) -> None:
         before = Counter(llm.step_counts)
-        result = compare(
-            systems,
-            lambda size=batch_size, cut=cut: [next(drawn)[:cut] for _ in range(size)],
-            num_tokens=arguments.output_len,
-            num_rounds=arguments.num_rounds,
-        )
+        result = compare(systems, draw, num_tokens=num_tokens, num_rounds=arguments.num_rounds)
         steps = Counter(llm.step_counts) - before
-        lengths = "equal" if equal else "as they come"
-        results.append({"batch_size": batch_size, "input_lens": lengths, **result, "steps": steps})
-        print(f"{batch_size} sequences ({lengths}), {arguments.output_len} tokens each; {dict(steps)}")
+        results.append({"case": case, "batch_size": batch_size, "output_len": num_tokens, **result, "steps": steps})
+        print(f"{case}, {batch_size} at a time; {dict(steps)}")
         for name, speed in result["tokens_per_second"].items():
             print(
                 f"  {name:20s} {speed:8.1f} tok/s   phonograph is {result['speedup_over'][name]:.2f}x as fast;"
                 f" answers equal to ours: {result['answers_equal_to_ours'][name]}"
             )
+
+    for size in arguments.batch_sizes:
+        run(
+            "lockstep, prompts as they come",
+            size,
+            arguments.output_len,
+            lambda size=size: [next(drawn) for _ in range(size)],
+        )
+        if size > 1:
+            run(
+                "lockstep, equal prompts",
+                size,
+                arguments.output_len,
+                lambda size=size: [next(drawn)[: arguments.input_len] for _ in range(size)],
+            )
+    run("queue of problems", largest, None, lambda: [next(queued) for _ in range(QUEUE_ROUNDS * largest)])
     if arguments.output is not None:
         asked = {"input_len": arguments.input_len, "output_len": arguments.output_len, "dtype": "float32"}
         write_result(arguments.output, origin, {**asked, "results": results})
