@@ -206,8 +206,8 @@ def main() -> None:
             )
     run("queue of problems", largest, None, lambda: [next(queued) for _ in range(QUEUE_ROUNDS * largest)])
     if arguments.output is not None:
-        asked = {"input_len": arguments.input_len, "output_len": arguments.output_len, "dtype": "float32"}
-        write_result(arguments.output, origin, {**asked, "results": results})
+        facts = {"input_len": arguments.input_len, "dtype": "float32"}
+        write_result(arguments.output, origin, {**facts, "results": results})
 
 
 if __name__ == "__main__":
