@@ -50,10 +50,15 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
 
 def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LLM) -> None:
     script = benchmark_script("cpu_vs_transformers")
-    others = script.Transformers()
-    prompts = iter([[40, 41, 42, 43, 44, 45], [50, 51], [60, 61, 62, 63]] * 3)
+    others = script.Transformers(2)
     systems = {"ours": script.ours(demo_llm), "generate": others.generate, "batching": others.continuous_batching}
+    # Three at once in batches of two: as many tokens for all, then each to its own end.
+    prompts = iter([[40, 41, 42, 43, 44, 45], [50, 51], [60, 61, 62, 63]] * 3)
     result = script.compare(systems, lambda: [next(prompts) for _ in range(3)], num_tokens=9, num_rounds=2)
     assert result["answers_equal_to_ours"] == dict.fromkeys(systems, "9 of 9")
     assert all(len(speeds) == 2 and min(speeds) > 0 for speeds in result["rounds"].values())
     assert result["speedup_over"]["ours"] == 1.0
+    questions = ("Tom has 12 apples and buys 7 more. How many apples does Tom have?", "Hello!", "What can you do?")
+    chats = [demo_llm.encode_chat([{"role": "user", "content": question}]) for question in questions]
+    result = script.compare(systems, lambda: chats, num_tokens=None, num_rounds=1)
+    assert result["answers_equal_to_ours"] == dict.fromkeys(systems, "6 of 6")
