@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
@@ -175,6 +177,32 @@ def test_a_dummy_run_without_metadata_writes_zeros_and_is_never_captured(folder:
     runner._builder.build = lambda common, *, key: None
     with pytest.raises(CaptureError, match="without attention metadata"):
         runner._capture_one(key, runner._synthetic.capture_batch(key))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_padding_never_poisons(folder: str, mode: str) -> None:
+    """NaN in all memory that belongs to no request: unused blocks, the graph's pool, embeddings of padded tokens."""
+    prompts = random_prompts(11, 21, 9, 30)
+    # Token 0 is what padded rows hold, so no request may have it.
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias={0: -math.inf})
+    expected = tokens_of(make_llm(folder).generate(prompts, params))
+    llm = make_llm(folder, cudagraph_mode=mode, cudagraph_capture_sizes=[4, 32])
+    runner, program = llm.engine.core.runner, llm.engine.core.runner._program
+    with torch.inference_mode():
+        for cache in program._kv_caches:
+            cache.fill_(torch.nan)
+        program.model.embedding_VE[0] = torch.nan
+    outputs = [llm.session.add(prompt, params) for prompt in prompts]
+    while llm.session.has_unfinished:
+        runner.runtime.poison()
+        llm.session.step()
+    assert tokens_of(outputs) == expected
+    assert "eager" not in runner.counts
+
+
+def test_memory_that_is_not_there_is_an_error(folder: str) -> None:
+    with pytest.raises(MemoryLimitError, match="no memory for a KV cache.*lower"):
+        make_llm(folder, num_kv_blocks=10**13)
 
 
 def test_settings_that_cannot_work_are_errors(folder: str) -> None:

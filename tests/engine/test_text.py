@@ -1,0 +1,72 @@
+"""Stop strings and streamed text, with the demo model's real tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phonograph.demo import MODEL_DIRECTORY
+from phonograph.engine.text import TextBuilder
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.errors import ModelError, RequestError
+from phonograph.sampling_params import SamplingParams
+
+TOKENIZER = Tokenizer.load(MODEL_DIRECTORY)
+
+
+def build(text: str, **settings) -> tuple[TextBuilder, list[str], int]:
+    """Feeds the tokens of a text one by one; what was shown after each, and how many were needed."""
+    builder = TextBuilder(TOKENIZER, SamplingParams(**settings))
+    token_ids = TOKENIZER.encode(text)
+    shown = []
+    for count in range(1, len(token_ids) + 1):
+        builder.push(token_ids[:count])
+        shown.append(builder.text)
+        if builder.stopped is not None:
+            return builder, shown, count
+    builder.finish()
+    return builder, shown, len(token_ids)
+
+
+def test_a_stop_string_cuts_the_text_and_is_named() -> None:
+    text = "12 + 7 = 19. #### 19 and more"
+    builder, shown, _ = build(text, stop=["= 19.", "####"])
+    assert (builder.text, builder.stopped) == ("12 + 7 ", "= 19.")
+    assert all("12 + 7 ".startswith(earlier) for earlier in shown), "nothing shown is taken back"
+    assert build(text, stop="####", include_stop_str_in_output=True)[0].text == "12 + 7 = 19. ####"
+
+
+def test_min_tokens_holds_stop_strings_back() -> None:
+    text = "a b a b a b a b a b a b"
+    first = build(text, stop=["b"])[2]
+    builder, _, needed = build(text, stop=["b"], min_tokens=first + 3)
+    assert needed > first + 3
+    assert builder.stopped == "b" and builder.text.count("b") >= 1
+
+
+def test_the_start_of_a_stop_string_is_shown_once_it_is_none() -> None:
+    builder, shown, _ = build("to be or not to be", stop=["to be or else"])
+    assert builder.text == "to be or not to be" and builder.stopped is None
+    assert "to be or" not in shown[1], "it might still have become the stop string"
+
+
+@given(text=st.text(min_size=1, max_size=40), stop=st.lists(st.text("ab #=1é", min_size=1, max_size=4), max_size=3))
+def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: list[str]) -> None:
+    whole = TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True)
+    builder, shown, _ = build(text, stop=stop)
+    for earlier, later in zip(shown, shown[1:], strict=False):
+        assert later.startswith(earlier)
+    if builder.stopped is None:
+        assert builder.text == whole
+        assert not any(one in whole for one in stop)
+    else:
+        assert whole.startswith(builder.text + builder.stopped)
+        assert not any(one in builder.text for one in stop)
+
+
+def test_tokenizer_errors_say_what_would_work(tmp_path) -> None:
+    with pytest.raises(ModelError, match="(?s)no usable tokenizer.*--tokenizer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(RequestError, match="chat template refuses"):
+        TOKENIZER.encode_chat([{"role": "nobody", "content": 3}])
