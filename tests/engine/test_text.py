@@ -69,4 +69,4 @@ def test_tokenizer_errors_say_what_would_work(tmp_path) -> None:
     with pytest.raises(ModelError, match="(?s)no usable tokenizer.*--tokenizer"):
         Tokenizer.load(tmp_path)
     with pytest.raises(RequestError, match="chat template refuses"):
-        TOKENIZER.encode_chat([{"role": "nobody", "content": 3}])
+        TOKENIZER.encode_chat([{"content": "no role"}])
