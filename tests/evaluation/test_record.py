@@ -57,7 +57,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def test_the_commit_and_whether_it_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "record.py"
+    source = tmp_path / "src" / "record.py"
+    source.parent.mkdir()
     source.write_text("as committed\n")
     monkeypatch.setattr(record, "__file__", str(source))
     assert record.provenance()["commit"] is None
@@ -67,11 +68,12 @@ def test_the_commit_and_whether_it_is_what_ran(tmp_path: Path, monkeypatch: pyte
     _git(tmp_path, "add", "theirs.txt")
     _git(tmp_path, "commit", "-qm", "theirs")
     assert record.provenance()["commit"] is None
-    _git(tmp_path, "add", "record.py")
+    _git(tmp_path, "add", "src")
     _git(tmp_path, "commit", "-qm", "ours")
     head = _git(tmp_path, "rev-parse", "HEAD")
     assert record.provenance()["commit"] == {"id": head, "dirty": False}
-    (tmp_path / "untracked.json").write_text("{}")
+    (tmp_path / "src" / "untracked.json").write_text("{}")
+    (tmp_path / "theirs.txt").write_text("else\n")
     assert record.provenance()["commit"] == {"id": head, "dirty": False}
     source.write_text("changed\n")
     assert record.provenance()["commit"] == {"id": head, "dirty": True}

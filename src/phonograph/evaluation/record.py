@@ -19,6 +19,8 @@ import torch
 from phonograph import __version__
 
 _LIBRARIES = ("torch", "transformers", "numpy")
+_CODE = (":/src", ":/benchmarks/*.py")
+"""What runs when something is measured, from the top of the repository."""
 
 
 def provenance() -> dict[str, Any]:
@@ -78,12 +80,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> dict[str, Any] | None:
-    """The commit of this checkout, and whether files of it were changed; None where the package is no checkout."""
+    """The commit of this checkout, and whether its code was changed; None where the package is no checkout."""
     folder = Path(__file__).parent
     head = _git(folder, "rev-parse", "HEAD")
     if head is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
-    return {"id": head, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    return {"id": head, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "--", *_CODE))}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
