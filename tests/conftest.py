@@ -1,10 +1,20 @@
-"""For all tests: those marked `gpu` are skipped where there is no GPU, and a slow machine is no failure."""
+"""For all tests: those marked `gpu` are skipped where there is no GPU, and a slow machine is no failure.
+
+One thread: models this small only lose by sharing their work out (thirty times, beside other busy processes). torch
+reads the variable when it is imported, which no test has done yet.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 settings.register_profile("phonograph", deadline=None)
 settings.load_profile("phonograph")
 

@@ -1,15 +1,14 @@
-"""Commands run in this process, on one thread, with no settings from the environment."""
+"""Commands run in this process, with no settings from the environment."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from phonograph.cli.app import main
 
@@ -52,14 +51,6 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 
 from phonograph.engine.llm import LLM
-from phonograph.errors import BackendError, CaptureError, ConfigError, MemoryLimitError, RequestError
+from phonograph.errors import BackendError, CaptureError, ConfigError, MemoryLimitError, PhonographError, RequestError
 from phonograph.graphs.modes import GraphMode
 from phonograph.sampling_params import SamplingParams
 
@@ -108,6 +108,17 @@ def test_abort_in_the_middle_leaves_the_others_alone(folder: str) -> None:
     assert outputs[1].outputs[0].finish_reason == "abort"
     assert tokens_of([outputs[0], outputs[2]]) == [expected[0], expected[2]]
     llm.engine.core.scheduler.check()
+
+
+def test_an_engine_whose_step_failed_says_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(folder)
+    runner = llm.engine.core.runner
+    monkeypatch.setattr(runner, "execute", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[5, 6]], GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(PhonographError, match="ZeroDivisionError.*make a new one"):
+        llm.generate([[5, 6]], GREEDY)
 
 
 def test_leaving_a_stream_early_ends_its_request(folder: str) -> None:

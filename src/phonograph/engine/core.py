@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phonograph.errors import PhonographError
 from phonograph.request import Request
 from phonograph.runner.model_runner import ModelRunner
 from phonograph.scheduler import Scheduler
@@ -13,11 +14,22 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._failed: BaseException | None = None
 
     def step(self) -> list[Request]:
-        """Runs one step and returns the requests that got a token."""
-        batch = self.scheduler.schedule()
-        if not batch.slots:
-            return []
-        output = self.runner.execute(batch)
-        return self.scheduler.update(batch, output)
+        """Runs one step and returns the requests that got a token.
+
+        Raises:
+            PhonographError: an earlier step failed half-way; what it left of cache and slots cannot be trusted.
+        """
+        if self._failed is not None:
+            raise PhonographError(f"the engine stopped when a step failed ({self._failed!r}); make a new one")
+        try:
+            batch = self.scheduler.schedule()
+            if not batch.slots:
+                return []
+            output = self.runner.execute(batch)
+            return self.scheduler.update(batch, output)
+        except BaseException as error:
+            self._failed = error
+            raise

@@ -36,8 +36,9 @@ class RunnerSubject:
         self._synthetic = synthetic
         self._kv_caches = kv_caches
         self._common: CommonMetadata | None = None
+        generator = torch.Generator(kv_caches[0].device).manual_seed(0)
         for cache in kv_caches:
-            cache.copy_(torch.randn(cache.shape, dtype=torch.float32, device=cache.device))
+            cache.copy_(torch.randn(cache.shape, dtype=torch.float32, device=cache.device, generator=generator))
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()
