@@ -18,7 +18,7 @@ import torch
 
 from phonograph import __version__
 
-_LIBRARIES = ("torch", "transformers", "numpy")
+_LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")
 """What runs when something is measured, from the top of the repository."""
 
@@ -37,6 +37,8 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "phonograph": __version__,
             "python": platform.python_version(),
+            # Its own word for it says which build it is; the package's may not.
+            "torch": torch.__version__,
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
         },
         "threads": torch.get_num_threads(),
