@@ -60,10 +60,6 @@ class AttentionSpec:
     lse: bool = False
     speculative_tokens: int = 0
 
-    @property
-    def has_window(self) -> bool:
-        return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
-
 
 class Capabilities(ABC):
     """What one backend, in one version, can do. Pure: no library, no device, no torch work.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,7 +37,6 @@ class Engine:
     core: EngineCore
     plan: EnginePlan
     captured: CaptureReport
-    load_seconds: float
     make_subject: Callable[[], RunnerSubject]
 
 
@@ -70,7 +68,6 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     backend_class = load(plan.selection)
     device = torch.device(plan.device.kind)
     report = progress or _unseen
-    start = time.perf_counter()
     model = load_model(
         plan.model,
         plan.config.model,
@@ -82,7 +79,6 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         revision=plan.config.revision,
         max_positions=plan.limits.max_model_len,
     )
-    load_seconds = time.perf_counter() - start
     limits = plan.limits
     backend = backend_class(
         plan.attention,
@@ -166,6 +162,5 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         core=EngineCore(scheduler, runner),
         plan=plan,
         captured=captured,
-        load_seconds=load_seconds,
         make_subject=make_subject,
     )

@@ -10,24 +10,28 @@ from phonograph.config import EngineConfig
 from phonograph.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
+from phonograph.runner.slots import blocks_for
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _CPU_KV_LIMIT = 2 * GIB
 """On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
 _LIBRARY_BYTES = GIB
-"""CUDA context and libraries' workspaces, seen on an H200 with torch 2.11."""
+"""An allowance for the CUDA context and the libraries' workspaces; to be measured when the CUDA runtime is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """All in bytes but num_blocks. `graphs` is the estimated pool that all captured graphs share."""
+    """All in bytes but num_blocks. `graphs` is the estimated pool that all captured graphs share.
+
+    note: where the size of the KV cache comes from
+    """
 
     weights: int
     graphs: int
     block: int
     num_blocks: int
-    notes: tuple[str, ...]
+    note: str
 
     @property
     def kv_cache(self) -> int:
@@ -57,8 +61,7 @@ def plan_memory(
     weights = model.weight_bytes(dtype)
     graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     block = kv_block_bytes(model, kv_cache_dtype, block_size)
-    blocks_per_request = -(-max_model_len // block_size)
-    notes: list[str] = []
+    blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory_bytes is not None:
@@ -76,8 +79,8 @@ def plan_memory(
             f"({blocks_per_request * block} bytes), and {source} gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
-    notes.append(f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}")
-    return MemoryPlan(weights=weights, graphs=graphs, block=block, num_blocks=num_blocks, notes=tuple(notes))
+    note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
+    return MemoryPlan(weights=weights, graphs=graphs, block=block, num_blocks=num_blocks, note=note)
 
 
 def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:

@@ -6,7 +6,7 @@ neither weights nor the device itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
 from phonograph.attention.select import Selection, select
@@ -92,7 +92,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         notes.append(
             f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
         )
-        limits = _with_seqs(limits, memory.num_blocks)
+        limits = replace(limits, max_num_seqs=memory.num_blocks)
     captures = make_capture_list(
         resolution.mode,
         max_num_seqs=limits.max_num_seqs,
@@ -113,7 +113,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
-        notes=(*notes, *memory.notes, *captures.notes),
+        notes=(*notes, memory.note, *captures.notes),
     )
 
 
@@ -138,15 +138,6 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
         block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
-    )
-
-
-def _with_seqs(limits: Limits, max_num_seqs: int) -> Limits:
-    return Limits(
-        max_model_len=limits.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        block_size=limits.block_size,
     )
 
 

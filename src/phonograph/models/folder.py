@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from importlib import resources
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
 
 DEMO = "demo"
@@ -30,7 +30,7 @@ def model_folder(
         ModelError: there is no such folder, or the hub cannot provide it.
     """
     if model == DEMO and not Path(model).exists():
-        return Path(str(resources.files("phonograph"))) / "demo" / "model"
+        return MODEL_DIRECTORY
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -17,7 +17,7 @@ from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.errors import CaptureError
 from phonograph.graphs.buffers import StaticBuffers
-from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
+from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.runner.logprobs import prompt_logprobs
@@ -37,7 +37,7 @@ class CaptureReport:
 
 
 class ModelRunner:
-    """Executes steps. `counts` tells how many steps each kind of decision had, `last_decision` the latest one."""
+    """Executes steps. `counts` tells how many steps each kind of decision had."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class ModelRunner:
         synthetic: SyntheticBatches,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.last_decision: Decision | None = None
         self.dispatcher = dispatcher
         self.runtime = runtime
         self._program = program
@@ -86,7 +85,6 @@ class ModelRunner:
         with torch.inference_mode():
             self._apply(batch)
             decision = self.dispatcher.decide(shape_of(batch))
-            self.last_decision = decision
             self.counts[decision.label] += 1
             common = fill_buffers(self._buffers, self._slots, batch, decision.key)
             self._program.metadata = self._builder.build(common, key=decision.key)
