@@ -1,5 +1,7 @@
 """For all tests: those marked `gpu` are skipped where there is no GPU, and a slow machine is no failure.
 
+Triton kernels run in Triton's interpreter where there is no GPU: the variable must be set before triton is imported.
+
 One thread: models this small only lose by sharing their work out (thirty times, beside other busy processes). torch
 reads the variable when it is imported, which no test has done yet.
 """
@@ -14,6 +16,11 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 settings.register_profile("phonograph", deadline=None)
 settings.load_profile("phonograph")
@@ -23,8 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch
-
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
