@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from phonograph.runner.model_runner import CaptureReport, ModelRunner
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.slots import SlotTable, blocks_for
-from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.synthetic import SyntheticBatches, load_buffers
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.scheduler import Scheduler, SchedulerLimits
 
@@ -111,7 +112,7 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     )
     builder = backend.make_builder()
     synthetic = SyntheticBatches(
-        buffers,
+        functools.partial(load_buffers, buffers, block_size=limits.block_size),
         max_model_len=limits.max_model_len,
         block_size=limits.block_size,
         num_blocks=plan.memory.num_blocks,

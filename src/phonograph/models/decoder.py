@@ -68,7 +68,7 @@ class Decoder:
         else:
             self.embedding_VE = self._allocate(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
-        self._cos_sin_PD = self._rotary_table(max_positions or spec.max_position_embeddings)
+        self._cos_sin_PD = self.rotary_table(max_positions or spec.max_position_embeddings, dtype)
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionFunction
@@ -151,11 +151,11 @@ class Decoder:
         self.parameters.append(tensor)
         return tensor
 
-    def _rotary_table(self, num_positions: int) -> torch.Tensor:
+    def rotary_table(self, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
         """[positions, D]: cosines of each position's angles, then sines; the angles in float32 as in transformers."""
         frequencies = torch.tensor(self.spec.rope_frequencies, dtype=torch.float32, device=self.device)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=self.device), frequencies)
-        table = torch.empty(num_positions, self.spec.head_size, dtype=self.dtype, device=self.device)
+        table = torch.empty(num_positions, self.spec.head_size, dtype=dtype, device=self.device)
         table[:, : frequencies.numel()] = angles.cos() * self.spec.rope_factor
         table[:, frequencies.numel() :] = angles.sin() * self.spec.rope_factor
         return table

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,16 @@ class Sampled:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     invalid: list[int] = field(default_factory=list[int])
+
+
+class KernelParameters(NamedTuple):
+    """By row: temperature (0 is greedy), top_k (0 keeps all), top_p, min_p, and the int64 key of the row's draw."""
+
+    temperature_N: np.ndarray
+    top_k_N: np.ndarray
+    top_p_N: np.ndarray
+    min_p_N: np.ndarray
+    draw_keys_N: np.ndarray
 
 
 def _sampled(slots: Sequence[int], token_ids: list[int], logprobs: dict[int, TokenLogprobs]) -> Sampled:
@@ -129,6 +140,29 @@ class Sampler:
         self._biased[slot] = False
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
+
+    def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
+        """Which rows a kernel inside the graph cannot serve (bool [N]): penalties, bias, min_tokens, logprobs.
+
+        slots_N, draws_N: as `sample`'s slots and output_lens, int64
+        """
+        return (
+            self._penalized[slots_N]
+            | self._biased[slots_N]
+            | (draws_N < self._min_tokens[slots_N])
+            | (self._logprobs[slots_N] >= 0)
+        )
+
+    def kernel_parameters(self, slots_N: np.ndarray, draws_N: np.ndarray) -> KernelParameters:
+        """What a kernel needs to draw for these rows as `sample` would."""
+        keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[slots_N]), torch.from_numpy(draws_N))
+        return KernelParameters(
+            temperature_N=self._temperature[slots_N],
+            top_k_N=self._top_k[slots_N],
+            top_p_N=self._top_p[slots_N],
+            min_p_N=self._min_p[slots_N],
+            draw_keys_N=keys_N.numpy(),
+        )
 
     @torch.inference_mode()
     def sample(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Sampled:

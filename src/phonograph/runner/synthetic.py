@@ -6,6 +6,9 @@ never on nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
@@ -15,13 +18,36 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.slots import blocks_for, pad_buffers
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticBatch:
+    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+    blocks: list[np.ndarray]
+    token_ids: np.ndarray
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(length == 1 for length in self.query_lens)
+
+
 class SyntheticBatches:
-    """Draws batches within the limits of an engine and writes them into its static buffers."""
+    """Draws batches within the limits of an engine, and hands them to its inputs.
+
+    inputs: writes a batch, padded to a graph, where that graph reads it
+    """
 
     def __init__(
-        self, buffers: StaticBuffers, *, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int
+        self,
+        inputs: Callable[[SyntheticBatch, GraphKey], CommonMetadata],
+        *,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
     ) -> None:
-        self._buffers = buffers
+        self._inputs = inputs
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._num_blocks = num_blocks
@@ -36,7 +62,7 @@ class SyntheticBatches:
             query_lens = [longest] * (key.num_tokens // longest)
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
-        return self._write(np.random.default_rng(0), key, query_lens, [0] * len(query_lens))
+        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens))
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
         """A random batch that would be padded to `key`: fewer tokens and sequences, ragged queries, long contexts."""
@@ -56,7 +82,7 @@ class SyntheticBatches:
                 context, extra = 0, 0
             free -= extra
             contexts.append(context)
-        return self._write(rng, key, query_lens, contexts)
+        return self._load(rng, key, query_lens, contexts)
 
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
         """Query lengths, decodes first, of at most key.num_tokens in all."""
@@ -69,38 +95,55 @@ class SyntheticBatches:
         lengths = np.diff(np.array([0, *cuts, budget]))
         return sorted(min(int(length), self._max_model_len) for length in lengths)
 
-    def _write(
+    def _load(
         self, rng: np.random.Generator, key: GraphKey, query_lens: list[int], context_lens: list[int]
     ) -> CommonMetadata:
-        buffers, size = self._buffers, self._block_size
-        num_reqs, num_tokens = len(query_lens), sum(query_lens)
         order = rng.permutation(self._num_blocks)
-        needed = [blocks_for(query + context, size) for query, context in zip(query_lens, context_lens, strict=True)]
+        needed = [
+            blocks_for(query + context, self._block_size)
+            for query, context in zip(query_lens, context_lens, strict=True)
+        ]
         if sum(needed) > self._num_blocks:
             raise MemoryLimitError(
-                f"a batch for {key} needs {sum(needed)} KV blocks of {size} tokens, but there are {self._num_blocks}; "
-                "grant more KV cache memory, or lower max_num_seqs or the capture sizes"
+                f"a batch for {key} needs {sum(needed)} KV blocks of {self._block_size} tokens, but there are "
+                f"{self._num_blocks}; grant more KV cache memory, or lower max_num_seqs or the capture sizes"
             )
-        start = token = 0
-        for row, (query, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-            blocks = order[start : start + needed[row]]
-            start += needed[row]
-            buffers.block_table_np[row, : needed[row]] = blocks
-            positions = np.arange(context, context + query)
-            buffers.positions_np[token : token + query] = positions
-            buffers.slot_mapping_np[token : token + query] = blocks[positions // size] * size + positions % size
-            token += query
-            buffers.query_start_loc_np[row + 1] = token
-            buffers.seq_lens_np[row] = query + context
-        buffers.query_start_loc_np[0] = 0
-        buffers.input_ids_np[:num_tokens] = rng.integers(0, self._vocab_size, num_tokens)
-        buffers.logits_rows_np[:num_reqs] = buffers.query_start_loc_np[1 : num_reqs + 1] - 1
-        num_decodes = sum(query == 1 for query in query_lens)
-        return pad_buffers(
-            buffers,
+        ends = np.cumsum(needed)
+        return self._inputs(
+            SyntheticBatch(
+                query_lens=query_lens,
+                context_lens=context_lens,
+                blocks=np.split(order[: ends[-1]].astype(np.int32), ends[:-1]),
+                token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
+            ),
             key,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_decodes=num_decodes,
-            max_query_len=max(query_lens),
         )
+
+
+def load_buffers(buffers: StaticBuffers, batch: SyntheticBatch, key: GraphKey, *, block_size: int) -> CommonMetadata:
+    """Writes a batch that no slot holds, padded to `key`."""
+    token = 0
+    buffers.query_start_loc_np[0] = 0
+    for row, (query, context, blocks) in enumerate(
+        zip(batch.query_lens, batch.context_lens, batch.blocks, strict=True)
+    ):
+        buffers.block_table_np[row, : len(blocks)] = blocks
+        positions = np.arange(context, context + query)
+        buffers.positions_np[token : token + query] = positions
+        buffers.slot_mapping_np[token : token + query] = (
+            blocks[positions // block_size] * np.int64(block_size) + positions % block_size
+        )
+        token += query
+        buffers.query_start_loc_np[row + 1] = token
+        buffers.seq_lens_np[row] = query + context
+    num_reqs = len(batch.query_lens)
+    buffers.input_ids_np[:token] = batch.token_ids
+    buffers.logits_rows_np[:num_reqs] = buffers.query_start_loc_np[1 : num_reqs + 1] - 1
+    return pad_buffers(
+        buffers,
+        key,
+        num_reqs=num_reqs,
+        num_tokens=token,
+        num_decodes=batch.num_decodes,
+        max_query_len=max(batch.query_lens),
+    )

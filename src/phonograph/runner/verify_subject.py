@@ -13,6 +13,10 @@ from phonograph.runner.program import StepProgram
 from phonograph.runner.synthetic import SyntheticBatches
 
 
+# Blocks filled at a time: a cache may take nearly all memory there is.
+_BLOCKS_AT_ONCE = 4096
+
+
 class RunnerSubject:
     """Compares hidden states, logits, and the keys and values written, of a replay with an eager run.
 
@@ -38,7 +42,8 @@ class RunnerSubject:
         self._common: CommonMetadata | None = None
         generator = torch.Generator(kv_caches[0].device).manual_seed(0)
         for cache in kv_caches:
-            cache.copy_(torch.randn(cache.shape, dtype=torch.float32, device=cache.device, generator=generator))
+            for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
+                blocks.copy_(torch.randn(blocks.shape, dtype=torch.float32, device=cache.device, generator=generator))
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()

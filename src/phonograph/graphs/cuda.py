@@ -1,0 +1,141 @@
+"""The GPU's graph runtime: CUDA graphs, all on one stream, all over the same static tensors.
+
+The captured function allocates nothing (the runner's workspace holds all intermediates), so a graph owns little more
+than its list of nodes, and any order of captures and replays is safe as long as one stream runs them. An eager call
+ends the running capture and opens the next, so that a broken graph is a list of graphs with calls between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phonograph.errors import CaptureError, MemoryLimitError, PhonographError
+
+
+class CudaGraph:
+    """A captured computation: CUDA graphs and the eager calls between them, in order."""
+
+    def __init__(self, steps: list[Callable[[], None]], outputs: tuple[torch.Tensor, ...], num_pieces: int) -> None:
+        self._steps = steps
+        self._outputs = outputs
+        self._num_pieces = num_pieces
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return self._outputs
+
+    @property
+    def num_pieces(self) -> int:
+        return self._num_pieces
+
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class CudaRuntime:
+    """Captures on the current CUDA device; see `GraphRuntime` for the contract.
+
+    scratch: the static floating-point tensors that graphs use for intermediates, for `poison`.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device, scratch: Sequence[torch.Tensor] = ()) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._scratch = list(scratch)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._running: torch.cuda.CUDAGraph | None = None
+        self._steps: list[Callable[[], None]] | None = None
+        self._num_pieces = 0
+        self._memory_bytes = 0
+
+    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CudaGraph:
+        """Runs `function` once under capture. It must have run eagerly before, so that its kernels are compiled.
+
+        Raises:
+            CaptureError: it did what a capture refuses (a host read, a synchronising call).
+            MemoryLimitError: the device has no memory left for the graph.
+        """
+        assert self._steps is None, "captures do not nest"
+        torch.cuda.synchronize(self.device)
+        free_before, _ = torch.cuda.mem_get_info(self.device)
+        self._steps, self._num_pieces = [], 0
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                self._open()
+                outputs = function()
+                self._close()
+            graph = CudaGraph(self._steps, outputs, self._num_pieces)
+        except torch.OutOfMemoryError as error:
+            self._abandon()
+            raise MemoryLimitError(
+                "no memory is left for a CUDA graph; lower gpu_memory_utilization, max_cudagraph_capture_size or "
+                "max_num_seqs"
+            ) from error
+        except PhonographError:
+            self._abandon()
+            raise
+        except RuntimeError as error:
+            self._abandon()
+            raise CaptureError(f"a CUDA graph cannot hold this step: {_first_line(error)}") from error
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._steps = None
+        torch.cuda.synchronize(self.device)
+        free_after, _ = torch.cuda.mem_get_info(self.device)
+        self._memory_bytes += max(0, free_before - free_after)
+        return graph
+
+    def eager_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        if self._steps is None:
+            function(*tensors)
+            return
+        self._close()
+        call = functools.partial(function, *tensors)
+        call()
+        self._steps.append(call)
+        self._open()
+
+    def poison(self) -> None:
+        with torch.cuda.stream(self.stream):
+            for tensor in self._scratch:
+                tensor.fill_(float("nan"))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the driver took for the graphs so far, as seen in the device's free memory."""
+        return self._memory_bytes
+
+    def _open(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._running = graph
+
+    def _close(self) -> None:
+        assert self._running is not None and self._steps is not None
+        graph, self._running = self._running, None
+        graph.capture_end()
+        self._steps.append(graph.replay)
+        self._num_pieces += 1
+
+    def _abandon(self) -> None:
+        """Ends a capture that failed half-way, or the stream would stay in capture mode."""
+        graph, self._running = self._running, None
+        if graph is not None:
+            try:
+                with torch.cuda.stream(self.stream):
+                    graph.capture_end()
+            except RuntimeError:
+                pass  # the failure that brought us here has invalidated it
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
