@@ -113,7 +113,7 @@ def test_abort_in_the_middle_leaves_the_others_alone(folder: str) -> None:
 def test_an_engine_whose_step_failed_says_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(folder)
     runner = llm.engine.core.runner
-    monkeypatch.setattr(runner, "execute", lambda batch: 1 / 0)
+    monkeypatch.setattr(runner, "submit", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([[5, 6]], GREEDY)
     monkeypatch.undo()

@@ -1,23 +1,39 @@
-"""The synchronous core: a step is schedule, run, take the results. Everything else in the engine is around it."""
+"""The synchronous core: a step is schedule, submit, take the results. Everything else in the engine is around it.
+
+Where the runner allows it the results taken are those of an earlier step: while the device runs one, the host makes the
+next, whose input tokens never leave the device.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+
+from phonograph.batch import ScheduledBatch
 from phonograph.errors import PhonographError
 from phonograph.request import Request
-from phonograph.runner.model_runner import ModelRunner
+from phonograph.runner.steps import PendingStep, StepRunner
 from phonograph.scheduler import Scheduler
 
 
 class EngineCore:
     """Scheduler and runner, joined. Not thread-safe: one thread drives it."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._failed: BaseException | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do: requests that have not ended, or steps whose results nobody took yet."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
     def step(self) -> list[Request]:
-        """Runs one step and returns the requests that got a token.
+        """Submits the next step, takes the results of the oldest, and returns the requests that got a token.
+
+        While the runner can have more steps in flight it submits only, and returns nothing; when nothing can be
+        scheduled it takes results only.
 
         Raises:
             PhonographError: an earlier step failed half-way; what it left of cache and slots cannot be trusted.
@@ -26,10 +42,20 @@ class EngineCore:
             raise PhonographError(f"the engine stopped when a step failed ({self._failed!r}); make a new one")
         try:
             batch = self.scheduler.schedule()
-            if not batch.slots:
-                return []
-            output = self.runner.execute(batch)
-            return self.scheduler.update(batch, output)
+            if batch.slots:
+                self._in_flight.append((batch, self.runner.submit(batch)))
+                if len(self._in_flight) <= self.runner.lookahead:
+                    return []
+            return self._take() if self._in_flight else []
         except BaseException as error:
             self._failed = error
             raise
+
+    def settle(self) -> None:
+        """Takes the steps still in flight if no request is left that waits for them, as after the last was aborted."""
+        while self._in_flight and self._failed is None and not self.scheduler.has_unfinished:
+            self.step()
+
+    def _take(self) -> list[Request]:
+        batch, pending = self._in_flight.popleft()
+        return self.scheduler.update(batch, pending.result())

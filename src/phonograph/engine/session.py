@@ -49,7 +49,8 @@ class Session:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.scheduler.has_unfinished
+        """Whether there is anything to step for: requests that have not ended, or steps still in flight."""
+        return self.core.has_work
 
     def add(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
@@ -100,6 +101,7 @@ class Session:
             self.core.scheduler.abort(sample.request.request_id)
             self._advance(sample)
             del self._samples[sample.request.request_id]
+        self.core.settle()
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -24,6 +24,7 @@ from phonograph.runner.logprobs import prompt_logprobs
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.slots import SlotTable, fill_buffers
+from phonograph.runner.steps import CompletedStep
 from phonograph.runner.synthetic import SyntheticBatches
 
 
@@ -37,7 +38,9 @@ class CaptureReport:
 
 
 class ModelRunner:
-    """Executes steps. `counts` tells how many steps each kind of decision had."""
+    """Runs steps, each at once when it is submitted. `counts` tells how many each kind of decision had."""
+
+    lookahead: int = 0
 
     def __init__(
         self,
@@ -80,8 +83,8 @@ class ModelRunner:
             raise CaptureError(f"{key} was to be captured without attention metadata")
         self._graphs[key] = self.runtime.capture(functools.partial(self.run_shape, key))
 
-    def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step and returns what it sampled."""
+    def submit(self, batch: ScheduledBatch) -> CompletedStep:
+        """Runs one step; its result is what it sampled."""
         with torch.inference_mode():
             self._apply(batch)
             decision = self.dispatcher.decide(shape_of(batch))
@@ -89,7 +92,7 @@ class ModelRunner:
             common = fill_buffers(self._buffers, self._slots, batch, decision.key)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
-            return self._sample(batch, hidden, logits)
+            return CompletedStep(self._sample(batch, hidden, logits))
 
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
