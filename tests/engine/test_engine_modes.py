@@ -187,7 +187,7 @@ def test_a_dummy_run_without_metadata_writes_zeros_and_is_never_captured(folder:
     key = make_llm(folder).plan.captures.mixed[0]
     runner._builder.build = lambda common, *, key: None
     with pytest.raises(CaptureError, match="without attention metadata"):
-        runner._capture_one(key, runner._synthetic.capture_batch(key))
+        runner._capturable(key)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -230,7 +230,7 @@ def test_settings_that_cannot_work_are_errors(folder: str) -> None:
         ({"attention_backend": "nonsense"}, "attention_backend='nonsense'.*reference", ConfigError),
         ({"attention_backend": "flashinfer"}, "flashinfer", BackendError),
         ({"num_speculative_tokens": 2}, "num_speculative_tokens=2", ConfigError),
-        ({"device": "cuda"}, "device='cuda'.*cpu works", ConfigError),
+        ({"device": "cuda"}, "device='cuda'.*cpu or auto works", ConfigError),
     ):
         with pytest.raises(kind, match=message):
             make_llm(folder, **settings)

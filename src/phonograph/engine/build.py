@@ -1,8 +1,7 @@
-"""Makes a running core from a plan: weights, KV cache, attention, graphs. The only place that wires the parts."""
+"""Makes a running core from a plan: weights, KV cache, attention, graphs. Here and in `wiring*.py` parts meet."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,17 +12,12 @@ from phonograph.attention.select import load
 from phonograph.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
-from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey
-from phonograph.graphs.tape import TapeRuntime
 from phonograph.models.load import load_model
+from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
-from phonograph.runner.model_runner import CaptureReport, ModelRunner
-from phonograph.runner.program import StepProgram
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.slots import SlotTable, blocks_for
-from phonograph.runner.synthetic import SyntheticBatches, load_buffers
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.scheduler import Scheduler, SchedulerLimits
 
@@ -42,14 +36,23 @@ class Engine:
 
 
 def this_device(kind: str) -> DeviceSpec:
-    """The device an engine runs on here.
+    """The device an engine runs on here: for "auto" the current GPU where there is one.
 
     Raises:
-        ConfigError: a GPU was asked for; the kernels and the runtime for it are not there yet.
+        ConfigError: a GPU was asked for and there is none.
     """
-    if kind == "cuda":
-        raise ConfigError("device", kind, "the CUDA runtime and kernels are not in this version yet; cpu works")
-    return known_device("cpu")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return known_device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device", kind, "torch sees no CUDA device here; cpu or auto works")
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return DeviceSpec(
+        name=facts.name,
+        kind="cuda",
+        capability=(facts.major, facts.minor),
+        num_sms=facts.multi_processor_count,
+        memory=facts.total_memory,
+    )
 
 
 def _unseen(phase: str, done: int, total: int) -> None:
@@ -66,77 +69,21 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         raise ConfigError(
             "num_speculative_tokens", plan.config.num_speculative_tokens, "speculation can be explained, not run yet; 0"
         )
-    backend_class = load(plan.selection)
-    device = torch.device(plan.device.kind)
     report = progress or _unseen
-    model = load_model(
-        plan.model,
-        plan.config.model,
-        dtype=getattr(torch, plan.dtype),
-        device=device,
-        load_format=plan.config.load_format,
-        seed=plan.config.seed or 0,
-        progress=lambda done, total: report("weights", done, total),
-        revision=plan.config.revision,
-        max_positions=plan.limits.max_model_len,
-    )
-    limits = plan.limits
-    backend = backend_class(
-        plan.attention,
-        device,
-        BatchLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-        ),
-    )
-    runtime = TapeRuntime()
-    buffers = StaticBuffers(
-        max_num_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
-    )
-    kv_caches = allocate_kv_caches(
-        plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=device
-    )
-    scale = plan.model.head_size**-0.5
-    program = StepProgram(
-        model=model,
-        backend=backend,
-        layers=[
-            AttentionLayer(index=index, scale=scale, window=window) for index, window in enumerate(plan.model.windows)
-        ],
-        kv_caches=kv_caches,
-        buffers=buffers,
-        runtime=runtime,
-    )
-    builder = backend.make_builder()
-    synthetic = SyntheticBatches(
-        functools.partial(load_buffers, buffers, block_size=limits.block_size),
-        max_model_len=limits.max_model_len,
-        block_size=limits.block_size,
-        num_blocks=plan.memory.num_blocks,
-        vocab_size=plan.model.vocab_size,
-    )
-    runner = ModelRunner(
-        program=program,
-        builder=builder,
-        buffers=buffers,
-        slots=SlotTable(
-            max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, block_size=limits.block_size
-        ),
-        sampler=Sampler(
-            max_num_seqs=limits.max_num_seqs, vocab_size=plan.model.vocab_size, device=device, seed=plan.config.seed
-        ),
-        dispatcher=plan.make_dispatcher(),
-        runtime=runtime,
-        synthetic=synthetic,
-    )
+    parts = _make_parts(plan, lambda done, total: report("weights", done, total))
+    if plan.device.kind == "cpu":
+        runner = make_cpu_runner(plan, parts)
+    else:
+        # Imports Triton, which a CPU installation need not have.
+        from phonograph.engine.wiring_cuda import make_cuda_runner
+
+        runner = make_cuda_runner(plan, parts)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
         report("graphs", done, total)
 
     captured = runner.capture(captured_one)
+    limits = plan.limits
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=limits.max_num_seqs,
@@ -150,18 +97,40 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     )
 
     def make_subject() -> RunnerSubject:
-        return RunnerSubject(
-            runner=runner,
-            program=program,
-            builder=builder,
-            buffers=buffers,
-            synthetic=synthetic,
-            kv_caches=kv_caches,
-        )
+        return RunnerSubject(runner, parts.kv_caches)
 
-    return Engine(
-        core=EngineCore(scheduler, runner),
-        plan=plan,
-        captured=captured,
-        make_subject=make_subject,
+    return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
+
+
+def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts:
+    backend_class = load(plan.selection)
+    device = torch.device(plan.device.kind)
+    model = load_model(
+        plan.model,
+        plan.config.model,
+        dtype=getattr(torch, plan.dtype),
+        device=device,
+        load_format=plan.config.load_format,
+        seed=plan.config.seed or 0,
+        progress=progress,
+        revision=plan.config.revision,
+        max_positions=plan.limits.max_model_len,
     )
+    limits = plan.limits
+    backend = backend_class(
+        plan.attention,
+        device,
+        BatchLimits(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+        ),
+    )
+    kv_caches = allocate_kv_caches(
+        plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=device
+    )
+    scale = plan.model.head_size**-0.5
+    layers = [
+        AttentionLayer(index=index, scale=scale, window=window) for index, window in enumerate(plan.model.windows)
+    ]
+    return Parts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)

@@ -10,6 +10,7 @@ from phonograph.config import EngineConfig
 from phonograph.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
+from phonograph.models.workspace import Workspace
 from phonograph.runner.slots import blocks_for
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -17,12 +18,17 @@ KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _CPU_KV_LIMIT = 2 * GIB
 """On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
 _LIBRARY_BYTES = GIB
-"""An allowance for the CUDA context and the libraries' workspaces; to be measured when the CUDA runtime is there."""
+"""An allowance for the CUDA context, loaded kernels and the libraries' workspaces."""
+_GRAPH_BYTES_PER_LAYER = 80 * 1024
+"""What the driver takes for the nodes of one layer in one captured CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """All in bytes but num_blocks. `graphs` is the estimated pool that all captured graphs share.
+    """All in bytes but num_blocks.
+
+    graphs: estimated memory of all captured graphs: on a CPU the pool that they share, on a GPU their nodes and the
+        static workspace that they (and eager steps) run in
 
     note: where the size of the KV cache comes from
     """
@@ -48,18 +54,25 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int,
     block_size: int,
+    max_num_batched_tokens: int,
     graph_tokens: int,
+    num_graphs: int,
 ) -> MemoryPlan:
     """Sizes the KV cache.
 
     Args:
         graph_tokens: tokens of the largest graph, 0 without graphs.
+        num_graphs: how many there will be.
 
     Raises:
         MemoryLimitError: no room is left for one request of max_model_len tokens.
     """
     weights = model.weight_bytes(dtype)
-    graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
+    if device.kind == "cpu":
+        graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
+    else:
+        workspace = Workspace.nbytes(model, max_num_batched_tokens, max_num_seqs, dtype)
+        graphs = workspace + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
     block = kv_block_bytes(model, kv_cache_dtype, block_size)
     blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:
@@ -105,6 +118,7 @@ def _default_kv_bytes(config: EngineConfig, device: DeviceSpec, weights: int, gr
     usable = int(device.memory * config.gpu_memory_utilization) - _LIBRARY_BYTES
     source = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
-        f"({weights / GIB:.1f}), graphs ({graphs / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}) and libraries "
+        f"({_LIBRARY_BYTES / GIB:.1f})"
     )
     return usable - weights - graphs, source

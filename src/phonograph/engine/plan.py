@@ -77,6 +77,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
+    replayed = resolution.mode is not GraphMode.NONE
+    graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
     memory = plan_memory(
         config,
         model,
@@ -86,7 +88,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         block_size=limits.block_size,
-        graph_tokens=_capture_tokens(config, limits, device) if resolution.mode is not GraphMode.NONE else 0,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        graph_tokens=graph_tokens,
+        num_graphs=_num_graphs(config, resolution.mode, limits, graph_tokens) if replayed else 0,
     )
     if memory.num_blocks < limits.max_num_seqs:
         notes.append(
@@ -153,6 +157,19 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
             "the other",
         )
     return largest
+
+
+def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> int:
+    """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
+    captures = make_capture_list(
+        mode,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_capture_tokens=graph_tokens,
+        sizes=config.cudagraph_capture_sizes,
+        speculative_tokens=config.num_speculative_tokens,
+    )
+    return len(captures.largest_first())
 
 
 def _attention_spec(config: EngineConfig, model: ModelSpec, dtype: str, block_size: int) -> AttentionSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -54,6 +55,9 @@ class CudaRuntime:
         self._num_pieces = 0
         self._memory_bytes = 0
 
+    def scope(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CudaGraph:
         """Runs `function` once under capture. It must have run eagerly before, so that its kernels are compiled.
 
@@ -66,7 +70,7 @@ class CudaRuntime:
         free_before, _ = torch.cuda.mem_get_info(self.device)
         self._steps, self._num_pieces = [], 0
         try:
-            with torch.inference_mode(), torch.cuda.stream(self.stream):
+            with torch.inference_mode(), self.scope():
                 self._open()
                 outputs = function()
                 self._close()
@@ -104,7 +108,7 @@ class CudaRuntime:
         self._open()
 
     def poison(self) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.scope():
             for tensor in self._scratch:
                 tensor.fill_(float("nan"))
 
@@ -130,7 +134,7 @@ class CudaRuntime:
         graph, self._running = self._running, None
         if graph is not None:
             try:
-                with torch.cuda.stream(self.stream):
+                with self.scope():
                     graph.capture_end()
             except RuntimeError:
                 pass  # the failure that brought us here has invalidated it

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -35,6 +36,10 @@ class GraphRuntime(Protocol):
     """Captures graphs into one memory pool."""
 
     name: str
+
+    def scope(self) -> AbstractContextManager[object]:
+        """What steps, captures and replays run within: on a GPU, the runtime's stream."""
+        ...
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
         """Runs `function` once and records it.

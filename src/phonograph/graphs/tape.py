@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -74,6 +75,7 @@ class TapeRuntime:
     """Captures on the CPU; see `GraphRuntime` for the contract."""
 
     name = "tape"
+    scope = staticmethod(nullcontext)
 
     def __init__(self) -> None:
         self._pool = torch.empty(0, dtype=torch.uint8)

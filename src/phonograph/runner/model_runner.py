@@ -6,11 +6,10 @@ The runner never meets a request, only slots. It owns everything with an address
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
@@ -19,22 +18,14 @@ from phonograph.errors import CaptureError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
 from phonograph.runner.logprobs import prompt_logprobs
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.slots import SlotTable, fill_buffers
 from phonograph.runner.steps import CompletedStep
 from phonograph.runner.synthetic import SyntheticBatches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureReport:
-    """num_graphs, seconds, memory_bytes: what the capture phase made and cost."""
-
-    num_graphs: int
-    seconds: float
-    memory_bytes: int
 
 
 class ModelRunner:
@@ -63,25 +54,18 @@ class ModelRunner:
         self._slots = slots
         self._sampler = sampler
         self._synthetic = synthetic
-        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
 
-    def capture(self, progress: Callable[[int, int, GraphKey], None] | None = None) -> CaptureReport:
+    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
         """Captures every graph of the capture list, largest first."""
-        start = time.perf_counter()
-        keys = self.dispatcher.captures.largest_first()
-        for done, key in enumerate(keys):
-            if progress is not None:
-                progress(done, len(keys), key)
-            self._capture_one(key, self._synthetic.capture_batch(key))
-        seconds = time.perf_counter() - start
-        return CaptureReport(num_graphs=len(keys), seconds=seconds, memory_bytes=self.runtime.memory_bytes)
+        return self._graphs.capture(self.dispatcher.captures.largest_first(), self._capturable, progress)
 
-    def _capture_one(self, key: GraphKey, common: CommonMetadata) -> None:
-        self._program.metadata = self._builder.build(common, key=key)
+    def _capturable(self, key: GraphKey) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        self._program.metadata = self._builder.build(self._synthetic.capture_batch(key), key=key)
         if self._program.metadata is None:  # pyright: ignore[reportUnnecessaryComparison]
             raise CaptureError(f"{key} was to be captured without attention metadata")
-        self._graphs[key] = self.runtime.capture(functools.partial(self.run_shape, key))
+        return functools.partial(self.run_shape, key)
 
     def submit(self, batch: ScheduledBatch) -> CompletedStep:
         """Runs one step; its result is what it sampled."""
@@ -97,9 +81,7 @@ class ModelRunner:
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
         self._buffers.consume(key)
-        graph = self._graphs[key]
-        graph.replay()
-        hidden, logits = graph.outputs
+        hidden, logits = self._graphs.replay(key)
         return hidden, logits
 
     def run_shape(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +92,23 @@ class ModelRunner:
             every_row=key.graphs is GraphSet.DECODE,
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
+
+    def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
+        """Writes a random batch that runs as `key`; for verification, as are the next two."""
+        return self._synthetic.random_batch(key, rng)
+
+    def replay_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
+        """Replays the graph on the batch drawn for it."""
+        self._program.metadata = self._builder.build(common, key=key)
+        self._buffers.prepared(key)
+        hidden, logits = self.replay(key)
+        return {"hidden": hidden, "logits": logits}
+
+    def run_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
+        """Runs the batch drawn for `key` eagerly, at the same padded shape, on metadata built for it."""
+        self._program.metadata = self._builder.build(common, key=key)
+        hidden, logits = self.run_shape(key)
+        return {"hidden": hidden, "logits": logits}
 
     def _run_eager(self, common: CommonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         return self._program.run(

@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
-from phonograph.graphs.buffers import StaticBuffers
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphKey
-from phonograph.runner.model_runner import ModelRunner
-from phonograph.runner.program import StepProgram
-from phonograph.runner.synthetic import SyntheticBatches
-
+from phonograph.graphs.runtime import GraphRuntime
 
 # Blocks filled at a time: a cache may take nearly all memory there is.
 _BLOCKS_AT_ONCE = 4096
 
 
+class Verifiable(Protocol):
+    """What a runner offers for verification. Batches are drawn, then run twice; results are by name."""
+
+    dispatcher: Dispatcher
+
+    @property
+    def runtime(self) -> GraphRuntime: ...
+    def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata: ...
+    def replay_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]: ...
+    def run_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]: ...
+
+
 class RunnerSubject:
-    """Compares hidden states, logits, and the keys and values written, of a replay with an eager run.
+    """Compares hidden states, logits, sampled tokens, and the keys and values written, of a replay with an eager run.
 
     It overwrites the whole KV cache, so no request may be in flight.
     """
 
-    def __init__(
-        self,
-        *,
-        runner: ModelRunner,
-        program: StepProgram,
-        builder: MetadataBuilder,
-        buffers: StaticBuffers,
-        synthetic: SyntheticBatches,
-        kv_caches: list[torch.Tensor],
-    ) -> None:
+    def __init__(self, runner: Verifiable, kv_caches: list[torch.Tensor]) -> None:
         self._runner = runner
-        self._program = program
-        self._builder = builder
-        self._buffers = buffers
-        self._synthetic = synthetic
         self._kv_caches = kv_caches
         self._common: CommonMetadata | None = None
-        generator = torch.Generator(kv_caches[0].device).manual_seed(0)
-        for cache in kv_caches:
-            for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
-                blocks.copy_(torch.randn(blocks.shape, dtype=torch.float32, device=cache.device, generator=generator))
+        with runner.runtime.scope():
+            generator = torch.Generator(kv_caches[0].device).manual_seed(0)
+            for cache in kv_caches:
+                for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
+                    random = torch.randn(blocks.shape, dtype=torch.float32, device=cache.device, generator=generator)
+                    blocks.copy_(random)
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
-        common = self._synthetic.random_batch(key, rng)
+        with torch.inference_mode(), self._runner.runtime.scope():
+            common = self._runner.draw(key, rng)
         self._common = common
         return (
             f"{common.num_tokens} tokens, {common.num_decodes} decodes + {common.num_reqs - common.num_decodes} "
@@ -58,19 +59,16 @@ class RunnerSubject:
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
         common = self._batch()
-        self._poison_written(common)
-        self._runner.runtime.poison()
-        self._program.metadata = self._builder.build(common, key=key)
-        self._buffers.prepared(key)
-        with torch.inference_mode():
-            return self._results(common, *self._runner.replay(key))
+        with torch.inference_mode(), self._runner.runtime.scope():
+            self._poison_written(common)
+            self._runner.runtime.poison()
+            return self._results(common, self._runner.replay_drawn(key, common))
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
         common = self._batch()
-        self._poison_written(common)
-        self._program.metadata = self._builder.build(common, key=None)
-        with torch.inference_mode():
-            return self._results(common, *self._runner.run_shape(key))
+        with torch.inference_mode(), self._runner.runtime.scope():
+            self._poison_written(common)
+            return self._results(common, self._runner.run_drawn(key, common))
 
     def _batch(self) -> CommonMetadata:
         assert self._common is not None, "prepare() comes first"
@@ -86,8 +84,8 @@ class RunnerSubject:
         for cache in self._kv_caches:
             cache[:, blocks, offsets] = float("nan")
 
-    def _results(self, common: CommonMetadata, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _results(self, common: CommonMetadata, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Padded rows are compared too: they must be finite, or they could poison a real row some day."""
         blocks, offsets = self._written(common)
         written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-        return {"hidden": hidden.clone(), "logits": logits.clone(), "kv": written}
+        return {**{name: tensor.clone() for name, tensor in outputs.items()}, "kv": written}

@@ -1,0 +1,71 @@
+"""Joins the parts of an engine into a runner, on the CPU: the tape, static buffers in host memory, torch's sampler."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.engine.plan import EnginePlan
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.tape import TapeRuntime
+from phonograph.models.decoder import Decoder
+from phonograph.runner.model_runner import ModelRunner
+from phonograph.runner.program import StepProgram
+from phonograph.runner.sampler import Sampler
+from phonograph.runner.slots import SlotTable, blocks_for
+from phonograph.runner.synthetic import SyntheticBatches, load_buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What every device needs: weights, attention, and the KV cache of each layer."""
+
+    model: Decoder
+    backend: AttentionBackend
+    layers: list[AttentionLayer]
+    kv_caches: list[torch.Tensor]
+
+
+def make_cpu_runner(plan: EnginePlan, parts: Parts) -> ModelRunner:
+    """A runner over the plan's limits; its graphs are still to be captured."""
+    limits = plan.limits
+    runtime = TapeRuntime()
+    buffers = StaticBuffers(
+        max_num_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
+    )
+    return ModelRunner(
+        program=StepProgram(
+            model=parts.model,
+            backend=parts.backend,
+            layers=parts.layers,
+            kv_caches=parts.kv_caches,
+            buffers=buffers,
+            runtime=runtime,
+        ),
+        builder=parts.backend.make_builder(),
+        buffers=buffers,
+        slots=SlotTable(
+            max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, block_size=limits.block_size
+        ),
+        sampler=make_sampler(plan, torch.device("cpu")),
+        dispatcher=plan.make_dispatcher(),
+        runtime=runtime,
+        synthetic=SyntheticBatches(
+            functools.partial(load_buffers, buffers, block_size=limits.block_size),
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            num_blocks=plan.memory.num_blocks,
+            vocab_size=plan.model.vocab_size,
+        ),
+    )
+
+
+def make_sampler(plan: EnginePlan, device: torch.device) -> Sampler:
+    return Sampler(
+        max_num_seqs=plan.limits.max_num_seqs, vocab_size=plan.model.vocab_size, device=device, seed=plan.config.seed
+    )
