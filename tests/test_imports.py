@@ -20,7 +20,7 @@ LEAVES = frozenset({"errors", "sampling_params", "batch", "device", "request", "
 CONFIG = frozenset({"config", "config_sources", "config_values"})
 COMMON = LEAVES | CONFIG
 BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
-BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "runner"}
+BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "scheduler_limits", "runner"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "demo": frozenset(),
@@ -37,7 +37,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "attention": COMMON | {"kernels"},
     "models": COMMON - {"graphs.modes"} | {"kernels"},
     "cache": COMMON,
-    "scheduler": COMMON | {"cache"},
+    "scheduler_limits": frozenset({"errors"}),
+    "scheduler": COMMON | {"cache", "scheduler_limits"},
     "runner": BELOW_RUNNER,
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE | {"engine", ROOT},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     ROOT: BELOW_ENGINE | {"engine"},
 }
-WITHOUT_TORCH = COMMON | {"cache", "scheduler"}
+WITHOUT_TORCH = COMMON | {"cache", "scheduler", "scheduler_limits"}
 
 MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
 

@@ -22,6 +22,8 @@ class RequestState(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again after it lost its blocks; it keeps its output and computes its keys and values anew."""
+    ENDING = "ending"
+    """Its last token is being computed. It has given its slot and blocks back, and waits for that token only."""
     FINISHED = "finished"
 
 

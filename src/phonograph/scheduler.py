@@ -12,80 +12,26 @@ length is bounded by the pool), and it computes at least one token in each step 
 next one is the best; and a waiting request is overtaken only by better-ranked ones.
 
 Steps may overlap: `schedule` counts a step as computed at once, so it can be called again before `update` has brought
-that step's tokens, which then live on the device only. Updates come in the order of the schedules.
+that step's tokens, which then live on the device only. Updates come in the order of the schedules. A request whose last
+token is in flight needs nothing more: the next step may have its slot and blocks, because steps run in order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
-from typing import Literal
 
 from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
 from phonograph.cache.manager import BlockTable, CacheManager
-from phonograph.errors import ConfigError, RequestError
+from phonograph.errors import RequestError
 from phonograph.request import FinishReason, Request, RequestState
+from phonograph.scheduler_limits import SchedulerLimits, SchedulerStats
 
 _RANK = attrgetter("rank")
 NOT_FINITE = "the model's logits are not finite"
 """The stop_reason of a request that the model itself cannot continue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """How much may run at once.
-
-    max_num_seqs:           sequences running at a time, which is the number of runner slots
-    max_num_batched_tokens: tokens in one step; at least max_num_seqs, so that every decode fits
-    max_model_len:          tokens of prompt and output together
-    block_size, num_blocks: tokens in a KV block, and blocks
-    policy:                 "fcfs" serves by arrival; "priority" by priority, then arrival
-
-    Raises:
-        ConfigError: a value is out of range or contradicts another.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("block_size", 1), ("num_blocks", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, getattr(self, name), f"must be >= {least}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            problem = f"must be >= max_num_seqs ({self.max_num_seqs}), so that every running sequence gets its token"
-            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, problem)
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError("policy", self.policy, "must be 'fcfs' or 'priority'")
-
-    @property
-    def context_len(self) -> int:
-        """Tokens that a request can have: the model's context, or what the blocks hold (the last token needs none)."""
-        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Gauges of this moment, and counters since the start.
-
-    prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them found in the prefix cache
-    """
-
-    num_running: int
-    num_waiting: int
-    blocks_used: int
-    num_blocks: int
-    num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
 
 
 class Scheduler:
@@ -108,6 +54,7 @@ class Scheduler:
         # The running sequences: by slot those that decode, and the one whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
         self._prefilling: Request | None = None
+        self._last_scheduled: list[Request] = []  # those whose last token the latest batch computes
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
@@ -123,7 +70,7 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self._running),
+            num_running=len(self._requests) - len(self._waiting),
             num_waiting=len(self._waiting),
             blocks_used=self._cache.pool.num_held,
             num_blocks=self.limits.num_blocks,
@@ -181,6 +128,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """The next step. Its cost for running decodes is a short loop, with more to do at block borders only."""
+        self._release_ending()
         may_admit = self._make_room()
         slots: list[int] = []
         contexts: list[int] = []
@@ -189,12 +137,12 @@ class Scheduler:
         block_size = self.limits.block_size
         for slot, request in self._decoding.items():
             context = request.num_computed
-            if context + 1 == request.max_len:
-                continue  # its last token is in flight
             if context % block_size == 0:
                 table = self._publish(request)
                 appends.append(BlockAppend(slot=slot, start=len(table.block_ids), block_ids=[self._cache.grow(table)]))
             request.num_computed = context + 1
+            if context + 2 == request.max_len:
+                self._last_scheduled.append(request)
             slots.append(slot)
             contexts.append(context)
             requests.append(request)
@@ -220,6 +168,8 @@ class Scheduler:
             if complete:
                 self._prefilling = None
                 self._decoding[request.slot] = request
+                if request.num_computed + 1 == request.max_len:
+                    self._last_scheduled.append(request)
             if query_len > 1:
                 prefills.append((request, context, query_len, complete))
             else:
@@ -291,28 +241,39 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants of slots, queues and blocks; for tests."""
         running = self._running
+        ending = [request for request in self._requests.values() if request.state is RequestState.ENDING]
         assert all(request.state is RequestState.RUNNING for request in running)
+        assert all(request.slot == -1 and not self._tables[request.request_id].block_ids for request in ending)
+        assert all(any(request in requests for _, requests in self._in_flight) for request in ending)
         assert all(request.slot == slot for slot, request in self._decoding.items())
         slots = [request.slot for request in running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
         assert self._waiting == sorted(self._waiting, key=_RANK)
         for request in self._waiting:
             assert request.slot == -1 and not request.num_computed and not self._tables[request.request_id].block_ids
-        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *running)}
-        assert len(self._requests) == len(self._waiting) + len(running)
+        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *running, *ending)}
+        assert len(self._requests) == len(self._waiting) + len(running) + len(ending)
         assert self._tables.keys() == self._requests.keys()
         self._cache.check((table, self._requests[key].num_computed) for key, table in self._tables.items())
+
+    def _release_ending(self) -> None:
+        """Takes slot and blocks from those whose last token is in flight.
+
+        Not when that is scheduled but one step later: then, with one step in flight, all tokens that it computed are
+        known, and all its full blocks can be found.
+        """
+        for request in self._last_scheduled:
+            if request.state is RequestState.RUNNING:
+                self._release(request)
+                request.state = RequestState.ENDING
+        self._last_scheduled.clear()
 
     def _make_room(self) -> bool:
         """Preempts until every decode can have the block it needs; whether there are enough to think of admitting."""
         block_size, pool = self.limits.block_size, self._cache.pool
         if pool.num_free >= len(self._decoding):
             return True
-        needy = {
-            slot
-            for slot, request in self._decoding.items()
-            if request.num_computed % block_size == 0 and request.num_computed + 1 < request.max_len
-        }
+        needy = {slot for slot, request in self._decoding.items() if request.num_computed % block_size == 0}
         while len(needy) > pool.num_free:
             victim = max(self._running, key=_RANK)
             needy.discard(victim.slot)
@@ -385,7 +346,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.state is RequestState.RUNNING:
             self._release(request)
-        else:
+        elif request.state is not RequestState.ENDING:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_RANK)]
         del self._requests[request.request_id], self._tables[request.request_id]
         request.state = RequestState.FINISHED

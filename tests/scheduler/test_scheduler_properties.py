@@ -183,9 +183,9 @@ class Engine:
         batch = self.scheduler.schedule()
         if best:
             # What "every request ends" rests on.
-            assert best.state is RequestState.RUNNING
-            last_in_flight = self.in_flight and best.num_computed == best.max_len - 1
-            assert best.num_computed > before or last_in_flight, "the best-ranked sequence makes no progress"
+            last_in_flight = best.state is RequestState.ENDING and before == best.max_len - 1
+            progress = best.state is RequestState.RUNNING and best.num_computed > before
+            assert progress or last_in_flight, "the best-ranked sequence makes no progress"
         if batch.slots:
             self.in_flight.append((batch, self.runner.run(batch)))
         else:

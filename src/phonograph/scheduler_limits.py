@@ -1,0 +1,63 @@
+"""How much the scheduler may run at once, and what it tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phonograph.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """How much may run at once.
+
+    max_num_seqs:           sequences running at a time, which is the number of runner slots
+    max_num_batched_tokens: tokens in one step; at least max_num_seqs, so that every decode fits
+    max_model_len:          tokens of prompt and output together
+    block_size, num_blocks: tokens in a KV block, and blocks
+    policy:                 "fcfs" serves by arrival; "priority" by priority, then arrival
+
+    Raises:
+        ConfigError: a value is out of range or contradicts another.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("block_size", 1), ("num_blocks", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"must be >= {least}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            problem = f"must be >= max_num_seqs ({self.max_num_seqs}), so that every running sequence gets its token"
+            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, problem)
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("policy", self.policy, "must be 'fcfs' or 'priority'")
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that a request can have: the model's context, or what the blocks hold (the last token needs none)."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges of this moment, and counters since the start.
+
+    num_running: requests that have begun and are not waiting again
+    prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them found in the prefix cache
+    """
+
+    num_running: int
+    num_waiting: int
+    blocks_used: int
+    num_blocks: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
