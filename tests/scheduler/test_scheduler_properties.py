@@ -287,7 +287,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 class Streams(RuleBasedStateMachine):
-    @initialize(limits=limits_of(), depth=st.sampled_from([1, 1, 2, 3]), first=st.lists(arrivals(), min_size=2))
+    @initialize(limits=limits_of(), depth=st.sampled_from([1, 2, 2, 3]), first=st.lists(arrivals(), min_size=2))
     def start(self, limits: SchedulerLimits, depth: int, first: list[Arrival]) -> None:
         self.engine = Engine(limits, depth)
         for arrival in first:

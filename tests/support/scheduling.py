@@ -1,0 +1,56 @@
+"""Requests, limits and steps without a model, for tests of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.request import Request
+from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler import Scheduler, SchedulerLimits
+
+EOS = 99
+
+
+def limits(**changes: object) -> SchedulerLimits:
+    values: dict[str, object] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
+    return SchedulerLimits(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def request(
+    name: str, prompt: int | Sequence[int] = 5, *, priority: int = 0, arrival: float = 0.0, **params: object
+) -> Request:
+    """`prompt` as tokens, or as a number of tokens unlike those of any other name."""
+    tokens = [1000 * ord(name[0]) + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        params=SamplingParams(**({"max_tokens": None} | params)),  # pyright: ignore[reportArgumentType]
+        arrival=arrival,
+        priority=priority,
+        eos_token_ids=(EOS,),
+    )
+
+
+def output_of(batch: ScheduledBatch, token_id: int = 7) -> StepOutput:
+    slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+    return StepOutput(slots=slots, token_ids=[token_id] * len(slots))
+
+
+def step(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    scheduler.check()
+    scheduler.update(batch, output_of(batch, token_id))
+    scheduler.check()
+    return batch
+
+
+def add(scheduler: Scheduler, *requests: Request) -> None:
+    for one in requests:
+        scheduler.add(one)
