@@ -58,13 +58,18 @@ def test_short_requests_beside_a_long_one_cost_a_step_each(lookahead: int) -> No
 
 
 def test_decodes_grow_into_its_blocks_instead_of_preempting() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2, num_blocks=5))
-    add(scheduler, a := request("a", 8), b := request("b", 8, max_tokens=2))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    take(scheduler, first)
-    third = scheduler.schedule()
+    scheduler = Scheduler(limits(max_num_seqs=2, num_blocks=6))
+    add(scheduler, a := request("a", 8), b := request("b", 7, max_tokens=5))
+    for _ in range(4):
+        take(scheduler, scheduler.schedule())
+    last = scheduler.schedule()
+    assert last.slots == [a.slot, b.slot] and scheduler.stats.blocks_used == 6
+    # a needs its fourth block.
+    batch = scheduler.schedule()
+    scheduler.check()
     assert b.state is RequestState.ENDING and scheduler.stats.num_preemptions == 0
-    assert third.slots == [a.slot] and third.freed == [second.slots[1]]
+    assert (batch.slots, batch.freed, len(batch.appends)) == ([a.slot], [last.slots[1]], 1)
+    assert take(scheduler, last) == [a, b] and b.finished
 
 
 @pytest.mark.parametrize("how", ["eos", "invalid", "abort", "stop string"])
