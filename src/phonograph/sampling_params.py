@@ -34,6 +34,7 @@ class SamplingParams:
     stop_token_ids:     token ids that end the output
     ignore_eos:         do not end at the model's end-of-sequence tokens
     skip_special_tokens: leave special tokens out of the text
+    detokenize:         make text of the output; without it there are token ids only, and no stop strings
 
     Equally likely tokens rank by id, the lower one first: in greedy choice, top_k and top_p. Numbers of other libraries
     (numpy's, say) become Python's, and collections are copied, so that nobody can change them after validation.
@@ -61,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -88,10 +90,12 @@ class SamplingParams:
         self._set("stop", stops)
         token_ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         self._set("stop_token_ids", tuple(_integer("stop_token_ids", token_id, 0, None) for token_id in token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(name, value, "must be True or False")
+        if stops and not self.detokenize:
+            raise RequestError("detokenize", False, "stop strings are found in the text; use stop_token_ids")
 
     @property
     def greedy(self) -> bool:

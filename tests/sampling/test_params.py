@@ -36,6 +36,7 @@ REFUSED = [
     *(("ignore_eos", value, "True or False") for value in (0, 1, None, "yes")),
     *(("include_stop_str_in_output", value, "True or False") for value in (0, None)),
     *(("skip_special_tokens", value, "True or False") for value in (1, "no")),
+    *(("detokenize", value, "True or False") for value in (0, None)),
     *(("logit_bias", value, "map token ids to biases") for value in (None, [1, 2], "x", 3)),
 ]
 
@@ -56,6 +57,7 @@ def test_refuses_and_says_what_works(name: str, value: object, remedy: str) -> N
         ({"stop": ["ok", ""]}, "stop", "", "non-empty"),
         ({"stop": ["ok", 7]}, "stop", 7, "string"),
         ({"stop": ""}, "stop", "", "non-empty"),
+        ({"stop": "END", "detokenize": False}, "detokenize", False, "use stop_token_ids"),
         ({"stop_token_ids": [1, -1]}, "stop_token_ids", -1, ">= 0"),
         ({"stop_token_ids": [1, 2.0]}, "stop_token_ids", 2.0, "integer"),
         ({"stop_token_ids": [True]}, "stop_token_ids", True, "integer"),

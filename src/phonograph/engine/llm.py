@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +25,7 @@ from phonograph.models.spec import read_model_spec
 from phonograph.sampling_params import SamplingParams
 
 VERIFY_REPLAYS = 200
+Asked = TypeVar("Asked")
 
 
 class LLM:
@@ -99,22 +100,7 @@ class LLM:
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many = cast("list[Prompt]", [prompts] if single else list(prompts))
-        each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
-        ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
-        outputs: list[RequestOutput] = []
-        for index, (prompt, one, rank) in enumerate(zip(many, each, ranks, strict=True)):
-            try:
-                outputs.append(self._session.add(prompt, one, priority=rank))
-            except RequestError as error:
-                if len(many) == 1:
-                    raise
-                text = prompt if isinstance(prompt, str) else None
-                ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
-                outputs.append(
-                    RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
-                )
-        self._run(outputs, progress)
-        return outputs
+        return self._answer(many, lambda prompt: prompt, params, priorities, progress)
 
     def chat(
         self,
@@ -126,10 +112,11 @@ class LLM:
         """Answers conversations (lists of {"role", "content"}), one or several, through the model's chat template.
 
         Raises:
-            RequestError: as `generate`, and where a conversation does not fit the template.
+            RequestError: as `generate`; a conversation that the template refuses is one that cannot be served.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.encode_chat(one) for one in conversations], params, progress=progress)  # pyright: ignore[reportArgumentType]
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast("list[Sequence[ChatMessage]]", [messages] if single else list(messages))
+        return self._answer(conversations, self.encode_chat, params, None, progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continues one prompt and yields its growing output after each step that added to it.
@@ -168,6 +155,34 @@ class LLM:
         report = verify(self._engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
         self._engine.core.scheduler.reset_prefix_cache()
         return report
+
+    def _answer(
+        self,
+        many: list[Asked],
+        encode: Callable[[Asked], Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priorities: Sequence[int] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """Queues what is asked, each made a prompt by `encode`, and steps until all is answered."""
+        each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
+        ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
+        outputs: list[RequestOutput] = []
+        for index, (asked, one, rank) in enumerate(zip(many, each, ranks, strict=True)):
+            prompt: Prompt = []
+            try:
+                prompt = encode(asked)
+                outputs.append(self._session.add(prompt, one, priority=rank))
+            except RequestError as error:
+                if len(many) == 1:
+                    raise
+                text = prompt if isinstance(prompt, str) else None
+                ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
+                outputs.append(
+                    RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
+                )
+        self._run(outputs, progress)
+        return outputs
 
     def _run(self, outputs: list[RequestOutput], progress: bool) -> None:
         done = sum(output.finished for output in outputs)

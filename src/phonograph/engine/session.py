@@ -85,22 +85,31 @@ class Session:
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the outputs that changed, each once."""
-        changed: dict[str, RequestOutput] = {}
+        """Runs one step; returns the outputs that changed, each once.
+
+        May return nothing although there is more to do: the results of a step may come with a later one.
+        """
+        changed: dict[int, RequestOutput] = {}
+        samples = self._samples
         for request in self.core.step():
-            sample = self._samples[request.request_id]
-            self._advance(sample)
-            changed[sample.parent.request_id] = sample.parent
-            if request.finished:
-                del self._samples[request.request_id]
+            sample = samples[request.request_id]
+            parent = sample.parent
+            changed[id(parent)] = parent
+            if sample.text is not None:
+                self._read(sample, sample.text)
+            if request.finish_reason is not None:
+                self._close(sample)
+            elif len(request.output_token_ids) == 1:
+                self._report_prompt(sample)
         return list(changed.values())
 
     def abort(self, output: RequestOutput) -> None:
         """Ends what is left of a request; what it has generated so far stays in its output."""
         for sample in [sample for sample in self._samples.values() if sample.parent is output]:
             self.core.scheduler.abort(sample.request.request_id)
-            self._advance(sample)
-            del self._samples[sample.request.request_id]
+            if sample.text is not None:
+                self._read(sample, sample.text)
+            self._close(sample)
         self.core.settle()
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
@@ -119,10 +128,6 @@ class Session:
         return token_ids
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
-        completion = CompletionOutput(
-            index=index, text="", token_ids=[], logprobs=None if params.logprobs is None else []
-        )
-        output.outputs.append(completion)
         request = Request(
             request_id=output.request_id if params.n == 1 else f"{output.request_id}-{index}",
             prompt_token_ids=output.prompt_token_ids,
@@ -132,26 +137,43 @@ class Session:
             eos_token_ids=self._model.eos_token_ids,
             sample_index=index,
         )
-        text = None if self.tokenizer is None else TextBuilder(self.tokenizer, params)
+        # The lists are the request's own: they grow in the output without being carried over.
+        completion = CompletionOutput(
+            index=index,
+            text="",
+            token_ids=request.output_token_ids,
+            logprobs=None if params.logprobs is None else request.logprobs,
+        )
+        output.outputs.append(completion)
+        text = TextBuilder(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
         return _Sample(request, completion, text, output)
 
-    def _advance(self, sample: _Sample) -> None:
-        """Carries the progress of a request over to its output."""
-        request, completion, text = sample.request, sample.completion, sample.text
-        completion.token_ids = request.output_token_ids
-        if text is not None:
-            text.push(request.output_token_ids)
-            if text.stopped is not None:
-                if not request.finished:
-                    self.core.scheduler.finish(request.request_id, "stop", text.stopped)
-                # The same token may have reached max_tokens; the stop string is what the user asked about.
-                request.finish_reason, request.stop_reason = "stop", text.stopped
-            elif request.finished:
-                text.finish()
-            completion.text = text.text
-        if completion.logprobs is not None:
-            completion.logprobs = request.logprobs
+    def _read(self, sample: _Sample, text: TextBuilder) -> None:
+        """Turns new tokens into text, and ends the request at a stop string."""
+        request = sample.request
+        text.push(request.output_token_ids)
+        if text.stopped is not None:
+            if not request.finished:
+                self.core.scheduler.finish(request.request_id, "stop", text.stopped)
+            # The same token may have reached max_tokens; the stop string is what the user asked about.
+            request.finish_reason, request.stop_reason = "stop", text.stopped
+        elif request.finished:
+            text.finish()
+        sample.completion.text = text.text
+
+    def _close(self, sample: _Sample) -> None:
+        """A request has ended: what its output has yet to hear, and nothing more is kept of it."""
+        request, completion = sample.request, sample.completion
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
-        sample.parent.num_cached_tokens = max(sample.parent.num_cached_tokens, request.num_cached_tokens)
-        if request.params.prompt_logprobs is not None:
-            sample.parent.prompt_logprobs = [None, *request.prompt_logprobs]
+        self._report_prompt(sample)
+        del self._samples[request.request_id]
+
+    @staticmethod
+    def _report_prompt(sample: _Sample) -> None:
+        """What is known of the prompt: everything, once the first token has come."""
+        request, output = sample.request, sample.parent
+        output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
+        known = output.prompt_logprobs
+        # Of n samples the one that has got furthest tells.
+        if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
+            output.prompt_logprobs = [None, *request.prompt_logprobs]
