@@ -1,15 +1,20 @@
-"""Benchmarks count what they say they count, on what the engine really ran."""
+"""Latency, throughput, decode and mixed benchmarks of a small engine: the figures are of the work they name."""
 
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phonograph import LLM, SamplingParams
 from phonograph.errors import ConfigError, RequestError
-from phonograph.evaluation.bench import Lengths, bench_latency, bench_throughput, summary
+from phonograph.evaluation import bench_cases, bench_engine
+from phonograph.evaluation.bench import Row, append_record, read_records, summary
+from phonograph.evaluation.bench_cases import DecodeCase, LatencyCase, Lengths, MixedCase, cases_that_fit, parse_size
+from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
 from phonograph.evaluation.run import Answer, run_requests
 
 
@@ -20,28 +25,40 @@ def _quiet(*_: object) -> None:
 def test_latency_of_a_batch(demo_llm: LLM) -> None:
     hits = demo_llm.engine.core.scheduler.stats.prefix_hits
     progress: list[tuple[str, int, int]] = []
-    result = bench_latency(
+    (row, other) = bench_latency(
         demo_llm,
-        input_len=37,
-        output_len=6,
-        batch_size=3,
+        [LatencyCase(37, 6, 3), LatencyCase(5, 2, 1)],
         num_iters_warmup=2,
         num_iters=4,
         progress=lambda *one: progress.append(one),
     )
-    assert progress == [("iterations", done, 6) for done in range(6)]
-    assert [len(result.latency), len(result.ttft), len(result.itl)] == [4, 4 * 3, 4 * 3 * 5]
+    assert progress == [("latency batches", done, 12) for done in range(12)]
+    assert (row.suite, row.case, other.case) == ("latency", "3x37", "5")
     # One prefill of 111 tokens and five decodes an iteration; the warm-up is not counted.
-    assert result.steps == {"full mixed": 4, "full decode": 20}
+    assert row.steps == {"full mixed": 4, "full decode": 20}
+    facts = row.facts
+    assert (facts["input_len"], facts["out_len"], facts["bs"]) == (37, 6, 3)
+    assert facts["ms"] == pytest.approx(facts["latency_seconds"]["p50"] * 1e3, abs=1e-3)
     # Requests of a batch go together, so first token and gaps add up to the whole.
-    assert sum(result.ttft) + sum(result.itl) == pytest.approx(3 * sum(result.latency), rel=0.02)
-    assert min(result.ttft) > 0 and min(result.itl) > 0
+    whole = facts["ttft_seconds"]["mean"] + 5 * facts["itl_seconds"]["mean"]
+    assert whole == pytest.approx(facts["latency_seconds"]["mean"], rel=0.02)
     assert demo_llm.engine.core.scheduler.stats.prefix_hits == hits, "a prompt was seen before"
 
 
-def test_throughput_of_ragged_requests(demo_llm: LLM) -> None:
+def test_throughput_of_ragged_requests(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[tuple[str, int, int]] = []
-    run = bench_throughput(
+    runs: list[list[SamplingParams]] = []
+
+    def watched(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], finished: object) -> object:
+        assert [len(prompt) for prompt in prompts] == expected_in
+        runs.append(params)
+        return run_requests(llm, prompts, params, finished)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(bench_engine, "run_requests", watched)
+    lengths = random.Random(1)
+    expected_in = [lengths.randrange(2, 41) for _ in range(23)]
+    expected_out = [lengths.randrange(3, 10) for _ in range(23)]
+    (row,) = bench_throughput(
         demo_llm,
         num_prompts=23,
         input_len=Lengths(2, 40),
@@ -49,48 +66,113 @@ def test_throughput_of_ragged_requests(demo_llm: LLM) -> None:
         progress=lambda *one: progress.append(one),
     )
     assert progress == [("requests", done, 23) for done in range(1, 24)]
-    input_lens = [len(answer.output.prompt_token_ids) for answer in run.answers]
-    output_lens = [len(answer.completion.token_ids) for answer in run.answers]
-    assert set(output_lens) == set(range(3, 10)) and min(input_lens) < 10 and max(input_lens) > 32
-    assert min(input_lens) >= 2 and max(input_lens) <= 40
-    assert (run.prompt_tokens, run.output_tokens) == (sum(input_lens), sum(output_lens))
-    assert all(answer.completion.finish_reason == "length" for answer in run.answers)
-    assert all(len(answer.times) == length for answer, length in zip(run.answers, output_lens, strict=True))
-    assert max(answer.times[-1] for answer in run.answers) == pytest.approx(run.seconds, rel=0.05)
+    assert [[one.max_tokens for one in params] for params in runs] == [expected_out]
+    assert all(one.ignore_eos and one.temperature == 0 for one in runs[0])
+    assert (row.facts["reqs"], row.facts["in_tok"], row.facts["out_tok"]) == (23, sum(expected_in), sum(expected_out))
+    assert row.facts["out_tok_s"] == pytest.approx(row.facts["out_tok"] / row.facts["s"], rel=0.01)
+    assert row.steps.total() >= max(expected_out)
+
+
+def test_the_published_throughput_has_the_peers_tokens() -> None:
+    """The sums are in the peer's published rows: only the same seeds give them."""
+    rng, published = random.Random(1), bench_cases.THROUGHPUT_LENS
+    sums = [sum(published.draw(rng, bench_cases.THROUGHPUT_REQUESTS)) for _ in range(2)]
+    assert sums == [148709, 140691]
+
+
+def test_decode_is_timed_without_its_prefill(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[list[int]], int | None, float]] = []
+
+    def watched(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+        seconds = timed(llm, prompts, params)
+        asked.append((prompts, params[0].max_tokens, seconds))
+        return seconds
+
+    monkeypatch.setattr(bench_engine, "timed", watched)
+    (row,) = bench_decode(demo_llm, [DecodeCase(4, 50)], _quiet)
+    (prompts, *_), *others = asked
+    assert [len(prompt) for prompt in prompts] == [50] * 4
+    assert all(other[0] is prompts for other in others), "the prefix would not be cached"
+    assert [tokens for _, tokens, _ in asked] == [1, 1, 1, 97, 97]
+    times = [seconds for *_, seconds in asked]
+    assert row.facts["itl_ms"] == pytest.approx((min(times[3:]) - min(times[1:3])) / 96 * 1e3, abs=1e-3)
+    # 96 decodes after the step with the prompts' last tokens, twice.
+    assert row.steps == {"full decode": 192, "full mixed": 2}
+    assert "floor_ms" not in row.facts, "nobody measured this machine's memory"
+
+
+def test_mixed_counts_the_batches_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "MIXED_SHORT_PROMPTS", 20)
+    monkeypatch.setattr(bench_engine, "MIXED_TOKENS", 20)
+    llm = LLM(model="demo", load_format="dummy", max_num_seqs=2, cudagraph_capture_sizes=[1, 2, 8, 512])
+    runner = llm.engine.core.runner
+    (row,) = bench_mixed(llm, [MixedCase(300)], _quiet)
+    assert llm.engine.core.runner is runner
+    # The long prompt is cached: a first step of both prompts, then a decode beside a prompt.
+    assert row.facts["batches"] == {"prefill": 1, "mixed": 19} and row.facts["mixed_steps"] == 19
+    assert row.steps == {"full mixed": 20}
+    assert len(row.facts["all"]) == 3 and row.facts["s"] == pytest.approx(np.median(row.facts["all"][1:]), abs=1e-3)
 
 
 def test_steps_tell_an_eager_run() -> None:
     llm = LLM(model="demo", load_format="dummy", max_num_seqs=4, enforce_eager=True)
-    run = bench_throughput(llm, num_prompts=4, input_len=Lengths(3, 3), output_len=Lengths(5, 5), progress=_quiet)
-    assert run.steps == {"eager": 5}
+    (row,) = bench_throughput(llm, num_prompts=4, input_len=Lengths(3, 3), output_len=Lengths(5, 5), progress=_quiet)
+    assert row.steps == {"eager": 5}
+    assert row.as_json()["steps"] == {"eager": 5} and row.as_json()["suite"] == "throughput"
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"batch_size": 9}, "batch_size"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"num_iters": 0}, "num_iters"),
-        ({"num_iters_warmup": -1}, "num_iters_warmup"),
-        ({"input_len": 0}, "input_len"),
-        ({"output_len": 0}, "output_len"),
-        ({"input_len": 8190, "output_len": 3}, "input_len"),
-    ],
-)
-def test_a_batch_that_cannot_be(demo_llm: LLM, changed: dict[str, int], named: str) -> None:
-    asked = {"input_len": 4, "output_len": 4, "batch_size": 2, "num_iters_warmup": 0, "num_iters": 1} | changed
-    with pytest.raises(ConfigError, match=f"^{named}="):
-        bench_latency(demo_llm, **asked, progress=_quiet)
+def test_a_workload_that_cannot_be(demo_llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"^num_iters="):
+        next(bench_latency(demo_llm, [LatencyCase(4, 4, 1)], num_iters_warmup=0, num_iters=0, progress=_quiet))
+    lengths = {"input_len": Lengths(4, 8190), "output_len": Lengths(3, 3)}
+    with pytest.raises(ConfigError, match=r"^input_len=8190: with output_len=3"):
+        next(bench_throughput(demo_llm, num_prompts=2, **lengths, progress=_quiet))
+    with pytest.raises(ConfigError, match=r"^num_prompts=0"):
+        next(bench_throughput(demo_llm, num_prompts=0, **lengths, progress=_quiet))
+    with pytest.raises(RequestError):
+        timed(demo_llm, [[5], []], [SamplingParams(max_tokens=1)] * 2)
+
+
+def test_cases_that_fit() -> None:
+    fits = {"max_num_seqs": 64, "max_model_len": 8192}
+    cases, left_out = cases_that_fit("cases", bench_cases.DECODE_CASES, asked=False, **fits)
+    assert [str(case) for case in cases] == ["1x1024", "8x1024", "32x1024"]
+    assert len(left_out) == 4
+    assert left_out[0] == "128x1024 left out: needs 128 sequences at once; max_num_seqs=64"
+    assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
+    with pytest.raises(ConfigError, match="max_num_seqs=64"):
+        cases_that_fit("cases", bench_cases.DECODE_CASES, asked=True, **fits)
+    with pytest.raises(ConfigError, match="no case fits"):
+        cases_that_fit("cases", bench_cases.MIXED_CASES, asked=False, **fits)
+
+
+def test_cases_as_they_are_written() -> None:
+    assert [str(DecodeCase.parse(text)) for text in ("8x1024", "1x32k")] == ["8x1024", "1x32768"]
+    assert MixedCase.parse("64k").length == 65536 + 100
+    for text in ("", "8", "x5", "0x5", "5x0", "axb", "1x1m", "-1x5"):
+        with pytest.raises(ConfigError, match=r"^cases="):
+            DecodeCase.parse(text)
+    for text in ("", "k", "0", "-4", "1.5k"):
+        with pytest.raises(ConfigError, match=r"^input_len="):
+            parse_size("input_len", text)
 
 
 def test_lengths() -> None:
     assert Lengths.parse("input_len", "128") == Lengths(128, 128)
-    assert Lengths.parse("input_len", "100-1024") == Lengths(100, 1024)
-    drawn = Lengths(3, 5).draw(np.random.default_rng(0), 100)
-    assert set(drawn) == {3, 4, 5}
+    assert Lengths.parse("input_len", "100-1023") == bench_cases.THROUGHPUT_LENS
+    assert set(Lengths(3, 5).draw(random.Random(0), 100)) == {3, 4, 5}
     for text in ("", "0", "-3", "5-3", "0-9", "a", "1-b", "1-2-3", "1.5"):
-        with pytest.raises(ConfigError, match=r"^output_len=.* such as 100-1024"):
+        with pytest.raises(ConfigError, match=r"^output_len=.* such as 100-1023"):
             Lengths.parse("output_len", text)
+
+
+def test_records_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    assert read_records([path]) == []
+    records = [{"rows": [Row(suite="s", case=case, facts={"ms": 1.5}).as_json()]} for case in "ab"]
+    for record in records:
+        append_record(path, record)
+    assert read_records([path, tmp_path / "absent"]) == records
 
 
 def test_summary_against_sorted_values() -> None:

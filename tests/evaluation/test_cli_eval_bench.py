@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phonograph.cli.app import main
+from phonograph.evaluation import bench_engine
 
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 
@@ -50,21 +51,74 @@ def test_eval_demo_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "problems 3: from token" in _run(capsys, "eval", "compare", first, second, code=1)
 
 
-def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    latency = ["bench", "latency", "--model", "demo", *FEW_GRAPHS, "--input-len", "5", "--output-len", "4"]
-    latency += ["--batch-size", "2", "--num-iters-warmup", "1", "--num-iters", "2"]
-    found = _json(capsys, *latency)
-    assert found["steps"] == {"full mixed": 2, "full decode": 6}
-    assert found["batch_size"] == 2 and found["latency_seconds"]["p50"] > found["itl_seconds"]["p50"] > 0
-    assert found["output_tokens_per_second"] == pytest.approx(2 * 4 / found["latency_seconds"]["mean"])
+def _bench(capsys: pytest.CaptureFixture[str], *tokens: str) -> dict[str, Any]:
+    return _json(capsys, "bench", *tokens, "--model", "demo", *FEW_GRAPHS)
+
+
+def test_bench_of_the_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    latency = ["latency", "--input-len", "5,9", "--output-len", "4", "--batch-size", "2"]
+    found = _bench(capsys, *latency, "--num-iters-warmup", "1", "--num-iters", "2")
+    assert [row["steps"] for row in found["rows"]] == [{"full mixed": 2, "full decode": 6}] * 2
+    assert [(row["input_len"], row["bs"], row["out_len"]) for row in found["rows"]] == [(5, 2, 4), (9, 2, 4)]
     assert {"date", "commit", "hardware", "command"} < found.keys()
 
-    throughput = ["bench", "throughput", "--model", "demo", *FEW_GRAPHS, "--num-prompts", "6", "--input-len", "3-9"]
-    found = _json(capsys, *throughput, "--output-len", "5")
-    assert found["output_tokens_per_second"] == pytest.approx(6 * 5 / found["seconds"])
-    assert found["requests_per_second"] == pytest.approx(6 / found["seconds"])
-    table = _run(capsys, *throughput, "--output-len", "1")
-    assert "ttft" in table and "itl" not in table, "one token has no gap"
+    throughput = ["throughput", "--num-prompts", "6", "--input-len", "3-9", "--output-len", "5"]
+    (row,) = _bench(capsys, *throughput)["rows"]
+    assert row["out_tok"] == 6 * 5 and row["out_tok_s"] == pytest.approx(30 / row["s"], rel=0.01)
+
+    output = tmp_path / "results.jsonl"
+    suites = ["bench", "suite", "--suites", "decode,latency", "--decode-cases", "2x30", "--latency-cases", "7"]
+    shown = _run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output))
+    *table, line = shown.splitlines()
+    assert any("2x30" in text and "full decode" in text for text in table)
+    found = json.loads(line)
+    assert [(row["suite"], row["case"]) for row in found["rows"]] == [("decode", "2x30"), ("latency", "7")]
+    assert found["max_model_len"] == 8192 and found["max_num_seqs"] == 4
+    assert [json.loads(text) for text in output.read_text().splitlines()] == [found]
+
+
+def test_bench_mixed_takes_two_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "MIXED_SHORT_PROMPTS", 10)
+    monkeypatch.setattr(bench_engine, "MIXED_TOKENS", 10)
+    mixed = ["bench", "mixed", "--cases", "40", "--model", "demo", "--cudagraph-capture-sizes", "2,8,512"]
+    found = _json(capsys, *mixed)
+    assert found["max_num_seqs"] == 2 and found["rows"][0]["mixed_steps"] == 9
+
+
+def test_rows_before_a_failure_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    # The second suite is found not to fit only when its turn comes.
+    suites = [
+        "bench",
+        "suite",
+        "--suites",
+        "decode,latency",
+        "--decode-cases",
+        "1x9",
+        "--latency-cases",
+        "9k",
+        "--json",
+    ]
+    shown = _run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output), code=2)
+    assert [row["case"] for row in json.loads(shown)["rows"]] == ["1x9"]
+    assert json.loads(output.read_text())["complete"] is False
+
+
+def test_bench_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _bench(capsys, "attention", "--cases", "3*1@40+5@9,decode_1x1k")
+    assert found["attention_backend"] == "reference"
+    first, second = found["rows"]
+    assert (first["case"], second["case"]) == ("3*1@40+5@9", "decode_1x1k")
+    assert first["us"] > 0 and first["schedule_us"] > 0 and first["err"] < 1e-5 and not first["graph"]
+
+
+def test_bench_startup(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _bench(capsys, "startup", "--load-format", "dummy")
+    assert [row["case"] for row in found["rows"]] == ["first", "second"]
+    for row in found["rows"]:
+        assert sum(row["phases"].values()) == pytest.approx(row["seconds"], abs=0.01)
+        assert list(row["phases"])[:3] == ["interpreter", "imports", "configuration"] and "graphs" in row["phases"]
+        assert row["engine_seconds"] < row["seconds"] and row["first_tokens_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -73,6 +127,11 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "throughput", "--model", "demo", "--input-len", "9-3"],
         ["bench", "latency", "--model", "demo", "--batch-size", "3", "--max-num-seqs", "2", "--enforce-eager"],
         ["bench", "latency"],
+        ["bench", "latency", "--model", "demo", "--num-iters", "0"],
+        ["bench", "decode", "--model", "demo", "--cases", "eight"],
+        ["bench", "suite", "--model", "demo", "--suites", "decode,mixed"],
+        ["bench", "suite", "--model", "demo", "--suites", "decode,speed"],
+        ["bench", "attention", "--model", "demo", "--cases", "2@1"],
         ["eval", "compare", "nowhere.json", "nowhere.json"],
     ],
 )

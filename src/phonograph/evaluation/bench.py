@@ -1,110 +1,51 @@
-"""Latency of one batch and throughput of many requests, through the engine as it serves, on random token ids."""
+"""What all benchmarks share: rows of results, and records of them in a file.
+
+What is measured is in `bench_engine`, `bench_attention` and `bench_startup`. A row says which graph decisions ran it,
+so that nobody takes the figures of an eager run for those of a graph.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation.run import Run, run_requests
-from phonograph.sampling_params import SamplingParams
 
 BenchProgress = Callable[[str, int, int], None]
 """Called with what is counted, how many of it are done, and of how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Numbers of tokens, drawn evenly from `low` to `high`."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, setting: str, text: str) -> Lengths:
-        """Reads "128" or "100-1024".
-
-        Raises:
-            ConfigError: it is neither, or not from 1 upwards.
-        """
-        try:
-            low, _, high = text.partition("-")
-            lengths = cls(int(low), int(high or low))
-        except ValueError:
-            lengths = cls(0, 0)
-        if not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(setting, text, "must be a number of tokens >= 1, or a range of them such as 100-1024")
-        return lengths
-
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        return rng.integers(self.low, self.high + 1, count).tolist()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Seconds. latency: a batch from its start to its last token, one an iteration; ttft: of each request; itl: of each
-    token after the first. steps: of the measured iterations, by the kind of decision that ran them."""
+class Row:
+    """One case of one suite.
 
-    latency: list[float]
-    ttft: list[float]
-    itl: list[float]
-    steps: Counter[str]
-
-
-def bench_latency(
-    llm: LLM,
-    *,
-    input_len: int,
-    output_len: int,
-    batch_size: int,
-    num_iters_warmup: int,
-    num_iters: int,
-    progress: BenchProgress,
-) -> Latency:
-    """Times one batch, alone in the engine, again and again. Its prompts are new each time, so no prefix is cached.
-
-    Raises:
-        ConfigError: a value is out of range, or the batch does not fit the engine.
+    facts: what was measured, with units in the names; what was asked is among them
+    steps: how many steps of the measured run each kind of decision had; empty where no engine ran
     """
-    for name, value, least in (("num_iters", num_iters, 1), ("num_iters_warmup", num_iters_warmup, 0)):
-        _check_at_least(name, value, least)
-    seqs = llm.plan.limits.max_num_seqs
-    if not 1 <= batch_size <= seqs:
-        raise ConfigError("batch_size", batch_size, f"must be from 1 to {seqs} (max_num_seqs), to run at once")
-    _check_at_least("input_len", input_len, 1)
-    _check_at_least("output_len", output_len, 1)
-    _check_fits(llm, input_len, output_len)
-    rng = np.random.default_rng(0)
-    runs: list[Run] = []
-    for iteration in range(num_iters_warmup + num_iters):
-        progress("iterations", iteration, num_iters_warmup + num_iters)
-        runs.append(_run_random(llm, rng, [input_len] * batch_size, [output_len] * batch_size))
-    measured = runs[num_iters_warmup:]
-    answers = [answer for run in measured for answer in run.answers]
-    return Latency(
-        latency=[run.seconds for run in measured],
-        ttft=[answer.ttft for answer in answers],
-        itl=[gap for answer in answers for gap in answer.itl],
-        steps=sum((run.steps for run in measured), Counter[str]()),
-    )
+
+    suite: str
+    case: str
+    facts: dict[str, Any]
+    steps: Counter[str] = field(default_factory=Counter[str])
+
+    def as_json(self) -> dict[str, Any]:
+        steps = {"steps": dict(self.steps)} if self.steps else {}
+        return {"suite": self.suite, "case": self.case, **self.facts, **steps}
 
 
-def bench_throughput(
-    llm: LLM, *, num_prompts: int, input_len: Lengths, output_len: Lengths, progress: BenchProgress
-) -> Run:
-    """Serves random requests that are all there from the start, and never end early.
-
-    Raises:
-        ConfigError: there is no request, or the longest one does not fit the engine.
+def check_at_least(name: str, value: int, least: int) -> None:
     """
-    _check_at_least("num_prompts", num_prompts, 1)
-    _check_fits(llm, input_len.high, output_len.high)
-    rng = np.random.default_rng(0)
-    return _run_random(llm, rng, input_len.draw(rng, num_prompts), output_len.draw(rng, num_prompts), progress)
+    Raises:
+        ConfigError: the value is below `least`.
+    """
+    if value < least:
+        raise ConfigError(name, value, f"must be a whole number >= {least}")
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -115,33 +56,19 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(seconds)), "p50": p50, "p90": p90, "p99": p99}
 
 
-def _run_random(
-    llm: LLM,
-    rng: np.random.Generator,
-    input_lens: list[int],
-    output_lens: list[int],
-    progress: BenchProgress | None = None,
-) -> Run:
-    prompts = [rng.integers(0, llm.plan.model.vocab_size, length).tolist() for length in input_lens]
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in output_lens]
-    num_done = 0
-
-    def finished(*_: object) -> None:
-        nonlocal num_done
-        num_done += 1
-        if progress is not None:
-            progress("requests", num_done, len(prompts))
-
-    return run_requests(llm, prompts, params, finished)
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """Adds one JSON line to a file, which is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(name, value, f"must be a whole number >= {least}")
-
-
-def _check_fits(llm: LLM, input_len: int, output_len: int) -> None:
-    longest = llm.plan.limits.max_model_len
-    if input_len + output_len > longest:
-        problem = f"with output_len={output_len} is more than max_model_len={longest}; lower one of them"
-        raise ConfigError("input_len", input_len, problem)
+def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All records of files that `append_record` wrote; of a file that is not there, none."""
+    return [
+        json.loads(line)
+        for path in paths
+        if path.exists()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]

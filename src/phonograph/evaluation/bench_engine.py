@@ -1,0 +1,236 @@
+"""The workloads of a whole engine: decode, latency, mixed, throughput.
+
+They are those of the published comparison with vLLM (`benchmarks/vs_vllm.py`), down to the seeds of the lengths: random
+token ids, greedy, no end of sequence, timed from the call of `generate` to its return.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phonograph.batch import ScheduledBatch
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench import BenchProgress, Row, check_at_least, summary
+from phonograph.evaluation.bench_cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
+from phonograph.evaluation.bench_floor import decode_floor, this_chip
+from phonograph.evaluation.run import run_requests
+from phonograph.runner.steps import PendingStep, StepRunner
+from phonograph.sampling_params import SamplingParams
+
+DECODE_TURNS = 2
+MIXED_SHORT_PROMPTS, MIXED_SHORT_LEN, MIXED_RUNS = 100, 5, 3
+THROUGHPUT_WARMUP_REQUESTS, THROUGHPUT_WARMUP_TOKENS = 8, 8
+
+
+def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
+    """Milliseconds between tokens while all sequences decode: what 96 further tokens take, the prompts being cached."""
+    rng = random.Random(0)
+    chip = this_chip(llm.plan.device.kind)
+    for done, case in enumerate(cases):
+        progress("decode cases", done, len(cases))
+        prompts = [_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
+
+        def seconds(num_tokens: int, prompts: list[list[int]] = prompts) -> float:
+            return timed(llm, prompts, [_greedy(num_tokens)] * len(prompts))
+
+        seconds(1)
+        short = min(seconds(1) for _ in range(DECODE_TURNS))
+        before = Counter(llm.step_counts)
+        long = min(seconds(1 + DECODE_TOKENS) for _ in range(DECODE_TURNS))
+        facts: dict[str, Any] = {
+            "bs": case.num_seqs,
+            "ctx": case.context,
+            "itl_ms": round((long - short) / DECODE_TOKENS * 1e3, 4),
+        }
+        if chip is not None:
+            plan = llm.plan
+            floor = decode_floor(
+                chip,
+                plan.model,
+                dtype=plan.dtype,
+                kv_cache_dtype=plan.attention.kv_cache_dtype,
+                num_seqs=case.num_seqs,
+                context=case.context,
+            )
+            facts["floor_ms"] = round(floor * 1e3, 4)
+        yield Row(suite="decode", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
+
+
+def bench_latency(
+    llm: LLM, cases: Sequence[LatencyCase], *, num_iters_warmup: int, num_iters: int, progress: BenchProgress
+) -> Iterator[Row]:
+    """Milliseconds from the start of a batch, alone in the engine, to its last token (median).
+
+    Its prompts are new each time, so no prefix is cached.
+
+    Raises:
+        ConfigError: a number of iterations is out of range.
+    """
+    check_at_least("num_iters", num_iters, 1)
+    check_at_least("num_iters_warmup", num_iters_warmup, 0)
+    rng = random.Random(0)
+    for number, case in enumerate(cases):
+        params = [_greedy(case.output_len)] * case.num_seqs
+        turns = num_iters_warmup + num_iters
+        runs: list[Any] = []
+        for turn in range(turns):
+            progress("latency batches", number * turns + turn, len(cases) * turns)
+            prompts = [_prompt(llm, rng, case.input_len) for _ in range(case.num_seqs)]
+            runs.append(run_requests(llm, prompts, params))
+        measured = runs[num_iters_warmup:]
+        answers = [answer for run in measured for answer in run.answers]
+        facts = {
+            "input_len": case.input_len,
+            "out_len": case.output_len,
+            "bs": case.num_seqs,
+            "ms": round(statistics.median(run.seconds for run in measured) * 1e3, 3),
+            "latency_seconds": summary([run.seconds for run in measured]),
+            "ttft_seconds": summary([answer.ttft for answer in answers]),
+            "itl_seconds": summary([gap for answer in answers for gap in answer.itl]),
+        }
+        yield Row(
+            suite="latency",
+            case=str(case),
+            facts=facts,
+            steps=sum((run.steps for run in measured), Counter[str]()),
+        )
+
+
+def bench_mixed(llm: LLM, cases: Sequence[MixedCase], progress: BenchProgress) -> Iterator[Row]:
+    """Seconds in which one long sequence decodes 100 tokens beside a stream of 100 short prompts of one token each.
+
+    Two sequences at a time (max_num_seqs 2), so that nearly every step has a decode with a long context and a short
+    prefill. The first run also computes the long prompt and is not counted; the median of the others is.
+    """
+    rng = random.Random(0)
+    for done, case in enumerate(cases):
+        long = _prompt(llm, rng, case.context)
+        seconds: list[float] = []
+        before: Counter[str] = Counter()
+        with batches_by_kind(llm) as kinds:
+            for turn in range(MIXED_RUNS):
+                progress("mixed runs", done * MIXED_RUNS + turn, len(cases) * MIXED_RUNS)
+                prompts = [long, *(_prompt(llm, rng, MIXED_SHORT_LEN) for _ in range(MIXED_SHORT_PROMPTS))]
+                kinds.clear()
+                before = Counter(llm.step_counts)
+                params = [_greedy(MIXED_TOKENS), *[_greedy(1)] * MIXED_SHORT_PROMPTS]
+                seconds.append(timed(llm, prompts, params))
+        facts = {
+            "ctx": case.context,
+            "s": round(statistics.median(seconds[1:]), 4),
+            "all": [round(one, 4) for one in seconds],
+            # Of the last run, as the steps are.
+            "batches": dict(kinds),
+            "mixed_steps": kinds["mixed"],
+        }
+        yield Row(suite="mixed", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
+
+
+def bench_throughput(
+    llm: LLM, *, num_prompts: int, input_len: Lengths, output_len: Lengths, progress: BenchProgress
+) -> Iterator[Row]:
+    """Output tokens a second of random requests that are all there from the start, and never end early.
+
+    Raises:
+        ConfigError: there is no request, or the longest one does not fit the engine.
+    """
+    check_at_least("num_prompts", num_prompts, 1)
+    longest = llm.plan.limits.max_model_len
+    if input_len.high + output_len.high > longest:
+        problem = f"with output_len={output_len.high} is more than max_model_len={longest}; lower one of them"
+        raise ConfigError("input_len", input_len.high, problem)
+    lengths, rng = random.Random(1), random.Random(0)
+    input_lens, output_lens = input_len.draw(lengths, num_prompts), output_len.draw(lengths, num_prompts)
+    warmup = [_prompt(llm, rng, length) for length in input_lens[:THROUGHPUT_WARMUP_REQUESTS]]
+    timed(llm, warmup, [_greedy(min(THROUGHPUT_WARMUP_TOKENS, output_len.high))] * len(warmup))
+    num_done = 0
+
+    def finished(*_: object) -> None:
+        nonlocal num_done
+        num_done += 1
+        progress("requests", num_done, num_prompts)
+
+    prompts = [_prompt(llm, rng, length) for length in input_lens]
+    run = run_requests(llm, prompts, [_greedy(length) for length in output_lens], finished)
+    facts = {
+        "reqs": num_prompts,
+        "in_tok": run.prompt_tokens,
+        "out_tok": run.output_tokens,
+        "s": round(run.seconds, 3),
+        "out_tok_s": round(run.output_tokens / run.seconds, 1),
+        "ttft_seconds": summary([answer.ttft for answer in run.answers]),
+        "itl_seconds": summary([gap for answer in run.answers for gap in answer.itl]),
+    }
+    yield Row(suite="throughput", case=f"{num_prompts} requests", facts=facts, steps=run.steps)
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    """Seconds that `generate` takes, the device being idle before and after.
+
+    Raises:
+        RequestError: a prompt is refused.
+    """
+    synchronize: Callable[[], None] = torch.cuda.synchronize if llm.plan.device.kind == "cuda" else _nothing
+    synchronize()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    synchronize()
+    seconds = time.perf_counter() - start
+    refused = [output.error for output in outputs if output.error is not None]
+    if refused:
+        raise refused[0]
+    return seconds
+
+
+@contextmanager
+def batches_by_kind(llm: LLM) -> Generator[Counter[str]]:
+    """Counts the batches that are submitted, as "decode", "prefill" or "mixed", whatever graphs run them."""
+    core = llm.engine.core
+    runner = core.runner
+    kinds: Counter[str] = Counter()
+    core.runner = _Watched(runner, kinds)
+    try:
+        yield kinds
+    finally:
+        core.runner = runner
+
+
+class _Watched:
+    """A runner that counts what it is given."""
+
+    def __init__(self, runner: StepRunner, kinds: Counter[str]) -> None:
+        self._runner = runner
+        self._kinds = kinds
+        self.counts = runner.counts
+        self.lookahead = runner.lookahead
+
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        if batch.num_decodes == 0:
+            self._kinds["prefill"] += 1
+        else:
+            self._kinds["mixed" if batch.num_decodes < batch.num_reqs else "decode"] += 1
+        return self._runner.submit(batch)
+
+
+def _prompt(llm: LLM, rng: random.Random, length: int) -> list[int]:
+    """Random token ids from 1000 up to 100,000, as the peer's script has them, as far as the vocabulary goes."""
+    vocabulary = llm.plan.model.vocab_size
+    low, high = (1000, min(vocabulary, 100_000)) if vocabulary > 2000 else (0, vocabulary)
+    return [rng.randrange(low, high) for _ in range(length)]
+
+
+def _greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def _nothing() -> None:
+    """A CPU has done its work when a call returns."""

@@ -1,0 +1,71 @@
+"""What no kernel can go below: bytes that must be read at the memory's speed, or operations at the tensor cores'.
+
+A figure without its floor says little: 5 ms a step is bad for one sequence and good for sixty-four.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionSpec
+from phonograph.models.spec import DTYPE_BYTES, ModelSpec
+
+ELEMENT_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Speeds that were measured, not published: bytes read a second, and 16-bit operations a second in a product."""
+
+    bandwidth: float
+    flops: float
+
+    def seconds(self, num_bytes: float, num_operations: float) -> float:
+        return max(num_bytes / self.bandwidth, num_operations / self.flops)
+
+
+H200 = Chip(bandwidth=4.33e12, flops=800e12)
+
+
+def this_chip(device_kind: str) -> Chip | None:
+    """The speeds of the device in use, or None where nobody measured them: then there is no floor."""
+    return H200 if device_kind == "cuda" and "H200" in torch.cuda.get_device_name() else None
+
+
+def decode_floor(
+    chip: Chip, model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int
+) -> float:
+    """Seconds of one decode step of `num_seqs` sequences: the products with all weights, then the reading of the cache.
+
+    Of the embedding only a row a sequence is read, unless it is the LM head too.
+    """
+    weights = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+    products = chip.seconds(weights * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs)
+    keys = model.num_layers * model.num_kv_heads * model.head_size * num_seqs * context
+    return products + 2 * keys * ELEMENT_BYTES[kv_cache_dtype] / chip.bandwidth
+
+
+def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], window: tuple[int, int]) -> tuple[int, int]:
+    """Bytes read and written and operations of one layer's causal attention, for (query length, sequence length)s."""
+    left = window[0] if window[0] >= 0 else math.inf
+    rows = sum(query for query, _ in lengths)
+    keys = sum(min(length, query + left) for query, length in lengths)
+    pairs = sum(_visible(query, length, left) for query, length in lengths)
+    cache = 2 * keys * spec.num_kv_heads * spec.head_size * ELEMENT_BYTES[spec.kv_cache_dtype]
+    queries = 2 * rows * spec.num_query_heads * spec.head_size * ELEMENT_BYTES[spec.dtype]
+    return int(cache + queries), int(4 * spec.num_query_heads * spec.head_size * pairs)
+
+
+def _visible(query: int, length: int, left: float) -> float:
+    """Pairs of a query and a key that it sees: itself, and at most `left` before it."""
+    first, last = length - query + 1, length
+    if last <= left + 1:
+        return (first + last) * query / 2
+    if first > left:
+        return query * (left + 1)
+    growing = left + 1 - first
+    return (first + left) * growing / 2 + (query - growing) * (left + 1)
