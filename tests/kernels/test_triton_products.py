@@ -6,6 +6,16 @@ import pytest
 import torch
 
 from phonograph.kernels.triton import gemv
+from phonograph.kernels.triton.linear import (
+    LinearConfig,
+    LinearScratch,
+    choose,
+    linear,
+    linear_add,
+    linear_silu,
+    make_scratch,
+    rows_class,
+)
 
 EPS = 1e-5
 LARGE = [(4096, 6144), (1024, 4096), (3584, 4608), (14336, 4096), (18944, 3584), (4096, 1001)]
@@ -98,3 +108,135 @@ def test_a_weight_in_the_middle_of_a_larger_matrix(device: torch.device) -> None
     wide[:, :64] = case.weight
     gemv.gemv(case.x, wide[:, :64], None, case.out)
     case.check(case.product(case.x, bias=False))
+
+
+def _config(rows: int, splits: int, *, tma: bool, block_n: int = 32, block_k: int = 64) -> LinearConfig:
+    return LinearConfig(
+        rows=rows, block_n=block_n, block_k=block_k, splits=splits, num_warps=4, num_stages=3, tma=tma, prefetch=128
+    )
+
+
+def _check_linear(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: bool,
+    config: LinearConfig | None,
+    scratch: LinearScratch | None,
+) -> None:
+    for _ in range(2):  # the second finds what the first left in the scratch
+        case = Case(rows, outputs, inputs, dtype, device)
+        bias_N = case.bias if bias else None
+        linear(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
+        case.check(case.product(case.x, bias=bias))
+
+    case = Case(rows, outputs, inputs, dtype, device)
+    case.out.copy_(case.residual)
+    linear_add(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
+    case.check(case.product(case.x, bias=bias) + case.residual.double())
+
+    case = Case(rows, outputs, inputs, dtype, device, pairs=True)
+    fused = linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
+    if fused:
+        case.check(_silu(case.product(case.x, bias=bias)))
+    else:
+        assert case.out.isnan().all()
+    if scratch is not None:
+        assert not scratch.arrived.any()
+
+
+def _poisoned(device: torch.device) -> LinearScratch:
+    scratch = make_scratch(device)
+    scratch.partials.fill_(float("nan"))
+    return scratch
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "padded"), [(3, 45, 320, 8), (16, 33, 200, 16), (21, 32, 256, 16)]
+)
+def test_tiles_of_rows(
+    rows: int, outputs: int, inputs: int, padded: int, splits: int, tma: bool, device: torch.device
+) -> None:
+    scratch = _poisoned(device) if splits > 1 else None
+    config = _config(padded, splits, tma=tma)
+    _check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check_linear(rows, 40, 96, dtype, device, True, None, None)
+
+
+def test_chosen_configurations_fit_the_scratch() -> None:
+    for outputs, inputs in [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]:
+        for rows in (8, 16, 32, 64):
+            config = choose(rows, outputs, inputs)
+            if config is not None:
+                assert config.rows == rows
+                partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
+                assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
+                assert -(-inputs // config.block_k) >= config.splits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), LARGE)
+@pytest.mark.parametrize("rows", [2, 5, 8, 16, 23, 32, 64, 100, 256])
+def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check_linear(rows, outputs, inputs, dtype, device, True, None, _poisoned(device))
+    _check_linear(rows, outputs, inputs, dtype, device, False, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 8, 40])
+def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
+    """Who arrives last differs from time to time, the order of the sum must not."""
+    scratch = _poisoned(device)
+    case = Case(rows, 4096, 14336, torch.bfloat16, device)
+    outs = [torch.empty(rows, 4096, dtype=torch.bfloat16, device=device) for _ in range(20)]
+    config = _config(rows_class(rows), 6, tma=True, block_n=64, block_k=128)
+    for out in outs:
+        linear(case.x, case.weight, None, out, scratch=scratch, config=config)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
+    """Each kernel starts before the one before has ended: it must not read what is not written yet."""
+    scratch = make_scratch(device)
+    weights = [_random(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
+    x = torch.empty(rows, 2048, dtype=torch.bfloat16, device=device)
+    buffers = [torch.empty_like(x) for _ in weights]
+    hidden = torch.empty_like(x)
+
+    def chain() -> None:
+        before = x
+        for weight, buffer in zip(weights, buffers, strict=True):
+            linear(before, weight, None, buffer, scratch=scratch)
+            linear_add(buffer, weight, None, hidden, scratch=scratch)
+            before = buffer
+
+    hidden.zero_()
+    x.zero_()
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for seed in range(10):
+        x.copy_(_random(rows, 2048, dtype=torch.bfloat16, device=device, seed=seed))
+        hidden.zero_()
+        for buffer in buffers:
+            buffer.fill_(float("nan"))
+        graph.replay()
+        before, total = x.double(), torch.zeros(rows, 2048, dtype=torch.float64, device=device)
+        for weight, buffer in zip(weights, buffers, strict=True):
+            assert (buffer.double() - before @ weight.double().t()).norm() <= 1e-2 * buffer.double().norm()
+            before = buffer.double()
+            total += before @ weight.double().t()
+        assert (hidden.double() - total).norm() <= 2e-2 * total.norm()

@@ -12,7 +12,7 @@ Shapes: M rows (1 to 4), N outputs, K inputs, E hidden size, I intermediate size
 contiguous. Everything is multiplied and summed in float32.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
@@ -155,16 +155,24 @@ def _launch(
 
 @triton.jit
 def prefetch_rows(pointer, stride_bytes, count, num_bytes):
-    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, one thread a row, and goes on."""
+    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
+
+    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
+    """
     tl.inline_asm_elementwise(
         """
         {
         .reg .pred %own;
-        .reg .u32 %thread;
+        .reg .u32 %row, %warp, %warps;
         .reg .u64 %address;
-        mov.u32 %thread, %tid.x;
-        setp.lt.u32 %own, %thread, $3;
-        mad.wide.u32 %address, %thread, $2, $1;
+        mov.u32 %warp, %tid.x;
+        mov.u32 %warps, %ntid.x;
+        and.b32 %row, %warp, 31;
+        shr.u32 %warp, %warp, 5;
+        shr.u32 %warps, %warps, 5;
+        mad.lo.u32 %row, %row, %warps, %warp;
+        setp.lt.u32 %own, %row, $3;
+        mad.wide.u32 %address, %row, $2, $1;
         @%own cp.async.bulk.prefetch.L2.global [%address], $4;
         mov.u32 $0, 0;
         }
