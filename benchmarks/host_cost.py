@@ -1,22 +1,27 @@
-"""What a step costs on the host: scheduling, dispatch and buffer filling for running decodes, without a model.
+"""What a step costs on the host: the whole loop of the engine for running decodes, without a model.
 
     python benchmarks/host_cost.py                        # 256 decodes, contexts of about 1,000 tokens
     python benchmarks/host_cost.py --output benchmarks/results/host_cost.json
 
-The loop is that of the engine with the model and the sampler left out: the tokens are made up.
+Session, core and scheduler are the engine's; the runner does what the host does around a model, and makes its tokens
+up. Requests are of token ids, so no text is decoded.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.engine.core import EngineCore
+from phonograph.engine.session import Session
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
@@ -26,37 +31,57 @@ from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.request import Request
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
+from phonograph.runner.steps import CompletedStep
 from phonograph.sampling_params import SamplingParams
 from phonograph.scheduler import Scheduler, SchedulerLimits
 
 T = TypeVar("T")
 
 BEFORE_THE_MODEL = ("schedule", "apply", "decide", "fill")
-"""The parts that a bound is set for; the others run after the model, where a device would hide them."""
+"""What runs before the model; the others run after it, where a device would hide them."""
 
 MAX_MODEL_LEN = 8192
 MAX_NUM_TOKENS = 8192
 BLOCK_SIZE = 16
+VOCAB_SIZE = 100_000
 
 
-class Host:
-    """The host side of an engine, full of running decodes."""
+class Clock:
+    """Collects the seconds of each part of a step."""
 
-    def __init__(self, num_seqs: int, context_len: int, num_steps: int) -> None:
-        longest = context_len + context_len // 8 + num_steps
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                max_num_seqs=num_seqs,
-                max_num_batched_tokens=MAX_NUM_TOKENS,
-                max_model_len=MAX_MODEL_LEN,
-                block_size=BLOCK_SIZE,
-                num_blocks=num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
-            )
-        )
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+
+    def timed(self, name: str, part: Callable[..., T], *arguments: Any) -> T:
+        start = time.perf_counter()
+        result = part(*arguments)
+        self.times[name] = time.perf_counter() - start
+        return result
+
+
+class TimedScheduler(Scheduler):
+    def __init__(self, limits: SchedulerLimits, clock: Clock) -> None:
+        super().__init__(limits)
+        self._clock = clock
+
+    def schedule(self) -> ScheduledBatch:
+        return self._clock.timed("schedule", super().schedule)
+
+    def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
+        return self._clock.timed("update", super().update, batch, output)
+
+
+class HostRunner:
+    """The host side of the CPU's runner."""
+
+    lookahead = 0
+
+    def __init__(self, num_seqs: int, clock: Clock) -> None:
         mode = resolve_mode(GraphMode.FULL, Support(GraphSupport.ALWAYS, "benchmark"), Pieces(True, "benchmark"))
         captures = make_capture_list(
             mode.mode, max_num_seqs=num_seqs, max_num_batched_tokens=MAX_NUM_TOKENS, max_capture_tokens=2048
         )
+        self.counts: Counter[str] = Counter()
         self.dispatcher = Dispatcher(mode, captures, max_num_tokens=MAX_NUM_TOKENS)
         self.slots = SlotTable(max_num_seqs=num_seqs, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
         self.buffers = StaticBuffers(
@@ -64,41 +89,63 @@ class Host:
             max_num_seqs=num_seqs,
             max_blocks_per_seq=blocks_for(MAX_MODEL_LEN, BLOCK_SIZE),
         )
-        rng = np.random.default_rng(0)
-        # Unlike lengths, so that block borders spread over the steps as they do in service.
-        for number, length in enumerate(rng.integers(context_len * 7 // 8, context_len * 9 // 8, num_seqs).tolist()):
-            self.scheduler.add(
-                Request(
-                    request_id=str(number),
-                    prompt_token_ids=rng.integers(0, 2000, length).tolist(),
-                    params=SamplingParams(max_tokens=None),
-                    arrival=number,
-                    eos_token_ids=(100_000,),
-                )
-            )
+        self.batch = ScheduledBatch()
+        self._clock = clock
 
-    def step(self, times: dict[str, float]) -> ScheduledBatch:
-        """Runs one step and adds the seconds of each part."""
-
-        def timed(name: str, part: Callable[[], T]) -> T:
-            start = time.perf_counter()
-            result = part()
-            times[name] = time.perf_counter() - start
-            return result
-
-        batch = timed("schedule", self.scheduler.schedule)
-        timed("apply", lambda: self.slots.apply(batch))
+    def submit(self, batch: ScheduledBatch) -> CompletedStep:
+        timed = self._clock.timed
+        self.batch = batch
+        timed("apply", self.slots.apply, batch)
         decision = timed("decide", lambda: self.dispatcher.decide(shape_of(batch)))
-        timed("fill", lambda: fill_buffers(self.buffers, self.slots, batch, decision.key))
+        timed("fill", fill_buffers, self.buffers, self.slots, batch, decision.key)
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
         output.token_ids = [7 + slot for slot in output.slots]
-        timed("append", lambda: self.slots.append_tokens(output.slots, output.token_ids))
-        timed("update", lambda: self.scheduler.update(batch, output))
-        return batch
+        timed("append", self.slots.append_tokens, output.slots, output.token_ids)
+        return CompletedStep(output)
+
+
+class Host:
+    """An engine without a model, full of running decodes."""
+
+    def __init__(self, num_seqs: int, context_len: int, num_steps: int) -> None:
+        longest = context_len + context_len // 8 + num_steps
+        self._clock = Clock()
+        self._runner = HostRunner(num_seqs, self._clock)
+        scheduler = TimedScheduler(
+            SchedulerLimits(
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=MAX_NUM_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                block_size=BLOCK_SIZE,
+                num_blocks=num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
+            ),
+            self._clock,
+        )
+        model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
+        session = Session(EngineCore(scheduler, self._runner), model, None, 0)
+        rng = np.random.default_rng(0)
+        # Unlike lengths, so that block borders spread over the steps as they do in service.
+        for length in rng.integers(context_len * 7 // 8, context_len * 9 // 8, num_seqs).tolist():
+            session.add(rng.integers(0, 2000, length).tolist(), SamplingParams(max_tokens=None))
+        self._session = session
+
+    @property
+    def buffers(self) -> StaticBuffers:
+        return self._runner.buffers
+
+    def step(self, times: dict[str, float]) -> ScheduledBatch:
+        """Runs one step, gives its batch, and adds the seconds of each part; "session" is what no other part is."""
+        self._clock.times = times
+        start = time.perf_counter()
+        self._session.step()
+        whole = time.perf_counter() - start
+        times["session"] = whole - sum(times.values())
+        times["whole step"] = whole
+        return self._runner.batch
 
 
 def measure(*, num_seqs: int, context_len: int, num_steps: int) -> dict[str, dict[str, float]]:
-    """Microseconds of each part over `num_steps` steps of `num_seqs` decodes; "before the model" is their sum."""
+    """Microseconds of each part over `num_steps` steps of `num_seqs` decodes; "before the model" is a sum of four."""
     host = Host(num_seqs, context_len, num_steps)
     steps: list[dict[str, float]] = []
     while len(steps) < num_steps:
