@@ -1,0 +1,96 @@
+"""Draws the charts of docs/plots from result files.
+
+    python benchmarks/plot_results.py --versus benchmarks/results/vs_vllm.json --attention attention.jsonl ...
+
+--versus is what `vs_vllm.py` wrote: latency over input length, and decode beside its floor. --attention takes files of
+`phonograph bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
+times for a case of one provider the best is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phonograph.evaluation.bench import read_records
+from phonograph.evaluation.bench_plots import bar_chart, line_chart
+
+PLOTS = Path("docs/plots")
+
+
+def latency_chart(result: dict[str, Any]) -> str | None:
+    """Milliseconds of one request over its input length, ours and the peers'."""
+    rows = [row for row in result["comparison"] if row["suite"] == "latency"]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for system, value in {"Phonograph": row["ours"], **row["peers"]}.items():
+            lines.setdefault(system, []).append((float(row["case"]), value))
+    title = f"Latency of one request with 4 output tokens, {result['model']}"
+    return line_chart(title, "input tokens", "ms", lines) if lines else None
+
+
+def decode_chart(result: dict[str, Any]) -> str | None:
+    """Milliseconds between tokens, as multiples of the floor so that small and large batches share an axis."""
+    floors = {row["case"]: row["floor_ms"] for row in result["rows"] if "floor_ms" in row}
+    rows = [row for row in result["comparison"] if row["suite"] == "decode" and row["case"] in floors]
+    if not rows:
+        return None
+    systems = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+
+    def over_floor(values: Sequence[float | None]) -> list[float | None]:
+        return [
+            None if value is None else round(value / floors[row["case"]], 3)
+            for row, value in zip(rows, values, strict=True)
+        ]
+
+    bars = {"Phonograph": over_floor([row["ours"] for row in rows])}
+    bars |= {system: over_floor([row["peers"].get(system) for row in rows]) for system in systems}
+    title = f"Time between tokens over its floor, {result['model']}"
+    return bar_chart(title, "x floor", [row["case"] for row in rows], bars, [1.0] * len(rows))
+
+
+def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
+    """Kernel time over its floor, one bar a provider; the floors are those that our own rows name."""
+    rows = [row for record in records for row in record.get("rows", [record]) if "us" in row]
+    floors = {row["case"]: row["floor_us"] for row in rows if "floor_us" in row}
+    cases = list(floors)
+    best: dict[str, dict[str, float]] = {}
+    for row in rows:
+        of_provider = best.setdefault(row["provider"], {})
+        of_provider[row["case"]] = min(row["us"], of_provider.get(row["case"], row["us"]))
+    bars = {
+        provider: [round(times[case] / floors[case], 3) if case in times else None for case in cases]
+        for provider, times in best.items()
+    }
+    return (
+        bar_chart("Attention kernels over their floor", "x floor", cases, bars, [1.0] * len(cases)) if cases else None
+    )
+
+
+def main(tokens: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versus", type=Path)
+    parser.add_argument("--attention", type=Path, nargs="+", default=[])
+    parser.add_argument("--folder", type=Path, default=PLOTS)
+    arguments = parser.parse_args(tokens)
+    charts: dict[str, str | None] = {}
+    if arguments.versus is not None:
+        result = json.loads(arguments.versus.read_text(encoding="utf-8"))
+        charts |= {"latency": latency_chart(result), "decode": decode_chart(result)}
+    if arguments.attention:
+        charts["attention"] = attention_chart(read_records(arguments.attention))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name, chart in charts.items():
+        if chart is None:
+            print(f"{name}: no rows for it")
+            continue
+        path = arguments.folder / f"{name}.svg"
+        path.write_text(chart, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Phonograph beside vLLM on one GPU: the same model, the same workloads, one after the other, and the ratios.
+
+    python benchmarks/vs_vllm.py --model DIR --peer-scripts DIR --peer-site DIR --folder RUNS --output RESULT.json
+
+DIR of --model needs a config.json only: both sides make random weights. --peer-scripts holds `vllm_anchor.py`, which
+runs vLLM on these workloads, and --peer-site vLLM itself (it becomes PYTHONPATH). Every run is a process of its own
+with a time limit; it leaves its rows, its log and what became of it in RUNS, so that --skip-existing goes on after an
+interruption, and a peer that fails costs only its own column. --modes compares our own graph modes on the mixed
+workload.
+
+A run is written as NAME=SUITE,SUITE: `ours=decode,latency`, `ours:FULL=mixed` (a graph mode of ours),
+`FLASH_ATTN/FULL_AND_PIECEWISE=decode` (backend and mode of vLLM) or `FLASH_ATTN/FULL/16=mixed` (with graphs captured up
+to 16 tokens). All ratios say how many times as fast we are: above 1 is faster than the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from phonograph.evaluation.bench import read_records
+from phonograph.evaluation.record import provenance, write_result
+
+METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}
+HIGHER_IS_BETTER = ("throughput",)
+MODES = ("FULL", "FULL_AND_PIECEWISE", "NONE")
+OURS = "ours"
+DEFAULT_RUNS = (
+    "ours=decode,latency,throughput",
+    "ours=mixed",
+    "ours=startup",
+    "FLASH_ATTN/FULL_AND_PIECEWISE=decode,latency,throughput",
+    "FLASH_ATTN/FULL_AND_PIECEWISE=mixed",
+    "FLASH_ATTN/FULL/16=mixed",
+    "FLASHINFER/FULL_AND_PIECEWISE=decode,latency",
+    "FLASHINFER/FULL_AND_PIECEWISE=mixed",
+    "TRITON_ATTN/FULL_AND_PIECEWISE=decode",
+    "TRITON_ATTN/FULL=mixed",
+)
+PEER_STARTED = '"suite": "startup"'
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process. system: "ours", "ours:MODE" or "BACKEND/MODE[/CAPTURE_MAX]"; the rest of a command is common."""
+
+    system: str
+    suites: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Run:
+        system, _, suites = text.partition("=")
+        run = cls(system, tuple(suites.split(",")))
+        well_named = run.is_ours or system.count("/") in (1, 2)
+        if not well_named or not set(run.suites) <= set(METRICS) or ("mixed" in run.suites and len(run.suites) > 1):
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SUITE,SUITE (mixed alone); see --help")
+        return run
+
+    @property
+    def is_ours(self) -> bool:
+        return self.system.partition(":")[0] == OURS
+
+    @property
+    def name(self) -> str:
+        """As a file's name."""
+        return f"{self.system}-{'-'.join(self.suites)}".replace("/", "-").replace(":", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str
+    peer_scripts: Path
+    peer_site: Path | None
+    folder: Path
+    dtype: str
+    max_model_len: int | None
+    our_flags: tuple[str, ...]
+    timeout: float
+
+    def command(self, run: Run, rows: Path) -> list[str]:
+        if not run.is_ours:
+            backend, mode, *_ = run.system.split("/")
+            script = self.peer_scripts / "vllm_anchor.py"
+            return [sys.executable, str(script), self.model, backend, mode, ",".join(run.suites), str(rows)]
+        what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
+        command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
+        command += ["--load-format", "dummy", "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
+        _, _, mode = run.system.partition(":")
+        command += ["--cudagraph-mode", mode] if mode else []
+        return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
+
+    def environment(self, run: Run) -> dict[str, str]:
+        environment = dict(os.environ)
+        if run.is_ours:
+            return environment
+        if self.peer_site is not None:
+            environment["PYTHONPATH"] = str(self.peer_site)
+        if self.max_model_len:
+            environment["MAX_MODEL_LEN"] = str(self.max_model_len)
+        if run.system.count("/") == 2:
+            environment["CAPTURE_MAX"] = run.system.split("/")[2]
+        return environment
+
+
+def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, Any]:
+    """Runs a process, or finds what it left; returns what became of it."""
+    rows, log, record = (settings.folder / f"{run.name}.{kind}" for kind in ("jsonl", "log", "run.json"))
+    if skip_existing and record.exists():
+        known = json.loads(record.read_text())
+        if known["ok"]:
+            return known
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
+    began = time.time()
+    with log.open("w") as text:
+        process = subprocess.Popen(
+            settings.command(run, rows),
+            env=settings.environment(run),
+            stdout=subprocess.PIPE,
+            stderr=text,
+            text=True,
+            start_new_session=True,
+        )
+        stamps: list[float] = []
+        reader = threading.Thread(target=_follow, args=(process, text, stamps), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(settings.timeout)
+            problem = None if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            problem = f"more than {settings.timeout:g} s"
+        # A peer's engine may live in processes of its own, and the next run needs their memory.
+        _end_group(process)
+        reader.join(10)
+    result = {
+        "system": run.system,
+        "suites": list(run.suites),
+        "file": rows.name,
+        "began": began,
+        "seconds": round(time.time() - began, 1),
+        "ok": problem is None,
+        "problem": problem,
+        "process_start_to_ready": round(stamps[0] - began, 2) if stamps and not run.is_ours else None,
+        "gpu": _gpu(),
+    }
+    record.write_text(json.dumps(result) + "\n")
+    return result
+
+
+def read_rows(folder: Path, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every row measured, as {system, suite, case, value, ...}; those of a run that failed half-way count too."""
+    found: list[dict[str, Any]] = []
+    starts: dict[str, int] = {}
+    for run in sorted(runs, key=lambda run: run["began"]):
+        for record in read_records([folder / run["file"]]):
+            for row in record.get("rows", [record]):
+                if row["suite"] == "startup" and "engine" in row:
+                    # vLLM's figure leaves the imports out; ours does not, so neither does this.
+                    seconds = run["process_start_to_ready"] or row["seconds"]
+                    number = starts[run["system"]] = starts.get(run["system"], 0) + 1
+                    row = {**row, "seconds": seconds, "case": "first" if number == 1 else "second"}
+                extra = {name: row[name] for name in ("steps", "mixed_steps", "floor_ms") if name in row}
+                value = row[METRICS[row["suite"]]]
+                found.append(
+                    {"system": run["system"], "suite": row["suite"], "case": case_of(row), "value": value, **extra}
+                )
+    return found
+
+
+def case_of(row: dict[str, Any]) -> str:
+    """One name for a case, whichever side wrote it."""
+    if row["suite"] == "decode":
+        return f"{row['bs']}x{row['ctx']}"
+    if row["suite"] == "startup":
+        return row["case"]
+    return str({"latency": row.get("input_len"), "mixed": row.get("ctx"), "throughput": row.get("reqs")}[row["suite"]])
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case of ours how many times as fast it is as each peer, and whether that meets the bars."""
+    best: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        key = row["system"], row["suite"], row["case"]
+        choose = max if row["suite"] in HIGHER_IS_BETTER else min
+        best[key] = choose(best.get(key, row["value"]), row["value"])
+    table: list[dict[str, Any]] = []
+    for (system, suite, case), ours in best.items():
+        if system != OURS:
+            continue
+        peers = {
+            peer: value for (peer, *of), value in best.items() if of == [suite, case] and not peer.startswith(OURS)
+        }
+        speedups = {
+            peer: round(ours / value if suite in HIGHER_IS_BETTER else value / ours, 3) for peer, value in peers.items()
+        }
+        bars = [
+            {
+                "against": bar.peer,
+                "least": round(bar.least, 3),
+                "speedup": speedups[bar.peer],
+                "pass": bar.met(speedups[bar.peer]),
+            }
+            for bar in bars_of(suite, case, speedups)
+        ]
+        table.append({"suite": suite, "case": case, "ours": ours, "peers": peers, "speedups": speedups, "bars": bars})
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How many times as fast as a peer we must be at least; `more`: equal is not enough."""
+
+    peer: str
+    least: float
+    more: bool = False
+
+    def met(self, speedup: float) -> bool:
+        return speedup > self.least if self.more else speedup >= self.least
+
+
+def bars_of(suite: str, case: str, speedups: dict[str, float]) -> list[Bar]:
+    """What is asked of a case, of the peers that ran it: the strongest one, or each by name."""
+    if not speedups:
+        return []
+    strongest = min(speedups, key=lambda peer: speedups[peer])
+    if suite == "decode":
+        return [Bar(strongest, 1.1) if case.startswith("1x") else Bar(strongest, 1.0, more=True)]
+    if suite == "throughput":
+        return [Bar(strongest, 1.05)]
+    if suite == "startup":
+        return [Bar(strongest, 1.0, more=True)]
+    if suite == "latency":
+        least = 1.0 if int(case) <= 2000 else 1 / 1.15
+        return [Bar(peer, least) for peer in speedups if peer.startswith("FLASH_ATTN")]
+    bars: list[Bar] = []
+    for peer in speedups:
+        if peer.count("/") == 2:  # the peer tuned by hand
+            bars.append(Bar(peer, 1.0, more=True))
+        elif not peer.startswith("TRITON_ATTN"):
+            bars.append(Bar(peer, 2.0))
+        elif case == "65536":
+            bars.append(Bar(peer, 4.0))
+    return bars
+
+
+def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
+    console = Console(width=max(Console().width, 140))
+    for suite in METRICS:
+        of_suite = [row for row in table if row["suite"] == suite]
+        peers = list(dict.fromkeys(peer for row in of_suite for peer in row["peers"]))
+        if not of_suite:
+            continue
+        shown = Table(f"{suite}, {METRICS[suite]}", OURS, *peers, "bars (times as fast as, at least)")
+        for row in of_suite:
+            cells = [
+                f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x)" if peer in row["peers"] else ""
+                for peer in peers
+            ]
+            bars = [f"{'pass' if bar['pass'] else 'FAIL'} {bar['least']:.3g} {bar['against']}" for bar in row["bars"]]
+            shown.add_row(row["case"], f"{row['ours']:g}", *cells, "\n".join(bars))
+        console.print(shown, markup=False)
+    modes = [row for row in rows if row["suite"] == "mixed" and row["system"].startswith(OURS)]
+    if len({row["system"] for row in modes}) > 1:
+        shown = Table("mixed, s", "long prompt", "seconds", "mixed steps", "what ran")
+        for row in modes:
+            ran = " + ".join(f"{count} {label}" for label, count in row.get("steps", {}).items())
+            shown.add_row(row["system"], row["case"], f"{row['value']:g}", str(row.get("mixed_steps", "")), ran)
+        console.print(shown, markup=False)
+    for run in runs:
+        if not run["ok"]:
+            print(f"{run['system']} ({', '.join(run['suites'])}) failed: {run['problem']}; its log is beside its rows")
+
+
+def summarise(table: list[dict[str, Any]]) -> dict[str, int]:
+    passed = [bar["pass"] for row in table for bar in row["bars"]]
+    return {"bars": len(passed), "passed": sum(passed)}
+
+
+def _follow(process: subprocess.Popen[str], log: Any, stamps: list[float]) -> None:
+    """Copies what a process prints into its log, and notes when it says that it has started."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if PEER_STARTED in line:
+            stamps.append(time.time())
+        log.write(line)
+        log.flush()
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+        except ProcessLookupError:
+            break
+        time.sleep(2)
+    process.wait()
+
+
+def _gpu() -> str | None:
+    """Which GPU this is, to see later that both sides ran on the same one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
+
+
+def main(tokens: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--peer-scripts", type=Path, required=True)
+    parser.add_argument("--peer-site", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs leave their rows and logs")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--runs", type=Run.parse, nargs="+", default=[Run.parse(text) for text in DEFAULT_RUNS])
+    parser.add_argument("--modes", action="store_true", help="also our modes FULL, FULL_AND_PIECEWISE, NONE on mixed")
+    parser.add_argument("--dtype", default="bfloat16", help="of our side; vLLM's script has bfloat16")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--our-flags", type=shlex.split, default=[], help="further flags of the engine, in one string")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
+    parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
+    arguments = parser.parse_args(tokens)
+    origin = provenance()
+    settings = Settings(
+        model=arguments.model,
+        peer_scripts=arguments.peer_scripts,
+        peer_site=arguments.peer_site,
+        folder=arguments.folder,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        our_flags=tuple(arguments.our_flags),
+        timeout=arguments.timeout,
+    )
+    wanted: list[Run] = [*arguments.runs, *(Run(f"{OURS}:{mode}", ("mixed",)) for mode in MODES if arguments.modes)]
+    runs: list[dict[str, Any]] = []
+    for run in wanted:
+        print(f"{run.system}: {', '.join(run.suites)} ...", flush=True)
+        runs.append(execute(run, settings, skip_existing=arguments.skip_existing))
+        print(f"  {'ended well' if runs[-1]['ok'] else runs[-1]['problem']} after {runs[-1]['seconds']} s", flush=True)
+    rows = read_rows(settings.folder, runs)
+    table = compare(rows)
+    show(table, rows, runs)
+    result = {
+        "model": Path(settings.model).name,
+        "same_gpu": len({run["gpu"] for run in runs}) == 1,
+        **summarise(table),
+        "comparison": table,
+        "rows": rows,
+        "runs": [{key: value for key, value in run.items() if key not in ("gpu", "file", "began")} for run in runs],
+    }
+    write_result(arguments.output, origin, result)
+    print(json.dumps({"output": arguments.output.name, "same_gpu": result["same_gpu"], **summarise(table)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The benchmark of attention kernels: what it runs is the case it names, and a wrong kernel gets no time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.attention.backend import KVLayout
+from phonograph.attention.reference import ReferenceBackend
+from phonograph.config import EngineConfig
+from phonograph.device import known_device
+from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench_attention import CASES, bench_attention, default_cases, make_inputs, parse_case
+from phonograph.models.spec import read_model_spec
+
+
+def _quiet(*_: object) -> None:
+    pass
+
+
+def _plan(**settings: Any) -> EnginePlan:
+    return make_plan(EngineConfig(model="demo", **settings), read_model_spec("demo"), known_device("cpu"))
+
+
+def test_every_kind_of_batch() -> None:
+    progress: list[tuple[str, int, int]] = []
+    names = ["1@40", "3*1@33+2*5@70", "20@20", "4*3@50"]
+    rows = list(bench_attention(_plan(block_size=32), names, lambda *one: progress.append(one)))
+    assert [row.case for row in rows] == names
+    assert progress == [("attention cases", done, 4) for done in range(4)]
+    for row in rows:
+        assert row.facts["provider"] == "reference" and row.facts["page"] == 32
+        assert row.facts["us"] > 0 and row.facts["err"] < 1e-5
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+def test_a_kernel_that_computes_something_else_has_no_time(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    forward = ReferenceBackend.forward
+
+    def wrong(self: ReferenceBackend, layer: Any, query: Any, cache: Any, metadata: Any, out: torch.Tensor) -> None:
+        forward(self, layer, query, cache, metadata, out)
+        out[-1] *= factor
+
+    monkeypatch.setattr(ReferenceBackend, "forward", wrong)
+    first, second = bench_attention(_plan(), ["1@40", "5@9"], _quiet)
+    for row in (first, second):
+        assert "us" not in row.facts and "computes something else" in row.facts["error"]
+
+
+def test_a_case_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = ReferenceBackend.schedule
+
+    def failing(self: ReferenceBackend, metadata: Any) -> None:
+        if len(metadata.seq_lens) == 2:
+            raise RuntimeError("no such kernel\nand much more")
+        schedule(self, metadata)
+
+    monkeypatch.setattr(ReferenceBackend, "schedule", failing)
+    first, second = bench_attention(_plan(), ["2*1@40", "1@40"], _quiet)
+    assert first.facts["error"] == "RuntimeError: no such kernel"
+    assert "us" in second.facts
+
+
+@pytest.mark.parametrize("layout", list(KVLayout))
+def test_inputs_are_of_their_case(layout: KVLayout) -> None:
+    spec = _plan(kv_cache_layout=layout.value).attention
+    lengths = parse_case("7@20+2*1@33")
+    assert lengths == [(1, 33), (1, 33), (7, 20)]
+    inputs = make_inputs(spec, lengths, torch.device("cpu"), num_copies=3)
+    common = inputs.common
+    assert (common.num_reqs, common.num_decodes, common.num_tokens, common.max_seq_len) == (3, 2, 9, 33)
+    assert common.query_start_loc.tolist() == [0, 1, 2, 9] and common.seq_lens.tolist() == [33, 33, 20]
+    used = np.concatenate([common.block_table[row, :blocks] for row, blocks in enumerate((3, 3, 2))])
+    assert sorted(used) == list(range(8)), "a block of two sequences"
+    first, *others = inputs.kv_caches
+    assert len(others) == 2 and first.isfinite().all()
+    for other in others:
+        assert torch.equal(other, first) and other.stride() == first.stride()
+        assert other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    assert not inputs.query.is_contiguous(), "a model's queries are a view of its projections"
+
+
+def test_cases() -> None:
+    assert parse_case("mixed_1dec64k_1x5") == [(1, 65536), (5, 5)]
+    for text in ("", "1", "2@1", "0*1@5", "1@5+", "decode"):
+        with pytest.raises(ConfigError, match=r"^cases="):
+            parse_case(text)
+    names, left_out = default_cases(_plan())
+    assert "decode_1x1k" in names and "prefill_1x16k" not in names
+    assert len(names) + len(left_out) == len(CASES)

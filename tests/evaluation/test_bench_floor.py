@@ -1,0 +1,107 @@
+"""The floors, against what they were published as and against counting."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from phonograph.attention.backend import AttentionSpec
+from phonograph.evaluation.bench_attention import CASES
+from phonograph.evaluation.bench_floor import H200, attention_work, decode_floor, this_chip
+from phonograph.models.spec import ModelSpec, read_model_spec
+
+HEADS = AttentionSpec(
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    dtype="bfloat16",
+    kv_cache_dtype="bfloat16",
+    block_size=16,
+)
+NO_WINDOW = (-1, -1)
+
+
+@pytest.fixture(scope="module")
+def llama_8b() -> ModelSpec:
+    return replace(
+        read_model_spec("demo"),
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_query_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "context", "published_ms"),
+    [
+        (1, 1024, 3.5),
+        (8, 1024, 3.7),
+        (32, 1024, 4.5),
+        (128, 1024, 7.4),
+        (256, 512, 8.8),
+        (1, 32768, 4.5),
+        (8, 32768, 11.4),
+    ],
+)
+def test_decode_floor(llama_8b: ModelSpec, num_seqs: int, context: int, published_ms: float) -> None:
+    floor = decode_floor(
+        H200, llama_8b, dtype="bfloat16", kv_cache_dtype="bfloat16", num_seqs=num_seqs, context=context
+    )
+    assert floor * 1e3 == pytest.approx(published_ms, abs=0.07)
+
+
+def test_a_tied_embedding_is_read_as_the_head(llama_8b: ModelSpec) -> None:
+    step = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "num_seqs": 1, "context": 1}
+    tied = decode_floor(H200, replace(llama_8b, tie_word_embeddings=True), **step)
+    assert tied == pytest.approx(decode_floor(H200, llama_8b, **step))
+
+
+@pytest.mark.parametrize(
+    ("case", "published_us"),
+    [
+        ("decode_1x8k", 8),
+        ("decode_8x32k", 248),
+        ("decode_skew", 93),
+        ("spec4_32x2k", 63),
+        ("prefill_1x2k", 43),
+        ("prefill_1x16k", 2749),
+        ("prefill_8x1k", 86),
+        ("chunk_2k_of_32k", 1332),
+        ("mixed_64dec4k_1x2k", 258),
+        ("mixed_8dec32k_1x512", 250),
+    ],
+)
+def test_attention_floor(case: str, published_us: float) -> None:
+    floor = H200.seconds(*attention_work(HEADS, CASES[case], NO_WINDOW)) * 1e6
+    assert floor == pytest.approx(published_us, rel=0.02, abs=0.5)
+
+
+def test_attention_work_against_counting() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        length = rng.randrange(1, 40)
+        query, left = rng.randrange(1, length + 1), rng.choice([-1, 0, 1, 5, 20, 60])
+        keys: set[int] = set()
+        pairs = 0
+        for position in range(length - query, length):
+            seen = range(0 if left < 0 else max(0, position - left), position + 1)
+            keys.update(seen)
+            pairs += len(seen)
+        num_bytes, num_operations = attention_work(HEADS, [(query, length)], (left, 0))
+        assert num_bytes == len(keys) * 2 * 8 * 128 * 2 + query * 2 * 32 * 128 * 2
+        assert num_operations == pairs * 4 * 32 * 128
+    fp8 = attention_work(replace(HEADS, kv_cache_dtype="float8_e4m3fn"), [(1, 100)], NO_WINDOW)[0]
+    assert fp8 == 100 * 2 * 8 * 128 + 2 * 32 * 128 * 2
+
+
+def test_no_floor_where_nobody_measured() -> None:
+    assert this_chip("cpu") is None

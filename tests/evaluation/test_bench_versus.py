@@ -1,0 +1,223 @@
+"""The comparison with vLLM and its charts, with a script in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from phonograph.evaluation.bench_plots import bar_chart, line_chart
+
+Load = Callable[[str], ModuleType]
+
+FAKE_PEER = """
+import json, os, sys, time
+model, backend, mode, suites, out = sys.argv[1:]
+if backend == "BROKEN":
+    sys.exit("no kernel image\\nis available")
+if backend == "HANGING":
+    time.sleep(600)
+rows = [{"suite": "startup", "seconds": 1.5}]
+if "latency" in suites:
+    rows.append({"suite": "latency", "input_len": 9, "out_len": 4, "ms": 1e6})
+if "mixed" in suites:
+    rows.append({"suite": "mixed", "ctx": 16384, "s": 3.0 / int(os.environ.get("CAPTURE_MAX", 1))})
+with open(out, "a") as file:
+    for row in rows:
+        row.update(engine="vllm", model=model, backend=backend, mode=mode, limit=os.environ.get("MAX_MODEL_LEN"))
+        print(json.dumps(row), flush=True)
+        file.write(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Path:
+    folder = tmp_path / "peer"
+    folder.mkdir()
+    (folder / "vllm_anchor.py").write_text(FAKE_PEER)
+    return folder
+
+
+def _flags(tmp_path: Path, peer: Path) -> list[str]:
+    flags = ["--model", "demo", "--dtype", "float32", "--peer-scripts", str(peer), "--folder", str(tmp_path / "runs")]
+    return [*flags, "--output", str(tmp_path / "result.json"), "--max-model-len", "64"]
+
+
+def test_both_sides_run_and_are_compared(
+    benchmark_script: Load, tmp_path: Path, peer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = benchmark_script("vs_vllm")
+    small = "--latency-cases 9 --max-num-seqs 2 --cudagraph-capture-sizes 1,16"
+    runs = ["ours=latency", "FLASH_ATTN/FULL=latency", "BROKEN/FULL=decode"]
+    script.main([*_flags(tmp_path, peer), "--our-flags", small, "--runs", *runs])
+    result = json.loads((tmp_path / "result.json").read_text())
+    (row,) = result["comparison"]
+    assert (row["suite"], row["case"], row["peers"]) == ("latency", "9", {"FLASH_ATTN/FULL": 1e6})
+    assert row["speedups"]["FLASH_ATTN/FULL"] == pytest.approx(1e6 / row["ours"], rel=1e-3)
+    assert row["bars"][0]["pass"] and (result["bars"], result["passed"]) == (1, 1)
+    assert [run["problem"] for run in result["runs"]] == [None, None, "exit code 1"]
+    assert {"date", "commit", "hardware", "versions", "command"} < result.keys()
+    ours = next(row for row in result["rows"] if row["system"] == "ours")
+    assert ours["steps"] and ours["value"] == row["ours"]
+    # From the start of the process, not what the script says itself, which leaves its imports out.
+    (startup,) = (row for row in result["rows"] if row["suite"] == "startup")
+    assert startup["case"] == "first" and 0 < startup["value"] != 1.5
+    peers_row = json.loads((tmp_path / "runs" / "FLASH_ATTN-FULL-latency.jsonl").read_text().splitlines()[0])
+    assert peers_row["limit"] == "64"
+    assert "no kernel image" in (tmp_path / "runs" / "BROKEN-FULL-decode.log").read_text()
+    shown = capsys.readouterr().out
+    assert "BROKEN/FULL (decode) failed: exit code 1" in shown
+    assert json.loads(shown.splitlines()[-1])["passed"] == 1
+
+
+def test_runs_that_ended_well_are_kept(benchmark_script: Load, tmp_path: Path, peer: Path) -> None:
+    script = benchmark_script("vs_vllm")
+    runs = ["FLASH_ATTN/FULL/16=mixed", "BROKEN/FULL=mixed", "HANGING/FULL=mixed"]
+    flags = [*_flags(tmp_path, peer), "--skip-existing", "--timeout", "1.5", "--runs", *runs]
+    script.main(flags)
+    (peer / "vllm_anchor.py").write_text("raise SystemExit(3)")
+    script.main(flags)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [run["problem"] for run in result["runs"]] == [None, "exit code 3", "exit code 3"]
+    assert [row["value"] for row in result["rows"] if row["suite"] == "mixed"] == [3.0 / 16]
+    assert result["comparison"] == [], "nothing of ours to compare"
+
+
+def test_a_run_that_hangs_is_ended(benchmark_script: Load, tmp_path: Path, peer: Path) -> None:
+    script = benchmark_script("vs_vllm")
+    script.main([*_flags(tmp_path, peer), "--timeout", "1", "--runs", "HANGING/FULL=mixed"])
+    (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]
+    assert run["problem"] == "more than 1 s" and run["seconds"] < 30
+
+
+def test_commands(benchmark_script: Load, tmp_path: Path) -> None:
+    script = benchmark_script("vs_vllm")
+    settings = script.Settings(
+        model="models/m",
+        peer_scripts=Path("peer"),
+        peer_site=Path("site"),
+        folder=tmp_path,
+        dtype="bfloat16",
+        max_model_len=None,
+        our_flags=("--seed", "1"),
+        timeout=1,
+    )
+    rows = Path("rows.jsonl")
+    peer = script.Run.parse("FLASH_ATTN/FULL/16=mixed")
+    script_path = str(Path("peer") / "vllm_anchor.py")
+    assert settings.command(peer, rows)[1:] == [script_path, "models/m", "FLASH_ATTN", "FULL", "mixed", "rows.jsonl"]
+    assert settings.environment(peer)["CAPTURE_MAX"] == "16" and settings.environment(peer)["PYTHONPATH"] == "site"
+    default = script.Run.parse("FLASH_ATTN/FULL=mixed")
+    assert "CAPTURE_MAX" not in settings.environment(default)
+    ours = settings.command(script.Run.parse("ours:NONE=mixed"), rows)
+    assert ours[:4] == [sys.executable, "-m", "phonograph", "bench"]
+    assert ours[-4:] == ["--seed", "1", "--cudagraph-mode", "NONE"]
+    for text in ("ours", "ours=speed", "FLASH_ATTN=decode", "ours=mixed,decode", "a/b/c/d=mixed"):
+        with pytest.raises(script.argparse.ArgumentTypeError):
+            script.Run.parse(text)
+    for text in script.DEFAULT_RUNS:
+        script.Run.parse(text)
+
+
+def _row(system: str, suite: str, case: str, value: float) -> dict[str, object]:
+    return {"system": system, "suite": suite, "case": case, "value": value}
+
+
+@pytest.mark.parametrize(
+    ("suite", "case", "ours", "peers", "verdicts"),
+    [
+        # Against the best of all; a tenth more for one sequence.
+        ("decode", "8x1024", 4.9, {"FLASH_ATTN/FULL": 5.0, "FLASHINFER/FULL": 6.0}, [("FLASH_ATTN/FULL", True)]),
+        ("decode", "8x1024", 5.0, {"FLASH_ATTN/FULL": 5.0}, [("FLASH_ATTN/FULL", False)]),
+        ("decode", "1x1024", 4.7, {"FLASH_ATTN/FULL": 5.0}, [("FLASH_ATTN/FULL", False)]),
+        ("decode", "1x1024", 4.5, {"FLASH_ATTN/FULL": 5.0}, [("FLASH_ATTN/FULL", True)]),
+        # Only FlashAttention counts for latency; long prompts may take 1.15 times as long.
+        ("latency", "2000", 60.0, {"FLASH_ATTN/FULL": 60.0, "FLASHINFER/FULL": 50.0}, [("FLASH_ATTN/FULL", True)]),
+        ("latency", "2000", 61.0, {"FLASH_ATTN/FULL": 60.0}, [("FLASH_ATTN/FULL", False)]),
+        ("latency", "4000", 114.0, {"FLASH_ATTN/FULL": 100.0}, [("FLASH_ATTN/FULL", True)]),
+        ("latency", "4000", 116.0, {"FLASH_ATTN/FULL": 100.0}, [("FLASH_ATTN/FULL", False)]),
+        ("throughput", "256", 10500.0, {"FLASH_ATTN/FULL": 10000.0}, [("FLASH_ATTN/FULL", True)]),
+        ("throughput", "256", 10400.0, {"FLASH_ATTN/FULL": 10000.0}, [("FLASH_ATTN/FULL", False)]),
+        (
+            "mixed",
+            "65536",
+            0.6,
+            {"FLASH_ATTN/F_A_P": 1.3, "FLASH_ATTN/FULL/16": 0.5, "TRITON_ATTN/FULL": 2.5, "FLASHINFER/F_A_P": 1.1},
+            [
+                ("FLASH_ATTN/F_A_P", True),
+                ("FLASH_ATTN/FULL/16", False),
+                ("TRITON_ATTN/FULL", True),
+                ("FLASHINFER/F_A_P", False),
+            ],
+        ),
+        ("mixed", "16384", 0.6, {"TRITON_ATTN/FULL": 1.3}, []),
+        ("startup", "first", 12.0, {"FLASH_ATTN/FULL": 46.0}, [("FLASH_ATTN/FULL", True)]),
+        ("decode", "8x1024", 4.9, {}, []),
+    ],
+)
+def test_bars(
+    benchmark_script: Load,
+    suite: str,
+    case: str,
+    ours: float,
+    peers: dict[str, float],
+    verdicts: list[tuple[str, bool]],
+) -> None:
+    rows = [_row("ours", suite, case, ours), _row("ours:NONE", suite, case, ours / 100)]
+    rows += [_row(peer, suite, case, value) for peer, value in peers.items()]
+    (row,) = benchmark_script("vs_vllm").compare(rows)
+    assert row["ours"] == ours and row["peers"] == peers
+    assert [(bar["against"], bar["pass"]) for bar in row["bars"]] == verdicts
+
+
+def test_charts_of_results(benchmark_script: Load, tmp_path: Path) -> None:
+    versus, attention = tmp_path / "versus.json", tmp_path / "attention.jsonl"
+    peers = {"FLASH_ATTN/FULL": 30.0}
+    comparison = [
+        {"suite": "latency", "case": case, "ours": 20.0 * place, "peers": peers}
+        for place, case in enumerate(("500", "1000", "16000"), start=1)
+    ]
+    comparison.append({"suite": "decode", "case": "1x1024", "ours": 3.9, "peers": {"A & B": 4.75}})
+    rows = [{"suite": "decode", "case": "1x1024", "system": "ours", "floor_ms": 3.5, "value": 3.9}]
+    versus.write_text(json.dumps({"model": "m", "comparison": comparison, "rows": rows}))
+    kernels = [
+        {"rows": [{"suite": "attention", "case": "one", "provider": "triton", "us": 8.0, "floor_us": 4.0}]},
+        {"case": "one", "provider": "fa3", "page": 16, "us": 12.0},
+        {"case": "one", "provider": "fa3", "page": 128, "us": 10.0},
+        {"case": "one", "provider": "fa2", "page": 16, "error": "failed"},
+    ]
+    attention.write_text("\n".join(json.dumps(one) for one in kernels))
+    script = benchmark_script("plot_results")
+    script.main(["--versus", str(versus), "--attention", str(attention), "--folder", str(tmp_path / "plots")])
+    texts = {path.stem: path.read_text() for path in (tmp_path / "plots").iterdir()}
+    assert texts.keys() == {"latency", "decode", "attention"}
+    for text in texts.values():
+        ElementTree.fromstring(text)
+    assert texts["latency"].count("<polyline") == 2 and texts["latency"].count("<circle") == 6
+    assert "A &amp; B" in texts["decode"] and ">1x1024: 1.114<" in texts["decode"]
+    assert ">one: 2<" in texts["attention"] and ">one: 2.5<" in texts["attention"]
+    script.main(["--versus", str(versus), "--folder", str(tmp_path / "others")])
+    assert not (tmp_path / "others" / "attention.svg").exists()
+
+
+def test_a_bar_is_as_high_as_its_value() -> None:
+    chart = ElementTree.fromstring(bar_chart("t", "ms", ["a", "b"], {"x": [2.0, 4.0], "y": [None, 1.0]}, [1.0, None]))
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [rect for rect in chart.iter(f"{name}rect") if rect.find(f"{name}title") is not None]
+    heights = [float(bar.attrib["height"]) for bar in bars]
+    assert len(heights) == 3
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2) and heights[2] == pytest.approx(heights[0] / 2, abs=0.2)
+    assert sum(line.get("stroke") == "#111827" for line in chart.iter(f"{name}line")) == 2, "one floor, and its legend"
+
+
+def test_a_line_is_logarithmic() -> None:
+    chart = ElementTree.fromstring(line_chart("t", "x", "y", {"a": [(1, 10.0), (100, 1000.0), (10, 100.0)]}))
+    circles = [circle.attrib for circle in chart.iter("{http://www.w3.org/2000/svg}circle")]
+    xs, ys = ([float(circle[axis]) for circle in circles] for axis in ("cx", "cy"))
+    assert xs[1] == pytest.approx((xs[0] + xs[2]) / 2, abs=0.2) and xs[0] < xs[1]
+    assert ys[1] == pytest.approx((ys[0] + ys[2]) / 2, abs=0.2) and ys[0] > ys[1]
