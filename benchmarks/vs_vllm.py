@@ -319,6 +319,11 @@ def _gpu() -> str | None:
     return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
 
 
+def _portable(command: Sequence[str]) -> str:
+    """The command without where things lie on this machine."""
+    return shlex.join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in command)])
+
+
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -334,7 +339,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
     parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
     arguments = parser.parse_args(tokens)
-    origin = provenance()
+    origin = {**provenance(), "command": _portable(sys.argv if tokens is None else [sys.argv[0], *tokens])}
     settings = Settings(
         model=arguments.model,
         peer_scripts=arguments.peer_scripts,
@@ -354,9 +359,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
     rows = read_rows(settings.folder, runs)
     table = compare(rows)
     show(table, rows, runs)
+    gpus = {run["gpu"] for run in runs}
     result = {
         "model": Path(settings.model).name,
-        "same_gpu": len({run["gpu"] for run in runs}) == 1,
+        "same_gpu": None if None in gpus else len(gpus) == 1,
         **summarise(table),
         "comparison": table,
         "rows": rows,

@@ -14,7 +14,15 @@ from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError
-from phonograph.evaluation.bench_attention import CASES, bench_attention, default_cases, make_inputs, parse_case
+from phonograph.evaluation.bench_attention import (
+    CASES,
+    bench_attention,
+    default_cases,
+    graph_key,
+    make_inputs,
+    parse_case,
+)
+from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.models.spec import read_model_spec
 
 
@@ -82,6 +90,13 @@ def test_inputs_are_of_their_case(layout: KVLayout) -> None:
         assert torch.equal(other, first) and other.stride() == first.stride()
         assert other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert not inputs.query.is_contiguous(), "a model's queries are a view of its projections"
+
+
+def test_the_graph_of_a_case() -> None:
+    assert graph_key(CASES["decode_8x1k"]) == GraphKey(GraphSet.DECODE, 8, 8, 1)
+    assert graph_key(CASES["spec4_32x2k"]) == GraphKey(GraphSet.DECODE, 128, 32, 4)
+    assert graph_key(CASES["prefill_8x1k"]) == GraphKey(GraphSet.MIXED, 8192, 8)
+    assert graph_key(CASES["mixed_1dec64k_1x5"]) == GraphKey(GraphSet.MIXED, 6, 2)
 
 
 def test_cases() -> None:

@@ -62,6 +62,7 @@ def test_both_sides_run_and_are_compared(
     assert row["bars"][0]["pass"] and (result["bars"], result["passed"]) == (1, 1)
     assert [run["problem"] for run in result["runs"]] == [None, None, "exit code 1"]
     assert {"date", "commit", "hardware", "versions", "command"} < result.keys()
+    assert result["same_gpu"] is None and str(tmp_path) not in json.dumps(result)
     ours = next(row for row in result["rows"] if row["system"] == "ours")
     assert ours["steps"] and ours["value"] == row["ours"]
     # From the start of the process, not what the script says itself, which leaves its imports out.

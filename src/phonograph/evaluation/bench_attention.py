@@ -130,16 +130,9 @@ def bench_attention(plan: EnginePlan, names: Sequence[str], progress: BenchProgr
 def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
     on_gpu = plan.device.kind == "cuda"
     device = torch.device(plan.device.kind)
-    query_lens = {query for query, _ in lengths}
-    uniform = len(query_lens) == 1 and max(query_lens) <= LONGEST_UNIFORM_QUERY
-    num_tokens = sum(query for query, _ in lengths)
-    spec, key = plan.attention, None
-    if uniform:
-        spec = replace(spec, speculative_tokens=max(query_lens) - 1)
-    if on_gpu:
-        key = GraphKey(GraphSet.MIXED, num_tokens, len(lengths))
-        if uniform:
-            key = GraphKey(GraphSet.DECODE, num_tokens, len(lengths), max(query_lens))
+    key = graph_key(lengths)
+    spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
+    num_tokens = key.num_tokens
     limits = BatchLimits(
         max_num_seqs=max(plan.limits.max_num_seqs, len(lengths)),
         max_num_tokens=max(plan.limits.max_num_batched_tokens, num_tokens),
@@ -153,7 +146,7 @@ def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
     inputs = make_inputs(spec, lengths, device, num_copies=max(MIN_COPIES, 2 * l2_bytes // num_bytes + 1))
     layer = AttentionLayer(index=0, scale=spec.head_size**-0.5, window=window)
     with torch.inference_mode():
-        metadata = builder.build(inputs.common, key=key)
+        metadata = builder.build(inputs.common, key=key if on_gpu else None)
         calls = itertools.cycle(inputs.kv_caches)
 
         def forward() -> None:
@@ -182,6 +175,15 @@ def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
         floor = chip.seconds(num_bytes, num_operations) * 1e6
         facts |= {"floor_us": round(floor, 2), "x_floor": round(us / floor, 3)}
     return {**facts, "err": float(f"{error:.3g}"), "copies": num_copies, "graph": on_gpu}
+
+
+def graph_key(lengths: Lengths) -> GraphKey:
+    """The graph an engine would run the batch in, without padding."""
+    query_lens = {query for query, _ in lengths}
+    num_tokens = sum(query for query, _ in lengths)
+    if len(query_lens) == 1 and max(query_lens) <= LONGEST_UNIFORM_QUERY:
+        return GraphKey(GraphSet.DECODE, num_tokens, len(lengths), max(query_lens))
+    return GraphKey(GraphSet.MIXED, num_tokens, len(lengths))
 
 
 def make_inputs(spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int) -> Inputs:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#6b7280")
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 48, 56
+WIDTH, HEIGHT = 860, 420
+LEFT, RIGHT, TOP, BOTTOM = 70, 260, 48, 64
 _BOTTOM_Y, _RIGHT_X = HEIGHT - BOTTOM, WIDTH - RIGHT
 
 
