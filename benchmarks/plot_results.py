@@ -19,6 +19,8 @@ from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.bench_plots import bar_chart, line_chart
 
 PLOTS = Path("docs/plots")
+CAP = 4.0
+"""Times the floor at which a bar is cut."""
 
 
 def latency_chart(result: dict[str, Any]) -> str | None:
@@ -49,7 +51,7 @@ def decode_chart(result: dict[str, Any]) -> str | None:
     bars = {"Phonograph": over_floor([row["ours"] for row in rows])}
     bars |= {system: over_floor([row["peers"].get(system) for row in rows]) for system in systems}
     title = f"Time between tokens over its floor, {result['model']}"
-    return bar_chart(title, "x floor", [row["case"] for row in rows], bars, [1.0] * len(rows))
+    return bar_chart(title, "x floor", [row["case"] for row in rows], bars, [1.0] * len(rows), cap=CAP)
 
 
 def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
@@ -66,7 +68,9 @@ def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
         for provider, times in best.items()
     }
     return (
-        bar_chart("Attention kernels over their floor", "x floor", cases, bars, [1.0] * len(cases)) if cases else None
+        bar_chart("Attention kernels over their floor", "x floor", cases, bars, [1.0] * len(cases), cap=CAP)
+        if cases
+        else None
     )
 
 

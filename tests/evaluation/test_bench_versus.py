@@ -216,6 +216,13 @@ def test_a_bar_is_as_high_as_its_value() -> None:
     assert sum(line.get("stroke") == "#111827" for line in chart.iter(f"{name}line")) == 2, "one floor, and its legend"
 
 
+def test_a_bar_above_the_cap_is_cut_and_says_so() -> None:
+    chart = bar_chart("t", "ms", ["a", "b"], {"x": [2.0, 49.5]}, cap=4.0)
+    assert ">49.5<" in chart and ">b: 49.5<" in chart
+    heights = [float(text.split('"')[0]) for text in chart.split(' height="')[3:]]
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+
+
 def test_a_line_is_logarithmic() -> None:
     chart = ElementTree.fromstring(line_chart("t", "x", "y", {"a": [(1, 10.0), (100, 1000.0), (10, 100.0)]}))
     circles = [circle.attrib for circle in chart.iter("{http://www.w3.org/2000/svg}circle")]

@@ -44,10 +44,14 @@ def bar_chart(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
     floors: Sequence[float | None] | None = None,
+    cap: float = math.inf,
 ) -> str:
-    """A group of bars for each name, one bar a series; None leaves a gap. A floor is a black line across its group."""
+    """A group of bars for each name, one bar a series; None leaves a gap. A floor is a black line across its group.
+
+    Bars above `cap` are cut there and have their value written on them, so that one outlier does not flatten the rest.
+    """
     values = [value for one in series.values() for value in one if value is not None]
-    high = max([*values, *(floor for floor in floors or () if floor is not None)]) * 1.05
+    high = min(cap, max([*values, *(floor for floor in floors or () if floor is not None)])) * 1.05
     step = _round_step(high / 6)
     slot = (_RIGHT_X - LEFT) / len(groups)
     bar = slot * 0.8 / len(series)
@@ -64,10 +68,13 @@ def bar_chart(
             value = one[place]
             if value is None:
                 continue
-            x, y = left + number * bar, place_y(value)
+            x, y = left + number * bar, place_y(min(value, cap))
             name = f"<title>{escape(group)}: {value:g}</title>"
             size = f'x="{x:.1f}" y="{y:.1f}" width="{bar * 0.92:.1f}" height="{_BOTTOM_Y - y:.1f}"'
             parts.append(f'<rect {size} fill="{color}">{name}</rect>')
+            if value > cap:
+                turned = f'transform="translate({x + bar * 0.7:.1f} {y - 3:.1f}) rotate(-90)"'
+                parts.append(f'<text {turned} font-size="8">{value:.3g}</text>')
         floor = floors[place] if floors else None
         if floor is not None:
             y = place_y(floor)
