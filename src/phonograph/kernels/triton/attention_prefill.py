@@ -1,0 +1,463 @@
+"""Attention of prefills over the paged cache, in large tiles taken from a work list made on the device.
+
+The grid is fixed (a few persistent programs a multiprocessor), the work is not: each program takes the next piece of
+the list of `attention_prefill_plan`, so one captured graph serves any batch. A tile's rows are (token, query head of
+one KV head); its softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2,
+and only key tiles at an edge of what rows see are masked. Keys come through pointers or, where a tile of them lies in
+one block, by TMA. Pieces of tiles cut along the keys leave normalized partial results, merged by a second kernel in a
+fixed order.
+"""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from phonograph.kernels.triton.attention_prefill_plan import (
+    BLOCK_M,
+    COUNTER,
+    ENTRY_WORDS,
+    FINISHED,
+    PrefillPlan,
+    make_prefill_plan,
+    plan_prefill,
+    tile_keys,
+)
+
+__all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
+
+_BLOCK_N = 64
+_MERGE_ROWS = 16
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def prefill_attention(
+    plan: PrefillPlan,
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor | None,
+    *,
+    min_query_len: int,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    causal: bool,
+) -> None:
+    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; two launches.
+
+    `causal` and `window` are those of the plan, which also says from which query length on a sequence is served.
+
+    Args:
+        query_THD: heads and head size contiguous, tokens at any stride
+        kv_cache: [2, B, S, K, D], keys and values, at any strides but contiguous in D
+        block_table: [R, max blocks] int32, rows contiguous
+        query_start_loc, seq_lens: [R+1], [R] int32
+        out_THD: contiguous
+        lse_HT: [H, T] float32, or None
+        scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
+        alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
+        k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
+    """
+    _, num_heads, head_size = query_THD.shape
+    _, num_blocks, block_size, num_kv_heads, _ = kv_cache.shape
+    width = plan.partial_out.shape[-1]
+    stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
+    # By TMA the cache is a matrix: of all slots [.., K * D], or of each head's slots [.., D].
+    heads_outside = stride_slot == head_size
+    tma = (
+        block_size % _BLOCK_N == 0
+        and width == head_size
+        and stride_kv == num_blocks * stride_block
+        and stride_block == block_size * num_kv_heads * head_size
+        and stride_head == (block_size * head_size if heads_outside else head_size)
+    )
+    cache = kv_cache
+    if tma:
+        columns = head_size if heads_outside else num_kv_heads * head_size
+        rows = 2 * stride_kv // columns
+        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
+        stride_kv = rows // 2
+    right = 0 if causal else window[1]
+    _attention_kernel[(plan.programs,)](
+        query_THD,
+        cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out_THD,
+        lse_HT,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        plan.header,
+        plan.entries,
+        plan.partial_out,
+        plan.partial_lse,
+        query_THD.stride(0),
+        stride_kv,
+        stride_block,
+        stride_slot,
+        stride_head,
+        block_table.stride(0),
+        lse_HT.stride(0) if lse_HT is not None else 0,
+        scale,
+        softcap,
+        PROGRAMS=plan.programs,
+        KV_HEADS=num_kv_heads,
+        GROUP=plan.group,
+        HEAD_SIZE=head_size,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=_BLOCK_N,
+        LEFT=window[0],
+        RIGHT=right,
+        SOFTCAP=softcap != 0.0,
+        TMA=tma,
+        HEADS_OUTSIDE=heads_outside,
+        num_warps=4 if width <= 128 else 8,
+        num_stages=2,
+    )
+    _merge_kernel[(plan.programs,)](
+        query_start_loc,
+        out_THD,
+        lse_HT,
+        sinks,
+        plan.header,
+        plan.merges,
+        plan.partial_out,
+        plan.partial_lse,
+        lse_HT.stride(0) if lse_HT is not None else 0,
+        PROGRAMS=plan.programs,
+        KV_HEADS=num_kv_heads,
+        GROUP=plan.group,
+        HEAD_SIZE=head_size,
+        WIDTH=width,
+        BLOCK_M=BLOCK_M,
+        ROWS=_MERGE_ROWS,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _attend(
+    acc_MD,
+    sum_M,
+    max_M,
+    query_MD,
+    cache,
+    table,
+    kv_head,
+    start,
+    stop,
+    low,
+    high,
+    position_M,
+    slope_M,
+    factor,
+    softcap,
+    stride_kv,
+    stride_block,
+    stride_slot,
+    stride_head,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    TMA: tl.constexpr,
+    HEADS_OUTSIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes the keys from `start` on, a tile at a time, into the running sums; [low, high) is what some row sees."""
+    offset_N = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, WIDTH)
+    # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
+    if TMA:
+        next_block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
+    else:
+        base = cache + kv_head * stride_head
+    for key in tl.range(start, stop, BLOCK_N):
+        key_N = key + offset_N
+        seen_N = (key_N >= low) & (key_N < high)
+        if TMA:
+            block = next_block
+            ahead = key + BLOCK_N
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+            if HEADS_OUTSIDE:
+                row = (block * (stride_block // stride_head) + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+                column = 0
+            else:
+                row = block * BLOCK_SIZE + key % BLOCK_SIZE
+                column = kv_head * HEAD_SIZE
+            key_ND = cache.load([row, column])
+            value_ND = cache.load([row + stride_kv, column])
+            if MASKED:
+                # Slots nobody wrote may hold NaN, which a weight of zero does not take away.
+                value_ND = tl.where(seen_N[:, None], value_ND, 0.0)
+        else:
+            if MASKED:
+                block = tl.load(table + key_N // BLOCK_SIZE, mask=seen_N, other=0)
+            else:
+                block = tl.load(table + key_N // BLOCK_SIZE)
+            slot_N = block.to(tl.int64) * stride_block + (key_N % BLOCK_SIZE) * stride_slot
+            pointer_ND = base + slot_N[:, None] + dim[None, :]
+            if MASKED:
+                mask = seen_N[:, None] & (dim < HEAD_SIZE)[None, :]
+                key_ND = tl.load(pointer_ND, mask=mask, other=0.0)
+                value_ND = tl.load(pointer_ND + stride_kv, mask=mask, other=0.0)
+            elif WIDTH != HEAD_SIZE:
+                key_ND = tl.load(pointer_ND, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
+                value_ND = tl.load(pointer_ND + stride_kv, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
+            else:
+                key_ND = tl.load(pointer_ND)
+                value_ND = tl.load(pointer_ND + stride_kv)
+        logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).T, input_precision="ieee")
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
+            logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
+            unit = 1.0
+        else:
+            unit = factor * _LOG2_E
+        if ALIBI:
+            distance_MN = (key_N[None, :] - position_M[:, None]).to(tl.float32)
+            logits_MN = logits_MN * unit + (slope_M * _LOG2_E)[:, None] * distance_MN
+            unit = 1.0
+        if MASKED:
+            mask_MN = seen_N[None, :]
+            if LEFT >= 0:
+                mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
+            if RIGHT >= 0:
+                mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
+            logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1) * unit)
+        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
+        weight_MN = tl.exp2(logits_MN * unit - shift_M[:, None])
+        decay_M = tl.exp2(max_M - shift_M)
+        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+        acc_MD = acc_MD * decay_M[:, None]
+        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
+        max_M = new_max_M
+    return acc_MD, sum_M, max_M
+
+
+@triton.jit(do_not_specialize=["stride_lse"])
+def _attention_kernel(
+    query_THD,
+    cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out_THD,
+    lse_HT,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    header,
+    entries,
+    partial_out,
+    partial_lse,
+    stride_token,
+    stride_kv,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_table,
+    stride_lse,
+    scale,
+    softcap,
+    PROGRAMS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    HEADS_OUTSIDE: tl.constexpr,
+):
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    dim = tl.arange(0, WIDTH)
+    num_items = tl.load(header) * KV_HEADS
+    item = tl.program_id(0)
+    while item < num_items:
+        # Asked for now, needed at the end.
+        next_item = PROGRAMS + tl.atomic_add(header + COUNTER, 1)
+        entry = entries + item // KV_HEADS * ENTRY_WORDS
+        kv_head = item % KV_HEADS
+        seq = tl.load(entry)
+        tile = tl.load(entry + 1)
+        start = tl.load(entry + 2)
+        stop = tl.load(entry + 3)
+        slot = tl.load(entry + 4)
+        query_start = tl.load(query_start_loc + seq)
+        query_len = tl.load(query_start_loc + seq + 1) - query_start
+        seq_len = tl.load(seq_lens + seq)
+        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
+
+        row_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        token_M = row_M // GROUP
+        head_M = kv_head * GROUP + row_M % GROUP
+        valid_M = token_M < query_len
+        position_M = seq_len - query_len + token_M
+        query = query_THD + query_start.to(tl.int64) * stride_token
+        pointer_MD = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+        mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+        query_MD = tl.load(pointer_MD, mask=mask_MD, other=0.0)
+        factor = scale
+        if k_scale is not None:
+            factor *= tl.load(k_scale + kv_head)
+        slope_M = tl.zeros([BLOCK_M], tl.float32)
+        if ALIBI:
+            slope_M = tl.load(alibi_slopes + head_M)
+        table = block_table + seq.to(tl.int64) * stride_table
+
+        acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        sum_M = tl.zeros([BLOCK_M], tl.float32)
+        max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        # Keys before `plain` are not seen by all rows, nor are those from `edge` on.
+        plain = start
+        if LEFT >= 0:
+            plain = start + tl.cdiv(tl.minimum(tl.maximum(last - LEFT, start), stop) - start, BLOCK_N) * BLOCK_N
+            acc_MD, sum_M, max_M = _attend(
+                acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, start, tl.minimum(plain, stop), low, high,
+                position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
+                HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=True,
+            )  # fmt: skip
+        edge = stop
+        if RIGHT >= 0:
+            edge = tl.minimum(stop, first + RIGHT + 1)
+        edge = plain + tl.maximum(edge - plain, 0) // BLOCK_N * BLOCK_N
+        acc_MD, sum_M, max_M = _attend(
+            acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, plain, edge, low, high,
+            position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
+            HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=False,
+        )  # fmt: skip
+        acc_MD, sum_M, max_M = _attend(
+            acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, edge, stop, low, high,
+            position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
+            HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=True,
+        )  # fmt: skip
+
+        # Read again, and not by the compiler's leave: what the rows' addresses need must not stay in registers above.
+        row_M = tl.load(entry + 1, volatile=True) * BLOCK_M + tl.arange(0, BLOCK_M)
+        token_M = row_M // GROUP
+        head_M = kv_head * GROUP + row_M % GROUP
+        valid_M = token_M < query_len
+        value_factor = 1.0
+        if v_scale is not None:
+            value_factor = tl.load(v_scale + kv_head)
+        if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+            if slot < 0:
+                sink_M = tl.load(sinks + head_M) * _LOG2_E
+                new_max_M = tl.maximum(max_M, sink_M)
+                decay_M = tl.exp2(max_M - new_max_M)
+                acc_MD = acc_MD * decay_M[:, None]
+                sum_M = sum_M * decay_M + tl.exp2(sink_M - new_max_M)
+                max_M = new_max_M
+        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
+        lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
+        if slot < 0:
+            out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+            pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+            mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+            tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
+            if lse_HT is not None:
+                tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * _LN_2, mask=valid_M)
+        else:
+            row_M = (slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(partial_out + row_M.to(tl.int64)[:, None] * WIDTH + dim[None, :], acc_MD)
+            tl.store(partial_lse + row_M, lse_M)
+        item = next_item
+    # The last program to leave makes the counters ready for the next launch.
+    if tl.atomic_add(header + FINISHED, 1) == PROGRAMS - 1:
+        tl.store(header + COUNTER, 0)
+        tl.store(header + FINISHED, 0)
+
+
+@triton.jit(do_not_specialize=["stride_lse"])
+def _merge_kernel(
+    query_start_loc,
+    out_THD,
+    lse_HT,
+    sinks,
+    header,
+    merges,
+    partial_out,
+    partial_lse,
+    stride_lse,
+    PROGRAMS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merges partial results of cut tiles, ROWS rows at a time: weights exp2(lse), pieces in order of their keys."""
+    STRIPS: tl.constexpr = BLOCK_M // ROWS
+    dim = tl.arange(0, WIDTH)
+    num_items = tl.load(header + 1) * (KV_HEADS * STRIPS)
+    for item in range(tl.program_id(0), num_items, PROGRAMS):
+        merge = merges + item // (KV_HEADS * STRIPS) * ENTRY_WORDS
+        kv_head = item // STRIPS % KV_HEADS
+        strip = item % STRIPS * ROWS + tl.arange(0, ROWS)
+        seq = tl.load(merge)
+        tile = tl.load(merge + 1)
+        slot = tl.load(merge + 2)
+        pieces = tl.load(merge + 3)
+        query_start = tl.load(query_start_loc + seq)
+        query_len = tl.load(query_start_loc + seq + 1) - query_start
+        row_M = tile * BLOCK_M + strip
+        token_M = row_M // GROUP
+        head_M = kv_head * GROUP + row_M % GROUP
+        valid_M = token_M < query_len
+
+        max_M = tl.full([ROWS], float("-inf"), tl.float32)
+        sum_M = tl.zeros([ROWS], tl.float32)
+        acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
+        if sinks is not None:
+            max_M = tl.load(sinks + head_M) * _LOG2_E
+            sum_M += 1.0
+        for piece in range(pieces):
+            partial_M = ((slot + piece) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + strip
+            lse_M = tl.load(partial_lse + partial_M)
+            part_MD = tl.load(partial_out + partial_M[:, None] * WIDTH + dim[None, :])
+            new_max_M = tl.maximum(max_M, lse_M)
+            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+            decay_M = tl.exp2(max_M - shift_M)
+            weight_M = tl.exp2(lse_M - shift_M)
+            sum_M = sum_M * decay_M + weight_M
+            acc_MD = acc_MD * decay_M[:, None] + part_MD * weight_M[:, None]
+            max_M = new_max_M
+        acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
+        out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+        mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+        tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
+        if lse_HT is not None:
+            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
+            tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * _LN_2, mask=valid_M)

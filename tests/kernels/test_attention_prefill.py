@@ -1,0 +1,397 @@
+"""Prefill attention against its definition in float32, and the work list against what it must cover.
+
+Shapes: T tokens, R slots, H query heads, K KV heads, D head size, B blocks, S block size, L keys of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from phonograph.kernels.triton.attention_prefill import PrefillPlan, make_prefill_plan, plan_prefill, prefill_attention
+from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M
+
+MIN_QUERY_LEN = 17
+# (query length, keys): each below MIN_QUERY_LEN is left to the decode kernel; (0, 0) is an empty slot.
+RAGGED = ((1, 70), (16, 16), (17, 17), (40, 40), (33, 150), (0, 0))
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: tuple[tuple[int, int], ...] = RAGGED
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float16
+    kv_dtype: torch.dtype | None = None
+    heads_outside: bool = False
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    num_sms: int = 2
+
+    @property
+    def features(self) -> dict[str, object]:
+        return {"scale": self.head_size**-0.5, "softcap": self.softcap, "window": self.window, "causal": self.causal}
+
+
+class Batch:
+    """Random inputs of a case. All that no sequence may read is NaN; so are the outputs."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.case = case
+        num_reqs = len(case.batch)
+        kv_dtype = case.kv_dtype or case.dtype
+        heads, kv_heads, size, block = case.num_heads, case.num_kv_heads, case.head_size, case.block_size
+        lengths = torch.tensor([query_len for query_len, _ in case.batch], dtype=torch.int32)
+        self.num_tokens = int(lengths.sum())
+        padded = self.num_tokens + 5
+        needed = [-(-keys // block) for _, keys in case.batch]
+        num_blocks = sum(needed) + 2
+        fused = torch.randn(padded, (heads + 2 * kv_heads) * size, device=device).to(case.dtype)
+        self.query_THD = fused[:, : heads * size].view(padded, heads, size)
+        order = (0, 1, 3, 2, 4) if case.heads_outside else (0, 1, 2, 3, 4)
+        shape = (2, num_blocks, block, kv_heads, size)
+        cache = torch.full([shape[i] for i in order], torch.nan, device=device).to(kv_dtype)
+        self.kv_cache = cache.permute(order)
+        # Ids behind a sequence's blocks are stale: they must not be followed.
+        table = torch.full((num_reqs, max(needed) + 1), 2**30, dtype=torch.int32)
+        blocks = torch.randperm(num_blocks).to(torch.int32)
+        self.dense: list[torch.Tensor] = []
+        first = 0
+        for row, (_, keys) in enumerate(case.batch):
+            ids = blocks[first : first + needed[row]]
+            first += needed[row]
+            table[row, : len(ids)] = ids
+            values = torch.randn(2, keys, kv_heads, size, device=device).to(kv_dtype)
+            self.dense.append(values.float())
+            for index, block_id in enumerate(ids.tolist()):
+                part = values[:, index * block : (index + 1) * block]
+                self.kv_cache[:, block_id, : part.shape[1]] = part
+        self.block_table = table.to(device)
+        self.query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]).to(device)
+        self.seq_lens = torch.tensor([keys for _, keys in case.batch], dtype=torch.int32, device=device)
+        fp8 = kv_dtype.itemsize == 1
+        self.tensors = {
+            "alibi_slopes": torch.rand(heads, device=device) * 0.1 if case.alibi else None,
+            "sinks": torch.randn(heads, device=device) if case.sinks else None,
+            "k_scale": torch.rand(kv_heads, device=device) + 0.5 if fp8 else None,
+            "v_scale": torch.rand(kv_heads, device=device) + 0.5 if fp8 else None,
+        }
+        self.out_THD = torch.full((padded, heads, size), torch.nan, dtype=case.dtype, device=device)
+        self.lse_HT = torch.full((heads, padded), torch.nan, device=device)
+
+    def plan(self, plan: PrefillPlan) -> None:
+        causal, window = self.case.causal, self.case.window
+        plan_prefill(
+            plan, self.query_start_loc, self.seq_lens, min_query_len=MIN_QUERY_LEN, causal=causal, window=window
+        )
+
+    def attend(self, plan: PrefillPlan) -> None:
+        prefill_attention(
+            plan,
+            self.query_THD,
+            self.kv_cache,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            self.out_THD,
+            self.lse_HT,
+            min_query_len=MIN_QUERY_LEN,
+            **self.case.features,
+            **self.tensors,
+        )
+
+    def check(self, tolerance: float) -> None:
+        start = 0
+        written = torch.zeros(self.out_THD.shape[0], dtype=torch.bool, device=self.out_THD.device)
+        for (query_len, _), keys_2LKD in zip(self.case.batch, self.dense, strict=True):
+            rows = slice(start, start + query_len)
+            start += query_len
+            if query_len < MIN_QUERY_LEN:
+                continue
+            written[rows] = True
+            expected, lse_HT = reference(self, self.query_THD[rows].float(), keys_2LKD)
+            got = self.out_THD[rows].float()
+            assert torch.isfinite(got).all()
+            assert (got - expected).norm() <= tolerance * expected.norm()
+            torch.testing.assert_close(self.lse_HT[:, rows], lse_HT, rtol=tolerance, atol=tolerance)
+        assert self.out_THD[~written].isnan().all()
+        assert self.lse_HT[:, ~written].isnan().all()
+
+
+def reference(batch: Batch, query_THD: torch.Tensor, keys_2LKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [T, H, D] and LSE [H, T] of one sequence, in float32."""
+    case, tensors = batch.case, batch.tensors
+    group = case.num_heads // case.num_kv_heads
+    keys_LKD, values_LKD = keys_2LKD
+    if tensors["k_scale"] is not None:
+        keys_LKD = keys_LKD * tensors["k_scale"][:, None]
+        values_LKD = values_LKD * tensors["v_scale"][:, None]
+    keys_HLD, values_HLD = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (keys_LKD, values_LKD))
+    num_tokens, length = query_THD.shape[0], keys_LKD.shape[0]
+    logits_HTL = query_THD.transpose(0, 1) @ keys_HLD.mT * case.head_size**-0.5
+    if case.softcap:
+        logits_HTL = case.softcap * torch.tanh(logits_HTL / case.softcap)
+    position = torch.arange(length - num_tokens, length, device=query_THD.device)[:, None]
+    key = torch.arange(length, device=query_THD.device)[None, :]
+    if tensors["alibi_slopes"] is not None:
+        logits_HTL = logits_HTL + tensors["alibi_slopes"][:, None, None] * (key - position)
+    left, right = case.window
+    seen = (key <= position) if case.causal else torch.ones_like(key <= position)
+    if left >= 0:
+        seen = seen & (key >= position - left)
+    if right >= 0:
+        seen = seen & (key <= position + right)
+    logits_HTL = logits_HTL.masked_fill(~seen, -torch.inf)
+    terms = logits_HTL
+    if tensors["sinks"] is not None:
+        terms = torch.cat([logits_HTL, tensors["sinks"][:, None, None].expand(-1, num_tokens, 1)], -1)
+    lse_HT = terms.logsumexp(-1)
+    weights = torch.exp(logits_HTL - lse_HT[..., None])
+    return (weights @ values_HLD).transpose(0, 1), lse_HT
+
+
+def make_plan(case: Case, device: torch.device, max_num_seqs: int = 16, max_num_tokens: int = 512) -> PrefillPlan:
+    plan = make_prefill_plan(
+        num_query_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_size=case.head_size,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        num_sms=case.num_sms,
+        device=device,
+    )
+    plan.partial_out.fill_(torch.nan)
+    plan.partial_lse.fill_(torch.nan)
+    return plan
+
+
+def run(case: Case, device: torch.device, tolerance: float, **limits: int) -> PrefillPlan:
+    plan = make_plan(case, device, **limits)
+    batch = Batch(case, device)
+    batch.plan(plan)
+    batch.attend(plan)
+    batch.check(tolerance)
+    return plan
+
+
+FEATURES = {
+    "plain": Case(),
+    "one query head for each KV head": Case(num_heads=2),
+    "three query heads, odd head size": Case(num_heads=6, head_size=40),
+    "heads outside": Case(heads_outside=True),
+    "blocks of a key tile": Case(block_size=64),
+    "blocks of a key tile, heads outside": Case(block_size=64, heads_outside=True),
+    "blocks of 48": Case(block_size=48),
+    "float32": Case(dtype=torch.float32),
+    "all see all": Case(causal=False),
+    "window": Case(window=(20, 0)),
+    "window on both sides": Case(window=(20, 11), causal=False),
+    "window to the right": Case(window=(-1, 3), causal=False, block_size=64),
+    "window in blocks of a key tile": Case(window=(9, 0), block_size=64),
+    "softcap": Case(softcap=5.0),
+    "ALiBi": Case(alibi=True),
+    "sinks": Case(sinks=True, window=(40, -1)),
+    "FP8": Case(kv_dtype=torch.float8_e5m2),
+    "FP8 in blocks of a key tile": Case(kv_dtype=torch.float8_e4m3fn, block_size=64),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_output_and_lse(name: str, device: torch.device) -> None:
+    run(FEATURES[name], device, 5e-3)
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"block_size": 64, "window": (600, -1)}])
+def test_long_context_is_cut_and_merged(features: dict[str, object], device: torch.device) -> None:
+    case = replace(Case(batch=((1, 9), (20, 1100), (18, 18)), num_kv_heads=1, num_heads=2, num_sms=4), **features)
+    plan = run(case, device, 5e-3)
+    assert int(plan.header[1]) > 0
+
+
+def test_a_plan_serves_batch_after_batch(device: torch.device) -> None:
+    case = Case(num_kv_heads=1, num_heads=2, num_sms=4)
+    plan = make_plan(case, device)
+    for seed, lengths in enumerate([((20, 1100),), ((30, 30), (17, 40)), ((1, 5), (3, 9)), ((0, 0), (18, 700))]):
+        batch = Batch(replace(case, batch=lengths), device, seed)
+        batch.plan(plan)
+        for _ in range(2):
+            batch.out_THD.fill_(torch.nan)
+            batch.lse_HT.fill_(torch.nan)
+            batch.attend(plan)
+            batch.check(5e-3)
+
+
+BATCHES = [
+    RAGGED,
+    ((1, 5), (0, 0)),
+    ((100, 65536),),
+    ((2048, 2048),),
+    ((1500, 32768),),
+    tuple((20 + 5 * i, 20 + 9 * i) for i in range(16)),
+    ((1, 4096),) * 8 + ((512, 512), (17, 100000), (300, 301)),
+]
+WINDOWS = [(True, (-1, -1)), (False, (-1, -1)), (True, (300, -1)), (False, (0, 200)), (False, (300, -1))]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=range(len(BATCHES)))
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+def test_the_list_covers_every_key_once(
+    batch: tuple[tuple[int, int], ...], causal: bool, window: tuple[int, int], device: torch.device
+) -> None:
+    group, kv_heads = 4, 8
+    plan = make_prefill_plan(
+        num_query_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_size=32,
+        max_num_seqs=16,
+        max_num_tokens=4096,
+        num_sms=132,
+        device=device,
+    )
+    plan.entries.fill_(-7)
+    plan.merges.fill_(-7)
+    lengths = torch.tensor([0] + [query_len for query_len, _ in batch]).cumsum(0).int().to(device)
+    seq_lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+    plan_prefill(plan, lengths, seq_lens, min_query_len=MIN_QUERY_LEN, causal=causal, window=window)
+    num_entries, num_merges, *counters = plan.header.tolist()
+    assert counters == [0, 0]
+    assert (plan.entries[num_entries:] == -7).all()
+    assert (plan.merges[num_merges:] == -7).all()
+    entries = [row[:5] for row in plan.entries[:num_entries].tolist()]
+    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for seq, tile, start, stop, slot in entries:
+        pieces.setdefault((seq, tile), []).append((start, stop, slot))
+    expected = [
+        (seq, tile)
+        for seq, (query_len, _) in enumerate(batch)
+        if query_len >= MIN_QUERY_LEN
+        for tile in range(-(-query_len * group // BLOCK_M))
+    ]
+    assert sorted(pieces) == expected
+    merges = {(seq, tile): (slot, count) for seq, tile, slot, count, *_ in plan.merges[:num_merges].tolist()}
+    slots: set[int] = set()
+    for (seq, tile), parts in pieces.items():
+        query_len, keys = batch[seq]
+        first = keys - query_len + tile * BLOCK_M // group
+        last = keys - query_len + (min((tile + 1) * BLOCK_M, query_len * group) - 1) // group
+        low = max(0, first - window[0]) if window[0] >= 0 else 0
+        right = 0 if causal else window[1]
+        high = min(keys, last + right + 1) if right >= 0 else keys
+        parts.sort(key=lambda part: part[2])
+        assert parts[0][0] == low // 128 * 128
+        assert parts[-1][1] == high
+        assert all(stop == start for (_, stop, _), (start, _, _) in zip(parts, parts[1:], strict=False))
+        assert all(start % 128 == 0 for start, _, _ in parts)
+        if len(parts) == 1:
+            assert parts[0][2] == -1
+            assert (seq, tile) not in merges
+        else:
+            slot, count = merges[seq, tile]
+            assert [part[2] for part in parts] == list(range(slot, slot + count))
+            assert not slots.intersection(range(slot, slot + count))
+            slots.update(range(slot, slot + count))
+    assert not slots or max(slots) < plan.max_slots
+    sizes = [stop - start for _, _, start, stop, _ in entries]
+    assert all(later <= size + max(sizes) / 32 + 128 for size, later in zip(sizes, sizes[1:], strict=False))
+
+
+def ideal_and_end(batch: tuple[tuple[int, int], ...], device: torch.device) -> tuple[float, int]:
+    """Keys of tiles for each program if shared out evenly, and for the busiest one as the list is taken."""
+    case = Case(num_heads=32, num_kv_heads=8, head_size=128, num_sms=132)
+    plan = make_plan(case, device, max_num_tokens=8192)
+    lengths = torch.tensor([0] + [query_len for query_len, _ in batch]).cumsum(0).int().to(device)
+    seq_lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+    plan_prefill(plan, lengths, seq_lens, min_query_len=MIN_QUERY_LEN, causal=True, window=(-1, -1))
+    sizes = [stop - start for _, _, start, stop, *_ in plan.entries[: int(plan.header[0])].tolist() for _ in range(8)]
+    busy = [0] * plan.programs
+    for size in sizes:
+        index = busy.index(min(busy))
+        busy[index] += size
+    return sum(sizes) / plan.programs, max(busy)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bound"),
+    [
+        (((8192, 8192),), 1.03),
+        (((2048, 2048),), 1.15),
+        (((1024, 1024),) * 8, 1.05),
+        (((2048, 32768),), 1.05),
+        (((1500, 32768),), 1.1),
+        (((100, 65536),), 1.1),
+        (((1, 65536), (17, 131072)), 1.1),
+    ],
+)
+def test_no_program_has_much_more_than_its_share(
+    batch: tuple[tuple[int, int], ...], bound: float, device: torch.device
+) -> None:
+    ideal, end = ideal_and_end(batch, device)
+    assert end <= bound * ideal
+
+
+GPU_BATCH = ((1, 700), (5, 3000), (17, 5000), (100, 20000), (333, 334), (1000, 1000), (129, 129), (0, 0), (64, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 8), 64), ((71, 1), 64), ((6, 2), 80), ((4, 2), 256)]
+)
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "window on both sides", "softcap", "ALiBi", "sinks", "FP8", "heads outside"]
+)
+def test_on_the_device(
+    dtype: torch.dtype, block_size: int, heads: tuple[int, int], head_size: int, name: str, device: torch.device
+) -> None:
+    case = replace(
+        FEATURES[name],
+        batch=GPU_BATCH,
+        dtype=dtype,
+        block_size=block_size,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=head_size,
+        num_sms=132,
+    )
+    run(case, device, 1e-2, max_num_tokens=2048)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_any_batch(device: torch.device) -> None:
+    case = Case(batch=GPU_BATCH, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_size=128, num_sms=132)
+    plan = make_plan(case, device, max_num_tokens=2048)
+    batch = Batch(case, device)
+    batch.plan(plan)
+    batch.attend(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.plan(plan)
+        batch.attend(plan)
+    # The same tokens belong to other sequences: lengths, starts and keys change in place.
+    other = ((20, 5000), (700, 700), (40, 9000), (800, 900), (0, 0), (1, 30), (60, 60), (27, 28), (1, 1))
+    assert sum(a for a, _ in other) == batch.num_tokens
+    fresh = Batch(replace(case, batch=other), device, 1)
+    blocks = min(batch.kv_cache.shape[1], fresh.kv_cache.shape[1])
+    if int(fresh.block_table[fresh.block_table < 2**30].max()) >= blocks:
+        pytest.fail("the second batch needs more blocks than the first")
+    batch.kv_cache[:, :blocks] = fresh.kv_cache[:, :blocks]
+    batch.query_THD.copy_(fresh.query_THD)
+    columns = fresh.block_table.shape[1]
+    batch.block_table[:, :columns] = fresh.block_table
+    batch.query_start_loc.copy_(fresh.query_start_loc)
+    batch.seq_lens.copy_(fresh.seq_lens)
+    for _ in range(3):
+        batch.out_THD.fill_(torch.nan)
+        batch.lse_HT.fill_(torch.nan)
+        graph.replay()
+        fresh.out_THD, fresh.lse_HT = batch.out_THD, batch.lse_HT
+        fresh.check(1e-2)
