@@ -103,8 +103,8 @@ def pdl_usable() -> bool:
 
 
 @functools.cache
-def default_config(num_outputs: int, num_inputs: int) -> GemvConfig:
-    """What a product of N outputs (pairs of them with the gated activation) and K inputs runs with.
+def default_config(num_inputs: int, pairs: bool) -> GemvConfig:
+    """What a product of K inputs runs with. pairs: for the gated activation, where each output has two weight rows.
 
     A step is as wide as divides the row, so that no lanes idle: a row of 3072 goes in steps of 1024.
     """
@@ -112,7 +112,8 @@ def default_config(num_outputs: int, num_inputs: int) -> GemvConfig:
     while block_k > 512 and num_inputs % block_k:
         block_k //= 2
     block_k = min(block_k, max(32, triton.next_power_of_2(num_inputs)))
-    return GemvConfig(block_n=4, block_k=block_k, num_warps=4 if block_k >= 512 else 2, prefetch=2048)
+    block_n, num_warps = 2 if pairs else 4, 4 if block_k >= 512 else 2
+    return GemvConfig(block_n=block_n, block_k=block_k, num_warps=num_warps, prefetch=2048)
 
 
 def _launch(
@@ -127,9 +128,10 @@ def _launch(
 ) -> None:
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
-    assert num_rows <= MAX_ROWS and weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1
+    assert num_rows <= MAX_ROWS and weight_NK.shape[1] == num_inputs
+    assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
     pdl = pdl_usable()
-    block_n, block_k, num_warps, prefetch = config or default_config(num_outputs, num_inputs)
+    block_n, block_k, num_warps, prefetch = config or default_config(num_inputs, mode == _SILU)
     _gemv_kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
         norm_K,

@@ -146,27 +146,39 @@ def rows_class(num_rows: int) -> int:
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
+MAX_ROWS = 64
+"""Rows up to which the general rule takes these kernels."""
+
+PROGRAMS = 264
+"""Programs that keep the memory busy: two for each of an H200's 132 processors."""
+
+MEASURED: dict[tuple[int, int, int, bool], LinearConfig | None] = {}
+"""Exceptions from the rule, by (rows class, N, K, pairs), as measured on an H200; None: torch is faster."""
+
+
 @functools.cache
 def choose(rows: int, num_outputs: int, num_inputs: int, pairs: bool = False) -> LinearConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
-    The inputs are split until there are about three programs for each processor, as far as each keeps eight steps.
+    pairs: N gates and N ups, for `linear_silu`.
+
+    A tile of 32 weight rows is wide enough for up to 16 rows (the rows are read once for each tile, from the L2 cache),
+    and narrow layers then have enough tiles. More rows need wider tiles, so their inputs are split until there are
+    enough programs, as long as each keeps eight steps.
     """
+    key = rows, num_outputs, num_inputs, pairs
+    if key in MEASURED:
+        return MEASURED[key]
     if rows > MAX_ROWS:
         return None
-    block_n, block_k = 64, 128
-    tiles = triton.cdiv(num_outputs, block_n)
+    tiles = triton.cdiv(num_outputs, 64) * (2 if pairs else 1)
+    if rows <= 16 and tiles < PROGRAMS // 2 and not pairs:
+        return LinearConfig(rows, 32, 256, 1, 2, 4, True, 256)
+    block_k = 64 if pairs and rows == 64 else 128
     splits = 1
     while tiles * splits < PROGRAMS and splits < 8 and num_inputs // (block_k * (splits + 1)) >= 8:
         splits += 1
-    return LinearConfig(rows, block_n, block_k, splits, 4, 3 if pairs or rows >= 64 else 4, True, 2 * block_k)
-
-
-MAX_ROWS = 64
-"""Rows up to which these kernels are taken."""
-
-PROGRAMS = 264
-"""Programs that keep the memory busy: two for each of the 132 processors."""
+    return LinearConfig(rows, 64, block_k, splits, 4, 3 if pairs or rows == 64 else 4, True, 256)
 
 
 def _launch(
