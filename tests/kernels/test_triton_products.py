@@ -18,7 +18,7 @@ from phonograph.kernels.triton.linear import (
 )
 
 EPS = 1e-5
-LARGE = [(4096, 6144), (1024, 4096), (3584, 4608), (14336, 4096), (18944, 3584), (4096, 1001)]
+LARGE = [(4096, 6144), (1024, 4096), (3584, 4608), (14336, 4096), (18944, 3584), (4096, 1001), (2501, 300)]
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -102,6 +102,11 @@ def pdl_usable() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
+def rows_aligned(weight_NK: torch.Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes, as bulk copies and prefetches need it."""
+    return weight_NK.stride(0) * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
+
+
 @functools.cache
 def default_config(num_inputs: int, pairs: bool) -> GemvConfig:
     """What a product of K inputs runs with. pairs: for the gated activation, where each output has two weight rows.
@@ -147,7 +152,7 @@ def _launch(
         ROWS=num_rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        PREFETCH=prefetch,
+        PREFETCH=prefetch if rows_aligned(weight_NK) else 0,
         MODE=mode,
         PDL=pdl,
         launch_pdl=pdl,

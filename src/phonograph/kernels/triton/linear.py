@@ -26,7 +26,7 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv
-from phonograph.kernels.triton.gemv import pdl_usable, prefetch_rows
+from phonograph.kernels.triton.gemv import pdl_usable, prefetch_rows, rows_aligned
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
@@ -200,7 +200,8 @@ def _launch(
         splits = 1
     partials, arrived = scratch if scratch is not None and splits > 1 else (None, None)
     stride = weight_NK.stride(0)
-    tma = tma and stride * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
+    aligned = rows_aligned(weight_NK)
+    tma = tma and aligned
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
@@ -220,7 +221,7 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
-        PREFETCH=prefetch,
+        PREFETCH=prefetch if aligned else 0,
         MODE=mode,
         PDL=pdl,
         launch_pdl=pdl,
