@@ -1,0 +1,336 @@
+"""The head of every graph: the inputs of a step, made on the device from one uploaded buffer.
+
+Last tokens and block tables live on the device by slot, so that a step can start before the host knows what the step
+before sampled. What the host does know travels as a single buffer of int32 words, laid out by `StepLayout`: a few
+numbers for each row, the blocks added to it, and the tokens that only the host has (prompts). One launch turns that
+into the tensors that the step's other kernels read, padded to the graph's shape.
+
+Shapes: R requests (slots), T tokens, A appended blocks, N blocks of the longest sequence. The tensors of a graph are
+padded to R' requests and T' tokens.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+_HEADER = 8
+_ALIGN = 4
+"""Words to which each field is aligned: 16 bytes, which the int64 draw keys need too."""
+
+
+class HostViews(NamedTuple):
+    """The fields of a staging buffer as numpy arrays on its memory; by row of the batch unless said otherwise.
+
+    header:        int32 [8]: number of requests, of tokens, of decodes; the rest is not read
+    slots:         int32 [R]
+    context_lens:  int32 [R]   tokens computed before this step
+    query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
+    token_starts:  int32 [R]   where the row's tokens begin in `tokens`; -1: its one token is the last token of its slot
+    append_starts: int32 [R+1] the row's new blocks are `appends[append_starts[r] : append_starts[r + 1]]`
+    append_at:     int32 [R]   entry of the slot's block table that the first of them goes to
+    sample_slots:  int32 [R]   slot whose next token the sampling kernel chooses, or -1; `prepare` sets it to -1 in the
+                               padding rows of the device's copy
+    temperature, top_p, min_p: float32 [R];  top_k: int32 [R];  draw_keys: int64 [R]; see `sampling.sample`
+    appends:       int32 [A]   block ids
+    tokens:        int32 [T]   token ids, of the rows with a token_start
+    """
+
+    header: np.ndarray
+    slots: np.ndarray
+    context_lens: np.ndarray
+    query_starts: np.ndarray
+    token_starts: np.ndarray
+    append_starts: np.ndarray
+    append_at: np.ndarray
+    sample_slots: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    draw_keys: np.ndarray
+    appends: np.ndarray
+    tokens: np.ndarray
+
+
+class SamplingViews(NamedTuple):
+    """The fields that the sampling kernel reads where they were uploaded, as tensors on the staging buffer."""
+
+    sample_slots: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    draw_keys: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where the fields of `HostViews` lie in a staging buffer of `num_words` int32 words.
+
+    The areas of changing size come last, so that a step uploads no more than `used_words`.
+    """
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_appends: int
+    starts: dict[str, int] = field(init=False, repr=False, compare=False)
+    """First word of each field."""
+    num_words: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts: dict[str, int] = {}
+        end = 0
+        for name, _, words in self._fields():
+            starts[name] = end
+            end += -(-words // _ALIGN) * _ALIGN
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "num_words", end)
+
+    def _fields(self) -> list[tuple[str, str, int]]:
+        """Name, element type and words of each field, in the order of `HostViews`."""
+        rows = self.max_num_seqs
+        return [
+            ("header", "int32", _HEADER),
+            ("slots", "int32", rows),
+            ("context_lens", "int32", rows),
+            ("query_starts", "int32", rows + 1),
+            ("token_starts", "int32", rows),
+            ("append_starts", "int32", rows + 1),
+            ("append_at", "int32", rows),
+            ("sample_slots", "int32", rows),
+            ("temperature", "float32", rows),
+            ("top_k", "int32", rows),
+            ("top_p", "float32", rows),
+            ("min_p", "float32", rows),
+            ("draw_keys", "int64", 2 * rows),
+            ("appends", "int32", self.max_appends),
+            ("tokens", "int32", self.max_num_tokens),
+        ]
+
+    def host_views(self, words: np.ndarray) -> HostViews:
+        """Views of a staging buffer on the host, int32 [num_words]; its memory must be aligned to 8 bytes."""
+        return HostViews(
+            *(
+                words[self.starts[name] : self.starts[name] + length].view(dtype)
+                for name, dtype, length in self._fields()
+            )
+        )
+
+    def sampling_views(self, staging: torch.Tensor) -> SamplingViews:
+        """Views of the staging buffer on the device, int32 [num_words]."""
+        fields = {name: (getattr(torch, dtype), length) for name, dtype, length in self._fields()}
+        views = []
+        for name in SamplingViews._fields:
+            dtype, length = fields[name]
+            views.append(staging[self.starts[name] : self.starts[name] + length].view(dtype))
+        return SamplingViews(*views)
+
+    def used_words(self, *, num_appends: int, num_tokens: int) -> int:
+        """Words of the buffer, from its start, that a step with so many appends and given tokens needs uploaded."""
+        if num_tokens:
+            return self.starts["tokens"] + num_tokens
+        return self.starts["appends"] + num_appends
+
+
+def prepare(
+    staging: torch.Tensor,
+    layout: StepLayout,
+    *,
+    last_token_R: torch.Tensor,
+    slot_block_table_RN: torch.Tensor,
+    block_size: int,
+    num_reqs_padded: int,
+    num_tokens_padded: int,
+    input_ids_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    block_table_RN: torch.Tensor,
+    logits_rows_R: torch.Tensor,
+) -> None:
+    """Writes the first R' requests and T' tokens of a step's inputs from what was uploaded.
+
+    Args:
+        staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1
+        last_token_R: int32 [R], by slot
+        slot_block_table_RN: int32 [R, N], by slot; the step's new blocks are entered here
+        input_ids_T, positions_T, slot_mapping_T: int32, int64, int64 [>= T']; padding is 0, 0, -1
+        query_start_loc: int32 [>= R' + 1]; padding repeats the number of tokens
+        seq_lens_R: int32 [>= R']; padding is 0
+        block_table_RN: int32 [>= R', N], by row; entries behind a sequence's blocks are left as they are
+        logits_rows_R: int64 [>= R'], the row of each request's last token; padding is 0
+    """
+    max_blocks = slot_block_table_RN.shape[1]
+    block = 256 if num_tokens_padded <= 1024 else 1024
+    # Long block tables are copied by more programs where there are few requests.
+    table_chunks = min(triton.cdiv(max_blocks, block), max(1, 1024 // num_reqs_padded))
+    chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
+    starts = layout.starts
+    _prepare_kernel[(num_reqs_padded, chunks)](
+        staging,
+        last_token_R,
+        slot_block_table_RN,
+        input_ids_T,
+        positions_T,
+        slot_mapping_T,
+        query_start_loc,
+        seq_lens_R,
+        block_table_RN,
+        logits_rows_R,
+        num_reqs_padded,
+        num_tokens_padded,
+        slot_block_table_RN.stride(0),
+        block_table_RN.stride(0),
+        BLOCK_SIZE=block_size,
+        SLOTS=starts["slots"],
+        CONTEXT_LENS=starts["context_lens"],
+        QUERY_STARTS=starts["query_starts"],
+        TOKEN_STARTS=starts["token_starts"],
+        APPEND_STARTS=starts["append_starts"],
+        APPEND_AT=starts["append_at"],
+        SAMPLE_SLOTS=starts["sample_slots"],
+        APPENDS=starts["appends"],
+        TOKENS=starts["tokens"],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def apply_appends(appends_3P: torch.Tensor, slot_block_table_RN: torch.Tensor) -> None:
+    """Enters blocks ahead of a step whose own buffer cannot hold them.
+
+    appends_3P: int32, contiguous: slots, entries of their block tables, and the block ids that go there; no entry twice
+    """
+    num_appends = appends_3P.shape[1]
+    if num_appends:
+        table = slot_block_table_RN
+        _append_kernel[(triton.cdiv(num_appends, 256),)](appends_3P, table, num_appends, table.stride(0), BLOCK=256)
+
+
+@triton.jit
+def _load_blocks(column, end, table_row, appends, append_at, num_appends):
+    """Entries `column` of a row's block table before `end`, and which are new.
+
+    New ones are read from the upload: whoever enters them into the table may not have done so yet.
+    """
+    is_new = (column >= append_at) & (column < append_at + num_appends)
+    wanted = column < end
+    old = tl.load(table_row + column, mask=wanted & ~is_new, other=0)
+    new = tl.load(appends + (column - append_at), mask=wanted & is_new, other=0)
+    return tl.where(is_new, new, old), is_new
+
+
+@triton.jit(do_not_specialize=["num_reqs_padded", "num_tokens_padded"])
+def _prepare_kernel(
+    staging,
+    last_token_ptr,
+    slot_table_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    logits_rows_ptr,
+    num_reqs_padded,
+    num_tokens_padded,
+    slot_table_stride,
+    block_table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CONTEXT_LENS: tl.constexpr,
+    QUERY_STARTS: tl.constexpr,
+    TOKEN_STARTS: tl.constexpr,
+    APPEND_STARTS: tl.constexpr,
+    APPEND_AT: tl.constexpr,
+    SAMPLE_SLOTS: tl.constexpr,
+    APPENDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, chunk) takes every chunk-th BLOCK of the row's tokens and of its block table.
+
+    All loads come before the stores that they could be ordered behind: the kernel is nothing but latency.
+    """
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    lane = chunk * BLOCK + tl.arange(0, BLOCK)
+    num_reqs = tl.load(staging)
+    num_tokens = tl.load(staging + 1)
+    slot = tl.load(staging + SLOTS + row)
+    context_len = tl.load(staging + CONTEXT_LENS + row)
+    query_start = tl.load(staging + QUERY_STARTS + row)
+    query_end = tl.load(staging + QUERY_STARTS + row + 1)
+    token_start = tl.load(staging + TOKEN_STARTS + row)
+    append_start = tl.load(staging + APPEND_STARTS + row)
+    append_end = tl.load(staging + APPEND_STARTS + row + 1)
+    append_at = tl.load(staging + APPEND_AT + row)
+
+    if row < num_reqs:
+        num_appends = append_end - append_start
+        table_row = slot_table_ptr + slot.to(tl.int64) * slot_table_stride
+        out_row = block_table_ptr + row.to(tl.int64) * block_table_stride
+        appends = staging + APPENDS + append_start
+        query_len = query_end - query_start
+        seq_len = context_len + query_len
+        num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+        # Blocks may be appended ahead of the tokens that will fill them.
+        end = tl.maximum(num_blocks, append_at + num_appends)
+
+        position = context_len + lane
+        mine = lane < query_len
+        column = tl.where(mine, position // BLOCK_SIZE, end)  # the end is not loaded
+        token_block, _ = _load_blocks(column, end, table_row, appends, append_at, num_appends)
+        given = tl.load(staging + TOKENS + token_start + lane, mask=mine & (token_start >= 0), other=0)
+        last_token = tl.load(last_token_ptr + slot)
+        block_ids, is_new = _load_blocks(lane, end, table_row, appends, append_at, num_appends)
+
+        token = query_start + lane
+        tl.store(input_ids_ptr + token, tl.where(token_start >= 0, given, last_token), mask=mine)
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=mine)
+        kv_slot = token_block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(slot_mapping_ptr + token, kv_slot, mask=mine)
+        tl.store(out_row + lane, block_ids, mask=lane < num_blocks)
+        tl.store(table_row + lane, block_ids, mask=is_new)
+        if chunk == 0:
+            tl.store(query_start_loc_ptr + row, query_start)
+            tl.store(seq_lens_ptr + row, seq_len)
+            tl.store(logits_rows_ptr + row, (query_end - 1).to(tl.int64))
+
+        step = tl.num_programs(1) * BLOCK
+        for first in range(chunk * BLOCK + step, end, step):
+            column = first + tl.arange(0, BLOCK)
+            block_ids, is_new = _load_blocks(column, end, table_row, appends, append_at, num_appends)
+            tl.store(out_row + column, block_ids, mask=column < num_blocks)
+            tl.store(table_row + column, block_ids, mask=is_new)
+    elif chunk == 0:
+        tl.store(query_start_loc_ptr + row, num_tokens)
+        tl.store(seq_lens_ptr + row, 0)
+        tl.store(logits_rows_ptr + row, tl.zeros((), tl.int64))
+        tl.store(staging + SAMPLE_SLOTS + row, -1)
+
+    if row == 0:
+        padding = (lane >= num_tokens) & (lane < num_tokens_padded)
+        tl.store(input_ids_ptr + lane, 0, mask=padding)
+        tl.store(positions_ptr + lane, tl.zeros((BLOCK,), tl.int64), mask=padding)
+        tl.store(slot_mapping_ptr + lane, tl.full((BLOCK,), -1, tl.int64), mask=padding)
+        if chunk == 0:
+            tl.store(query_start_loc_ptr + num_reqs_padded, num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_appends"])
+def _append_kernel(appends_ptr, table_ptr, num_appends, table_stride, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_appends
+    slot = tl.load(appends_ptr + at, mask=mask, other=0).to(tl.int64)
+    column = tl.load(appends_ptr + num_appends + at, mask=mask, other=0)
+    block_id = tl.load(appends_ptr + 2 * num_appends + at, mask=mask, other=0)
+    tl.store(table_ptr + slot * table_stride + column, block_id, mask=mask)

@@ -1,0 +1,197 @@
+"""The prepare kernel against the host's way of filling a step's inputs, over several steps of random batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.batch import BlockAppend, ScheduledBatch
+from phonograph.graphs.buffers import StaticBuffers
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
+from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
+
+POISON = -77
+
+
+class Sequences:
+    """The host's slot table, and the same state as a device has it, grown by random batches."""
+
+    def __init__(self, *, slots: int, max_tokens: int, max_len: int, block_size: int, device: torch.device) -> None:
+        self.rng = np.random.default_rng(slots * max_len + block_size)
+        self.table = SlotTable(max_num_seqs=slots, max_model_len=max_len, block_size=block_size)
+        self.table.token_ids[:] = self.rng.integers(0, 1000, self.table.token_ids.shape)
+        self.max_len = max_len
+        self.computed = np.zeros(slots, np.int64)
+        self.num_blocks = np.zeros(slots, np.int64)
+        self.next_block = 1
+        self.layout = StepLayout(slots, max_tokens, max_appends=slots * blocks_for(max_len, block_size))
+        max_blocks = self.table.block_table.shape[1]
+        self.buffers = StaticBuffers(max_num_tokens=max_tokens, max_num_seqs=slots, max_blocks_per_seq=max_blocks)
+        self.device = device
+        self.slot_blocks = torch.full((slots, max_blocks), POISON, dtype=torch.int32, device=device)
+        self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
+
+    def draw(self, query_lens: list[int], *, ahead: int = 0) -> tuple[ScheduledBatch, dict[int, int]]:
+        """A batch of sequences in random slots, with the blocks that it needs and `ahead` more."""
+        slots = self.rng.permutation(len(self.computed))[: len(query_lens)].tolist()
+        appends: list[BlockAppend] = []
+        for slot, query_len in zip(slots, query_lens, strict=True):
+            if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
+                self.computed[slot] = self.num_blocks[slot] = 0
+            needed = blocks_for(int(self.computed[slot]) + query_len, self.table.block_size) + ahead
+            needed = min(needed, self.table.block_table.shape[1])
+            if needed > self.num_blocks[slot]:
+                start, count = int(self.num_blocks[slot]), needed - int(self.num_blocks[slot])
+                ids = list(range(self.next_block, self.next_block + count))
+                appends.append(BlockAppend(slot=slot, start=start, block_ids=ids))
+                self.next_block += count
+                self.num_blocks[slot] = needed
+        batch = ScheduledBatch(
+            slots=slots,
+            query_lens=query_lens,
+            context_lens=self.computed[slots].tolist(),
+            samples=[True] * len(slots),
+            num_decodes=sum(length == 1 for length in query_lens),
+            num_tokens=sum(query_lens),
+            appends=appends,
+        )
+        # A decode's token is the slot's last one, or, as of a prompt's last chunk, given.
+        kept = {slot: int(self.rng.integers(0, 2)) for slot in slots}
+        self.computed[slots] += query_lens
+        return batch, kept
+
+    def upload(self, batch: ScheduledBatch, kept: dict[int, int]) -> torch.Tensor:
+        staging = np.full(self.layout.num_words, POISON, np.int32)
+        views = self.layout.host_views(staging)
+        rows = batch.num_reqs
+        views.header[:3] = rows, batch.num_tokens, batch.num_decodes
+        views.slots[:rows] = views.sample_slots[:rows] = batch.slots
+        views.context_lens[:rows] = batch.context_lens
+        views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
+        appends = {append.slot: append for append in batch.appends}
+        num_tokens = num_appends = 0
+        for row, (slot, context, length) in enumerate(
+            zip(batch.slots, batch.context_lens, batch.query_lens, strict=True)
+        ):
+            tokens = self.table.token_ids[slot, context : context + length]
+            if length == 1 and kept[slot]:
+                views.token_starts[row] = -1
+                self.last_token[slot] = int(tokens[0])
+            else:
+                views.token_starts[row] = num_tokens
+                views.tokens[num_tokens : num_tokens + length] = tokens
+                num_tokens += length
+            views.append_starts[row] = num_appends
+            if slot in appends:
+                ids = appends[slot].block_ids
+                views.append_at[row] = appends[slot].start
+                views.appends[num_appends : num_appends + len(ids)] = ids
+                num_appends += len(ids)
+        views.append_starts[rows] = num_appends
+        used = self.layout.used_words(num_appends=num_appends, num_tokens=num_tokens)
+        assert (staging[used:] == POISON).all()
+        return torch.from_numpy(staging).to(self.device)
+
+    def check(self, query_lens: list[int], *, num_reqs: int, num_tokens: int, ahead: int = 0) -> None:
+        batch, kept = self.draw(query_lens, ahead=ahead)
+        self.table.apply(batch)
+        key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
+        for array in (self.buffers.input_ids_np, self.buffers.positions_np, self.buffers.slot_mapping_np):
+            array[:] = POISON
+        for array in (self.buffers.query_start_loc_np, self.buffers.seq_lens_np, self.buffers.logits_rows_np):
+            array[:] = POISON
+        fill_buffers(self.buffers, self.table, batch, key)
+        staging = self.upload(batch, kept)
+        names = ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table", "logits_rows")
+        expected = {name: getattr(self.buffers, name) for name in names}
+        got = {name: torch.full_like(tensor, POISON).to(self.device) for name, tensor in expected.items()}
+        prepare(
+            staging,
+            self.layout,
+            last_token_R=self.last_token,
+            slot_block_table_RN=self.slot_blocks,
+            block_size=self.table.block_size,
+            num_reqs_padded=num_reqs,
+            num_tokens_padded=num_tokens,
+            input_ids_T=got["input_ids"],
+            positions_T=got["positions"],
+            slot_mapping_T=got["slot_mapping"],
+            query_start_loc=got["query_start_loc"],
+            seq_lens_R=got["seq_lens"],
+            block_table_RN=got["block_table"],
+            logits_rows_R=got["logits_rows"],
+        )
+        for name in names:
+            if name != "block_table":
+                assert torch.equal(got[name].cpu(), expected[name]), name
+        blocks = got["block_table"].cpu()
+        state = self.slot_blocks.cpu()
+        for row, slot in enumerate(batch.slots):
+            used = blocks_for(batch.context_lens[row] + batch.query_lens[row], self.table.block_size)
+            assert torch.equal(blocks[row, :used], expected["block_table"][row, :used])
+            assert (blocks[row, used:] == POISON).all()
+            held = int(self.num_blocks[slot])
+            assert state[slot, :held].tolist() == self.table.block_table[slot, :held].tolist()
+        assert (blocks[batch.num_reqs :] == POISON).all()
+        sampled = self.layout.sampling_views(staging).sample_slots.cpu().tolist()
+        assert sampled[:num_reqs] == batch.slots + [-1] * (num_reqs - batch.num_reqs)
+        assert sampled[num_reqs:] == [POISON] * (len(sampled) - num_reqs)
+
+
+def test_steps_of_mixed_batches(device: torch.device) -> None:
+    sequences = Sequences(slots=6, max_tokens=64, max_len=80, block_size=4, device=device)
+    sequences.check([1], num_reqs=1, num_tokens=1)
+    sequences.check([1, 1, 1, 30], num_reqs=6, num_tokens=40)
+    sequences.check([64], num_reqs=6, num_tokens=64)
+    sequences.check([1, 1, 1, 1, 1, 1], num_reqs=6, num_tokens=6, ahead=3)
+    sequences.check([1, 2, 9, 17], num_reqs=4, num_tokens=29)
+    sequences.check([1, 1, 1], num_reqs=5, num_tokens=5)
+
+
+def test_long_query_and_table(device: torch.device) -> None:
+    """Several programs share the tokens of one request and its block table."""
+    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, block_size=1, device=device)
+    sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
+    sequences.check([600], num_reqs=1, num_tokens=700)
+    sequences.check([1, 1], num_reqs=2, num_tokens=2, ahead=300)
+
+
+def test_layout_views_share_memory_and_are_aligned() -> None:
+    layout = StepLayout(max_num_seqs=5, max_num_tokens=7, max_appends=3)
+    words = np.zeros(layout.num_words, np.int32)
+    for number, view in enumerate(layout.host_views(words), start=1):
+        assert not view.any()  # no field overlaps those before it
+        view[...] = number
+    staging = torch.from_numpy(words)
+    views = layout.sampling_views(staging)
+    host = layout.host_views(words)
+    for name, tensor in views._asdict().items():
+        assert tensor.tolist() == getattr(host, name).tolist()
+    assert views.draw_keys.dtype == torch.int64
+    assert all(start % 4 == 0 for start in layout.starts.values())
+    assert layout.used_words(num_appends=0, num_tokens=7) <= layout.num_words
+    assert layout.used_words(num_appends=2, num_tokens=0) == layout.starts["appends"] + 2
+
+
+def test_appends_ahead(device: torch.device) -> None:
+    table = torch.full((3, 9), POISON, dtype=torch.int32, device=device)
+    appends = torch.tensor([[2, 0, 2], [0, 8, 3], [11, 12, 13]], dtype=torch.int32, device=device)
+    apply_appends(appends, table)
+    expected = torch.full((3, 9), POISON, dtype=torch.int32)
+    expected[2, 0], expected[0, 8], expected[2, 3] = 11, 12, 13
+    assert torch.equal(table.cpu(), expected)
+    apply_appends(appends[:, :0], table)
+    assert torch.equal(table.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_large_steps(device: torch.device, block_size: int) -> None:
+    sequences = Sequences(slots=300, max_tokens=8192, max_len=20000, block_size=block_size, device=device)
+    sequences.check([8192], num_reqs=300, num_tokens=8192)
+    sequences.check([1] * 256, num_reqs=256, num_tokens=256)
+    sequences.check([1] * 100 + [5000, 3000], num_reqs=300, num_tokens=8192)
+    sequences.check([1] * 299 + [4001], num_reqs=300, num_tokens=4608, ahead=7)
+    sequences.check([1] * 255, num_reqs=256, num_tokens=256)
