@@ -18,7 +18,11 @@ from phonograph.kernels.triton.linear import (
 )
 
 EPS = 1e-5
-LARGE = [(4096, 6144), (1024, 4096), (3584, 4608), (14336, 4096), (18944, 3584), (4096, 1001), (2501, 300)]
+LARGE = [
+    *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
+    (torch.float16, 4096, 1001),
+]
+"""dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
@@ -94,9 +98,8 @@ def test_few_rows_with_every_epilogue(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inputs", "outputs"), LARGE)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
+@pytest.mark.parametrize("rows", [1, 3])
 def test_few_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_gemv(rows, outputs, inputs, dtype, device, bias=True)
 
@@ -184,12 +187,10 @@ def test_chosen_configurations_fit_the_scratch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inputs", "outputs"), LARGE)
-@pytest.mark.parametrize("rows", [2, 5, 8, 16, 23, 32, 64, 100, 256])
+@pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
+@pytest.mark.parametrize("rows", [2, 5, 16, 23, 64, 100])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_linear(rows, outputs, inputs, dtype, device, True, None, _poisoned(device))
-    _check_linear(rows, outputs, inputs, dtype, device, False, None, None)
 
 
 @pytest.mark.gpu
@@ -206,7 +207,7 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 40])
 def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
     scratch = make_scratch(device)
