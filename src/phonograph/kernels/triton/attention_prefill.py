@@ -8,7 +8,8 @@ one block, by TMA. Pieces of tiles cut along the keys leave normalized partial r
 fixed order.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -30,7 +31,6 @@ from phonograph.kernels.triton.attention_prefill_plan import (
 
 __all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
 
-_BLOCK_N = 64
 _MERGE_ROWS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -72,23 +72,17 @@ def prefill_attention(
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
     """
     _, num_heads, head_size = query_THD.shape
-    _, num_blocks, block_size, num_kv_heads, _ = kv_cache.shape
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
     width = plan.partial_out.shape[-1]
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    # By TMA the cache is a matrix: of all slots [.., K * D], or of each head's slots [.., D].
-    heads_outside = stride_slot == head_size
-    tma = (
-        block_size % _BLOCK_N == 0
-        and width == head_size
-        and stride_kv == num_blocks * stride_block
-        and stride_block == block_size * num_kv_heads * head_size
-        and stride_head == (block_size * head_size if heads_outside else head_size)
-    )
+    block_n, num_warps, num_stages = _configuration(width)
+    heads_outside = num_kv_heads > 1 and stride_slot == head_size
+    tma = _fits_tma(kv_cache, width, block_n, heads_outside)
     cache = kv_cache
     if tma:
         columns = head_size if heads_outside else num_kv_heads * head_size
         rows = 2 * stride_kv // columns
-        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
+        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [block_n, head_size])
         stride_kv = rows // 2
     right = 0 if causal else window[1]
     _attention_kernel[(plan.programs,)](
@@ -123,14 +117,14 @@ def prefill_attention(
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         LEFT=window[0],
         RIGHT=right,
         SOFTCAP=softcap != 0.0,
         TMA=tma,
         HEADS_OUTSIDE=heads_outside,
-        num_warps=4 if width <= 128 else 8,
-        num_stages=2,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     _merge_kernel[(plan.programs,)](
         query_start_loc,
@@ -150,6 +144,26 @@ def prefill_attention(
         BLOCK_M=BLOCK_M,
         ROWS=_MERGE_ROWS,
         num_warps=4,
+    )
+
+
+def _configuration(width: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps, stages. Two programs of four warps share a multiprocessor: one's softmax runs beside the
+    other's products. Wide heads fill the registers of eight."""
+    return (64, 4, 2) if width <= 128 else (64, 8, 2)
+
+
+def _fits_tma(kv_cache: torch.Tensor, width: int, block_n: int, heads_outside: bool) -> bool:
+    """Whether the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]), each key tile in one block."""
+    _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
+    stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
+    return (
+        block_size % block_n == 0
+        and (128 % block_size == 0 or block_size % 128 == 0)
+        and width == head_size
+        and stride_kv == num_blocks * stride_block
+        and stride_block == block_size * num_kv_heads * head_size
+        and (num_kv_heads == 1 or stride_head == (block_size * head_size if heads_outside else head_size))
     )
 
 
@@ -211,12 +225,18 @@ def _attend(
             value_ND = cache.load([row + stride_kv, column])
             if MASKED:
                 # Slots nobody wrote may hold NaN, which a weight of zero does not take away.
-                value_ND = tl.where(seen_N[:, None], value_ND, 0.0)
+                value_ND = tl.where(seen_N[:, None], value_ND.to(query_MD.dtype), 0.0)
         else:
-            if MASKED:
-                block = tl.load(table + key_N // BLOCK_SIZE, mask=seen_N, other=0)
+            if 128 % BLOCK_SIZE == 0 or BLOCK_SIZE % 128 == 0:
+                # A tile begins a block or lies in one: numbers for all threads spare them a load for each key.
+                block = tl.load(table + key // BLOCK_SIZE, mask=(key + BLOCK_SIZE > low) & (key < high), other=0)
+                for index in tl.static_range(1, BLOCK_N // BLOCK_SIZE):
+                    first = key + index * BLOCK_SIZE
+                    inside = (first + BLOCK_SIZE > low) & (first < high)
+                    later = tl.load(table + first // BLOCK_SIZE, mask=inside, other=0)
+                    block = tl.where(offset_N >= index * BLOCK_SIZE, later, block)
             else:
-                block = tl.load(table + key_N // BLOCK_SIZE)
+                block = tl.load(table + key_N // BLOCK_SIZE, mask=seen_N, other=0)
             slot_N = block.to(tl.int64) * stride_block + (key_N % BLOCK_SIZE) * stride_slot
             pointer_ND = base + slot_N[:, None] + dim[None, :]
             if MASKED:
@@ -259,7 +279,7 @@ def _attend(
     return acc_MD, sum_M, max_M
 
 
-@triton.jit(do_not_specialize=["stride_lse"])
+@triton.jit(do_not_specialize=["stride_table", "stride_lse"])
 def _attention_kernel(
     query_THD,
     cache,
@@ -305,7 +325,7 @@ def _attention_kernel(
     item = tl.program_id(0)
     while item < num_items:
         # Asked for now, needed at the end.
-        next_item = PROGRAMS + tl.atomic_add(header + COUNTER, 1)
+        next_item = PROGRAMS + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
         seq = tl.load(entry)

@@ -10,7 +10,8 @@ equal *pieces* where that ends earlier: for 64 candidate cuts (the longest tile 
 estimates when the last program ends, and takes the best. Pieces of a cut tile leave partial results, to be merged.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def make_prefill_plan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
-        first_tile=ints(triton.next_power_of_2(max_num_seqs + 1)),
+        first_tile=ints(triton.next_power_of_2(max(2, max_num_seqs))),
         partial_out=torch.zeros(slots, BLOCK_M, width, dtype=torch.float32, device=device),
         partial_lse=torch.zeros(slots, BLOCK_M, dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
