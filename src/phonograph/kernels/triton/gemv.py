@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.pdl import pdl_usable
+
 MAX_ROWS = 4
 """Rows that these products take."""
 
@@ -94,12 +96,6 @@ def gemv_norm_silu(
 
 
 _STORE, _ADD, _SILU = 0, 1, 2
-
-
-@functools.cache
-def pdl_usable() -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def rows_aligned(weight_NK: torch.Tensor) -> bool:

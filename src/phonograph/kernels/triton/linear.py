@@ -26,7 +26,8 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv
-from phonograph.kernels.triton.gemv import pdl_usable, prefetch_rows, rows_aligned
+from phonograph.kernels.triton.gemv import prefetch_rows, rows_aligned
+from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
