@@ -21,7 +21,6 @@ class Workspace:
 
     hidden_TE: torch.Tensor
     normed_TE: torch.Tensor
-    delta_TE: torch.Tensor
     qkv_TF: torch.Tensor
     attention_TF: torch.Tensor
     gate_up_T2I: torch.Tensor
@@ -35,7 +34,6 @@ class Workspace:
         return {
             "hidden_TE": (num_tokens, spec.hidden_size),
             "normed_TE": (num_tokens, spec.hidden_size),
-            "delta_TE": (num_tokens, spec.hidden_size),
             "qkv_TF": (num_tokens, q_size + 2 * kv_size),
             "attention_TF": (num_tokens, q_size),
             "gate_up_T2I": (num_tokens, 2 * spec.intermediate_size),

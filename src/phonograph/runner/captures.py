@@ -16,11 +16,15 @@ CaptureProgress = Callable[[int, int, GraphKey], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """num_graphs, seconds, memory_bytes: what the capture phase made and cost."""
+    """What the capture phase made and cost: num_graphs, seconds, memory_bytes.
+
+    compile_seconds: beside `seconds`, for kernels that had to be compiled or read from Triton's cache
+    """
 
     num_graphs: int
     seconds: float
     memory_bytes: int
+    compile_seconds: float = 0.0
 
 
 class CapturedGraphs:
@@ -45,8 +49,11 @@ class CapturedGraphs:
         seconds = time.perf_counter() - start
         return CaptureReport(num_graphs=len(keys), seconds=seconds, memory_bytes=self.runtime.memory_bytes)
 
+    def graph(self, key: GraphKey) -> CapturedGraph:
+        return self._graphs[key]
+
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, ...]:
         """Replays the graph of `key`; the next replay overwrites the outputs."""
-        graph = self._graphs[key]
+        graph = self.graph(key)
         graph.replay()
         return graph.outputs

@@ -155,13 +155,16 @@ class Sampler:
 
     def kernel_parameters(self, slots_N: np.ndarray, draws_N: np.ndarray) -> KernelParameters:
         """What a kernel needs to draw for these rows as `sample` would."""
-        keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[slots_N]), torch.from_numpy(draws_N))
+        temperature_N = self._temperature[slots_N]
+        keys_N = self._stream_key[slots_N]
+        if temperature_N.any():  # a greedy batch draws nothing
+            keys_N = sampling.draw_keys(torch.from_numpy(keys_N), torch.from_numpy(draws_N)).numpy()
         return KernelParameters(
-            temperature_N=self._temperature[slots_N],
+            temperature_N=temperature_N,
             top_k_N=self._top_k[slots_N],
             top_p_N=self._top_p[slots_N],
             min_p_N=self._min_p[slots_N],
-            draw_keys_N=keys_N.numpy(),
+            draw_keys_N=keys_N,
         )
 
     @torch.inference_mode()

@@ -1,0 +1,64 @@
+"""How long the GPU does nothing between two steps, from a profiler's trace.
+
+A step is everything from one prepare kernel to the next; it is idle where neither a kernel nor a copy runs between the
+last kernel of one step and the first of the next. Gaps inside a graph are not counted: they are the graph's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+STEP_KERNEL = "prepare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleReport:
+    """Of `num_steps` steps: wall time of the trace and of it the time between steps with nothing running, in us."""
+
+    num_steps: int
+    wall_us: float
+    idle_us: float
+
+    @property
+    def share(self) -> float:
+        return self.idle_us / self.wall_us if self.wall_us else 0.0
+
+
+def measure_idle(run: Callable[[], object]) -> IdleReport:
+    """Profiles `run`, which executes steps on the current GPU and waits for them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    activities = [
+        (float(event.time_range.start), float(event.time_range.end), str(event.name))
+        for event in profiler.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return idle_between_steps(activities)
+
+
+def idle_between_steps(activities: list[tuple[float, float, str]]) -> IdleReport:
+    """From (start, end, name) of everything the device did, in us; the first step is only where the trace begins."""
+    activities = sorted(activities)
+    starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name]
+    if len(starts) < 2:
+        return IdleReport(num_steps=0, wall_us=0.0, idle_us=0.0)
+    idle = 0.0
+    busy_until = activities[starts[0]][1]
+    for index in range(starts[0] + 1, starts[-1] + 1):
+        start, end, name = activities[index]
+        # A copy between two steps shortens the gap on both sides of it.
+        between = STEP_KERNEL in name or _is_copy(name) or _is_copy(activities[index - 1][2])
+        if between:
+            idle += max(0.0, start - busy_until)
+        busy_until = max(busy_until, end)
+    wall = activities[starts[-1]][0] - activities[starts[0]][0]
+    return IdleReport(num_steps=len(starts) - 1, wall_us=wall, idle_us=idle)
+
+
+def _is_copy(name: str) -> bool:
+    return name.startswith(("Memcpy", "Memset"))

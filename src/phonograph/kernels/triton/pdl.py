@@ -1,0 +1,30 @@
+"""Programmatic dependent launch: a kernel may start while the one before it still ends (CUDA, from Hopper on).
+
+Every kernel of a step begins with `pdl_begin` and is launched with `launch_pdl`: it lets the next one start, then waits
+until the one before has ended and its writes are visible. Only constants of the model may be read before that. Since
+every kernel waits, waiting for the one before is waiting for all.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+
+@functools.cache
+def pdl_usable() -> bool:
+    """Whether the current device has it."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def pdl_begin(PDL: tl.constexpr):
+    """Lets the next kernel start, and waits for the one before."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()

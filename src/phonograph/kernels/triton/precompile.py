@@ -1,0 +1,51 @@
+"""Compiles the kernels of a step in parallel, by running the step's Python without launching anything.
+
+A kernel is compiled when it is first launched, one after another, which would take most of the start-up. Within
+`compile_only` every launch is turned into the request to compile that kernel, in a pool of threads; what follows finds
+them ready. (Triton's compiler leaves Python's lock while it works, and keeps what it made on disk.)
+"""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton import AsyncCompileMode
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+_THREADS = 32
+
+
+@contextmanager
+def compile_only() -> Iterator[set[object]]:
+    """Inside, launches of Triton kernels only have them compiled; yields the set of kernels seen, filled meanwhile.
+
+    Everything compiled is ready at the end. Not for several threads at a time.
+
+    Raises:
+        triton.CompilationError: a kernel does not compile.
+    """
+    launch = JITFunction.run
+    seen: set[object] = set()
+
+    def request(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kwargs["debug"] = kwargs.get("debug", self.debug)
+        caches = self.device_caches[torch.cuda.current_device()]
+        _, specialization, options = caches[-1](*args, **kwargs)
+        key = self, compute_cache_key(caches[1], specialization, options)
+        if key not in seen:
+            seen.add(key)
+            launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = request  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with ThreadPoolExecutor(min(_THREADS, 2 * (os.cpu_count() or 1))) as pool, AsyncCompileMode(pool):
+            yield seen
+    finally:
+        JITFunction.run = launch

@@ -1,0 +1,92 @@
+"""The decoder's forward pass on a GPU: few, fused kernels over static memory.
+
+It computes what `Decoder.forward` computes, from the same weights. Nothing is allocated: every intermediate is a slice
+of one workspace, made once for the largest step, so that all graphs share it and its size is known before anything
+runs. A step of one token reads each weight once and does nothing else worth mentioning, so it has a path of its own in
+which norms, activation and residual adds live inside the matrix products.
+
+Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
+vocabulary, F = (H + 2K) * D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from phonograph.kernels.triton import gemv, layers
+from phonograph.kernels.triton.linear import linear, linear_add, linear_silu, make_scratch
+from phonograph.models.decoder import Decoder
+from phonograph.models.workspace import Workspace
+
+FusedAttention = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer index, projection [T, F], output [T, H * D]): rotates, writes keys and values, attends into the output."""
+
+
+class FusedDecoder:
+    """Forward pass and logits over the weights of `decoder`, on a CUDA device.
+
+    max_num_tokens, max_num_logits: the largest step
+    """
+
+    def __init__(self, decoder: Decoder, *, max_num_tokens: int, max_num_logits: int, max_positions: int) -> None:
+        self.decoder = decoder
+        self.spec = decoder.spec
+        self.workspace = Workspace.make(decoder.spec, max_num_tokens, max_num_logits, decoder.dtype, decoder.device)
+        self.rotary_PD = decoder.rotary_table(max_positions, torch.float32)
+        self._eps = decoder.spec.rms_norm_eps
+        self._scratch = make_scratch(decoder.device)
+
+    def forward(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
+        """The residual stream [T, E] after the last layer, before the final norm, in the workspace."""
+        num_tokens = input_ids_T.shape[0]
+        return self._one_token(input_ids_T, attention) if num_tokens == 1 else self._many(input_ids_T, attention)
+
+    def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, num_logits: int) -> torch.Tensor:
+        """Logits [N, V], in the workspace, of the rows `rows_N` of what `forward` returned (None: of all its rows)."""
+        space, decoder, eps = self.workspace, self.decoder, self._eps
+        logits_NV = space.logits_NV[:num_logits]
+        lm_head_VE = decoder.lm_head_EV.t()
+        if num_logits == 1 and rows_N is None:
+            gemv.gemv_norm(hidden_TE, decoder.final_norm, eps, lm_head_VE, None, logits_NV)
+            return logits_NV
+        rows_NE = space.rows_NE[:num_logits]
+        if rows_N is None:
+            layers.rms_norm(hidden_TE, decoder.final_norm, eps, rows_NE)
+        else:
+            layers.gather_and_norm(hidden_TE, rows_N, decoder.final_norm, eps, rows_NE)
+        linear(rows_NE, lm_head_VE, None, logits_NV, scratch=self._scratch)
+        return logits_NV
+
+    def _one_token(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
+        space, decoder, eps = self.workspace, self.decoder, self._eps
+        hidden, qkv, attended, inner = space.hidden_TE[:1], space.qkv_TF[:1], space.attention_TF[:1], space.inner_TI[:1]
+        first = decoder.layers[0]
+        layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, space.normed_TE[:1])
+        for index, layer in enumerate(decoder.layers):
+            gemv.gemv_norm(hidden, layer.input_norm, eps, layer.qkv.t(), layer.qkv_bias, qkv)
+            attention(index, qkv, attended)
+            gemv.gemv_add(attended, layer.output.t(), layer.output_bias, hidden)
+            gemv.gemv_norm_silu(hidden, layer.mlp_norm, eps, layer.gate_up.t(), layer.gate_up_bias, inner)
+            gemv.gemv_add(inner, layer.down.t(), layer.down_bias, hidden)
+        return hidden
+
+    def _many(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
+        space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
+        hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
+        attended, gate_up, inner = space.attention_TF[:rows], space.gate_up_T2I[:rows], space.inner_TI[:rows]
+        scratch, first = self._scratch, decoder.layers[0]
+        layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
+        for index, layer in enumerate(decoder.layers):
+            if index:
+                layers.rms_norm(hidden, layer.input_norm, eps, normed)
+            linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, scratch=scratch)
+            attention(index, qkv, attended)
+            linear_add(attended, layer.output.t(), layer.output_bias, hidden, scratch=scratch)
+            layers.rms_norm(hidden, layer.mlp_norm, eps, normed)
+            if not linear_silu(normed, layer.gate_up.t(), layer.gate_up_bias, inner, scratch=scratch):
+                linear(normed, layer.gate_up.t(), layer.gate_up_bias, gate_up, scratch=scratch)
+                layers.silu_and_mul(gate_up, inner)
+            linear_add(inner, layer.down.t(), layer.down_bias, hidden, scratch=scratch)
+        return hidden

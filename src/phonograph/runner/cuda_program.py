@@ -1,0 +1,108 @@
+"""The computation of one step on a GPU, written once: what is captured into every graph, and what runs eagerly.
+
+From head to tail nothing needs the host: the prepare kernel makes the step's inputs out of one uploaded buffer and the
+state that lives on the device, and the sampled tokens stay there for the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.metadata import AttentionMetadata
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.rope_kv import rope_and_write_kv
+from phonograph.kernels.triton.sampling import sample
+from phonograph.models.fused import FusedDecoder
+from phonograph.runner.device_inputs import DeviceInputs
+
+
+class CudaStepProgram:
+    """Prepare, attention schedule, decoder layers, logits of the rows that need them, sampling."""
+
+    def __init__(
+        self,
+        *,
+        model: FusedDecoder,
+        backend: AttentionBackend,
+        layers: list[AttentionLayer],
+        kv_caches: list[torch.Tensor],
+        inputs: DeviceInputs,
+        runtime: GraphRuntime,
+    ) -> None:
+        self.model = model
+        self.metadata: AttentionMetadata | None = None
+        self._backend = backend
+        self._layers = layers
+        self._kv_caches = kv_caches
+        self._inputs = inputs
+        self._runtime = runtime
+
+    def run(
+        self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs the step that the inputs hold, at a padded shape.
+
+        Args:
+            num_tokens, num_reqs: padded tokens T and request slots R.
+            every_row: each token is a request's last (uniform decode), so that its row of logits is its own.
+            pieces: break the capture at each attention call.
+
+        Returns:
+            hidden [T, E] before the final norm, logits [N, V], tokens int32 [N], N = min(T, R). A token is -1 where the
+            logits had none to choose, and less where the row samples nothing here.
+        """
+        inputs, metadata = self._inputs, self.metadata
+        assert metadata is not None, "the step's attention metadata is built before it runs"
+        num_logits = min(num_tokens, num_reqs)
+        inputs.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
+        self._backend.schedule(metadata)
+        attention = functools.partial(self._attention, pieces)
+        hidden_TE = self.model.forward(inputs.input_ids[:num_tokens], attention)
+        logits_NV = self.model.logits(hidden_TE, None if every_row else inputs.logits_rows[:num_logits], num_logits)
+        tokens_N = inputs.tokens[:num_logits]
+        rows = inputs.sampling
+        sample(
+            logits_NV,
+            rows.sample_slots[:num_logits],
+            rows.temperature[:num_logits],
+            rows.top_k[:num_logits],
+            rows.top_p[:num_logits],
+            rows.min_p[:num_logits],
+            rows.draw_keys[:num_logits],
+            inputs.sample_scratch,
+            tokens_N,
+            inputs.last_token,
+        )
+        return hidden_TE, logits_NV, tokens_N
+
+    def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
+        spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
+        num_tokens = qkv_TF.shape[0]
+        rope_and_write_kv(
+            qkv_TF,
+            inputs.positions[:num_tokens],
+            self.model.rotary_PD,
+            self._kv_caches[index],
+            inputs.slot_mapping[:num_tokens],
+            num_query_heads=spec.num_query_heads,
+            num_kv_heads=spec.num_kv_heads,
+            qk_norm=self.model.decoder.layers[index].qk_norm,
+            eps=spec.rms_norm_eps,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+        )
+        query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
+        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
+        if pieces:
+            self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)
+        else:
+            self._attend(index, query_THD, out_THD)
+
+    def _attend(self, index: int, query_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
+        # Read at call time: between pieces this runs again at each replay, with that step's metadata.
+        metadata = self.metadata
+        assert metadata is not None
+        self._backend.forward(self._layers[index], query_THD, self._kv_caches[index], metadata, out_THD)

@@ -1,0 +1,272 @@
+"""Runs scheduled batches on a GPU, one step ahead of the host: a step is written, replayed, and read one step later.
+
+`submit` sends one pinned buffer and replays one graph; nothing in it waits for the device. The sampled tokens feed the
+next step where they are, and reach the host through a pinned buffer and an event. Rows that a kernel cannot sample
+(penalties, bias, min_tokens, log-probabilities) make their step wait for the host's sampler, and only theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.graphs.cuda import CudaRuntime
+from phonograph.graphs.dispatch import Dispatcher
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.triton.precompile import compile_only
+from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
+from phonograph.runner.cuda_program import CudaStepProgram
+from phonograph.runner.device_inputs import DeviceInputs, StepRows
+from phonograph.runner.logprobs import prompt_logprobs
+from phonograph.runner.model_runner import shape_of
+from phonograph.runner.sampler import Sampler
+from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.token_ring import TokenRing
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""hidden, logits, tokens: what CudaStepProgram.run returns."""
+
+
+class CudaStep:
+    """A step in flight. `output` has what was known when it was sent; `result` adds the tokens."""
+
+    def __init__(self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput) -> None:
+        self._ring = ring
+        self._ticket = ticket
+        self._batch = batch
+        self._output = output
+
+    def result(self) -> StepOutput:
+        """Waits until the device has come to the end of the step."""
+        output, batch = self._output, self._batch
+        tokens: list[int] = self._ring.read(self._ticket)[: batch.num_reqs].tolist()
+        if all(batch.samples):
+            output.slots, output.token_ids = batch.slots, tokens
+        else:
+            rows = [row for row, samples in enumerate(batch.samples) if samples]
+            output.slots = [batch.slots[row] for row in rows]
+            output.token_ids = [tokens[row] for row in rows]
+        if output.token_ids and min(output.token_ids) < 0:
+            pairs = zip(output.slots, output.token_ids, strict=True)
+            output.invalid = [slot for slot, token_id in pairs if token_id < 0]
+            output.token_ids = [max(token_id, 0) for token_id in output.token_ids]
+        return output
+
+
+class CudaRunner:
+    """Executes steps. `counts` tells how many steps each kind of decision had."""
+
+    lookahead = 1
+
+    def __init__(
+        self,
+        *,
+        program: CudaStepProgram,
+        builder: MetadataBuilder,
+        inputs: DeviceInputs,
+        sampler: Sampler,
+        dispatcher: Dispatcher,
+        runtime: CudaRuntime,
+        synthetic: SyntheticBatches,
+        max_num_seqs: int,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.dispatcher = dispatcher
+        self.runtime = runtime
+        self._program = program
+        self._builder = builder
+        self._inputs = inputs
+        self._sampler = sampler
+        self._synthetic = synthetic
+        self._graphs = CapturedGraphs(runtime)
+        self._live: dict[int, NewSequence] = {}
+        self._tokens: dict[int, np.ndarray] = {}
+        self._scored: set[int] = set()
+        # By slot: tokens that the host knows, and tokens of the prompt.
+        self._num_known = np.zeros(max_num_seqs, np.int64)
+        self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+        self._ring = TokenRing(depth=self.lookahead + 2, max_rows=max_num_seqs)
+
+    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
+        """Compiles all kernels, then captures every graph of the capture list, largest first.
+
+        Each graph runs eagerly once before its capture, because loading a kernel is not for captures.
+        """
+        keys = self.dispatcher.captures.largest_first()
+        # Kernels differ from graph to graph by kind and by magnitude of the step at most.
+        samples = {(key.graphs, key.num_tokens.bit_length(), key.num_tokens == 1): key for key in keys}
+        start = time.perf_counter()
+        with compile_only():
+            for key in samples.values():
+                self._prepared(key)()
+        compiled = time.perf_counter()
+
+        def step(key: GraphKey) -> Callable[[], Outputs]:
+            run = self._prepared(key)
+            run()
+            return run
+
+        report = self._graphs.capture(keys, step, progress)
+        return replace(report, compile_seconds=compiled - start)
+
+    def _prepared(self, key: GraphKey) -> Callable[[], Outputs]:
+        """Writes the batch that `key` is captured with; what it returns runs it."""
+
+        def run() -> Outputs:
+            with torch.inference_mode(), self.runtime.scope():
+                return self.run_shape(key)
+
+        with torch.inference_mode(), self.runtime.scope():
+            self._program.metadata = self._builder.build(self._synthetic.capture_batch(key), key=key)
+        return run
+
+    def submit(self, batch: ScheduledBatch) -> CudaStep:
+        """Sends one step to the device and returns at once, unless the step needs the host's sampler."""
+        with torch.inference_mode(), self.runtime.scope():
+            self._take_over(batch)
+            decision = self.dispatcher.decide(shape_of(batch))
+            self.counts[decision.label] += 1
+            rows, on_host = self._rows(batch)
+            common = self._inputs.write(rows, decision.key)
+            self._program.metadata = self._builder.build(common, key=decision.key)
+            hidden, logits, tokens = self._run_eager(common) if decision.key is None else self.replay(decision.key)
+            output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
+            if on_host is not None:
+                self._sample_on_host(batch, on_host, logits, tokens, output)
+            return CudaStep(self._ring, self._ring.send(tokens), batch, output)
+
+    def replay(self, key: GraphKey) -> Outputs:
+        """Replays `key` on the inputs written for it; the next step overwrites what it returns."""
+        self._inputs.consume(key)
+        hidden, logits, tokens = self._graphs.replay(key)
+        return hidden, logits, tokens
+
+    def run_shape(self, key: GraphKey) -> Outputs:
+        """Runs the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
+        return self._program.run(
+            num_tokens=key.num_tokens,
+            num_reqs=key.num_reqs,
+            every_row=key.graphs is GraphSet.DECODE and key.query_len == 1,
+            pieces=key.graphs is GraphSet.PIECEWISE,
+        )
+
+    def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
+        """Writes a random batch that runs as `key`; for verification, as are the next two."""
+        return self._synthetic.random_batch(key, rng)
+
+    def replay_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
+        """Replays the graph on the batch drawn for it."""
+        self._program.metadata = self._builder.build(common, key=key)
+        self._inputs.written(key)
+        return _by_name(self.replay(key))
+
+    def run_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
+        """Runs the batch drawn for `key` eagerly, at the same padded shape, on metadata built for it."""
+        self._program.metadata = self._builder.build(common, key=key)
+        return _by_name(self.run_shape(key))
+
+    def _run_eager(self, common: CommonMetadata) -> Outputs:
+        return self._program.run(
+            num_tokens=common.num_tokens,
+            num_reqs=common.num_reqs,
+            every_row=common.num_tokens == common.num_reqs,
+            pieces=False,
+        )
+
+    def _take_over(self, batch: ScheduledBatch) -> None:
+        for slot in batch.freed:
+            self._sampler.clear(slot)
+            self._live.pop(slot, None)
+            self._scored.discard(slot)
+        for new in batch.new:
+            slot = new.slot
+            self._live[slot] = new
+            if new.params.prompt_logprobs is not None:
+                self._scored.add(slot)
+            self._tokens[slot] = np.array(new.token_ids, np.int32)
+            self._num_known[slot] = len(new.token_ids)
+            self._prompt_lens[slot] = new.prompt_len
+            self._sampler.load(
+                slot,
+                new.params,
+                new.token_ids[: new.prompt_len],
+                new.token_ids[new.prompt_len :],
+                new.end_token_ids,
+                new.sample_index,
+            )
+
+    def _rows(self, batch: ScheduledBatch) -> tuple[StepRows, np.ndarray | None]:
+        """The step as arrays, and the numbers of the rows that the host samples (None for none)."""
+        slots = np.array(batch.slots, np.int64)
+        context_lens = np.array(batch.context_lens, np.int64)
+        query_lens = np.array(batch.query_lens, np.int64)
+        samples = np.array(batch.samples, bool)
+        draws = context_lens + query_lens - self._prompt_lens[slots]
+        given = {
+            int(row): self._tokens[batch.slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
+            for row in np.flatnonzero(context_lens < self._num_known[slots])
+        }
+        needs_host = self._sampler.needs_logits(slots, draws) & samples
+        on_host = np.flatnonzero(needs_host) if needs_host.any() else None
+        rows = StepRows(
+            slots=slots,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            num_decodes=batch.num_decodes,
+            given=given,
+            appends=batch.appends,
+            samples=samples & ~needs_host,
+            parameters=self._sampler.kernel_parameters(slots, draws),
+        )
+        return rows, on_host
+
+    def _sample_on_host(
+        self,
+        batch: ScheduledBatch,
+        rows: np.ndarray,
+        logits_NV: torch.Tensor,
+        tokens_N: torch.Tensor,
+        output: StepOutput,
+    ) -> None:
+        device = logits_NV.device
+        numbers: list[int] = rows.tolist()
+        slots = [batch.slots[row] for row in numbers]
+        draws = [
+            batch.context_lens[row] + batch.query_lens[row] - self._live[slot].prompt_len
+            for row, slot in zip(numbers, slots, strict=True)
+        ]
+        rows_P = torch.from_numpy(rows).to(device)
+        sampled = self._sampler.sample(logits_NV[rows_P], slots, draws)
+        output.logprobs = sampled.logprobs
+        token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
+        self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids
+        valid = torch.tensor([slot not in sampled.invalid for slot in slots], device=device)
+        tokens_N[rows_P] = token_ids.where(valid, -1)
+
+    def _prompt_logprobs(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        found: dict[int, list[TokenLogprobs]] = {}
+        if self._scored.isdisjoint(batch.slots):
+            return found
+        start = 0
+        for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+            live = self._live[slot]
+            top = live.params.prompt_logprobs
+            # Row p predicts token p + 1; the prompt's last row predicts the output.
+            rows = min(query_len, live.prompt_len - 1 - context_len)
+            if top is not None and rows > 0:
+                targets = live.token_ids[context_len + 1 : context_len + 1 + rows]
+                logits = self._program.model.decoder.logits
+                found[slot] = prompt_logprobs(hidden[start : start + rows], logits, targets, top)
+            start += query_len
+        return found
+
+
+def _by_name(outputs: Outputs) -> dict[str, torch.Tensor]:
+    return dict(zip(("hidden", "logits", "tokens"), outputs, strict=True))

@@ -1,0 +1,279 @@
+"""The inputs of a step on a GPU: state that lives there by slot, and one pinned buffer of changes a step.
+
+The device keeps of each sequence its last token and its blocks. What the host sends is a few numbers for each sequence,
+the tokens of prefills and the blocks that were added; the prepare kernel at the head of every graph makes the step's
+tensors out of both. The tensors here are what every graph froze, so they are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.batch import BlockAppend
+from phonograph.errors import ReplayError
+from phonograph.graphs.modes import GraphKey
+from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
+from phonograph.kernels.triton.sampling import make_sample_scratch
+from phonograph.runner.sampler import KernelParameters
+from phonograph.runner.slots import blocks_for
+from phonograph.runner.synthetic import SyntheticBatch
+
+_MAX_APPENDS = 4096
+"""Blocks that one upload can append; a step with more sends the rest ahead."""
+_UPLOADS = 4
+"""Pinned buffers in turn: more than steps can be in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """One step as arrays by row, decodes first.
+
+    slots, context_lens, query_lens: int64
+    given:      tokens that the host knows, by row; a row without is one token, the slot's last one
+    appends:    blocks added to rows' slots
+    samples:    bool: the row's next token is chosen by the kernel
+    parameters: how
+    """
+
+    slots: np.ndarray
+    context_lens: np.ndarray
+    query_lens: np.ndarray
+    num_decodes: int
+    given: dict[int, np.ndarray]
+    appends: Sequence[BlockAppend]
+    samples: np.ndarray
+    parameters: KernelParameters
+
+
+class DeviceInputs:
+    """Device state by slot, inputs of a step, and the uploads that change them.
+
+    Shapes, with T = max_num_tokens, R = max_num_seqs and NB the blocks of the longest sequence; what the prepare kernel
+    writes: input_ids [T] int32, positions [T] and slot_mapping [T] int64, query_start_loc [R+1], seq_lens [R] and
+    block_table [R, NB] int32, logits_rows [R] int64. Sampling reads `sampling` and writes tokens [R] and last_token [R]
+    (by slot), int32.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        max_blocks = blocks_for(max_model_len, block_size)
+        self._block_size = block_size
+        self._layout = StepLayout(max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_appends=_MAX_APPENDS)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._staging = zeros(self._layout.num_words)
+        self._slot_block_table = zeros(max_num_seqs, max_blocks)
+        self.last_token = zeros(max_num_seqs)
+        self.tokens = zeros(max_num_seqs)
+        self.input_ids = zeros(max_num_tokens)
+        self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.slot_mapping = zeros(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = zeros(max_num_seqs + 1)
+        self.seq_lens = zeros(max_num_seqs)
+        self.block_table = zeros(max_num_seqs, max_blocks)
+        self.logits_rows = zeros(max_num_seqs, dtype=torch.int64)
+        self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
+        self.sampling = self._layout.sampling_views(self._staging)
+        self._uploads = [_Upload(self._layout) for _ in range(_UPLOADS)]
+        self._next = 0
+        self._views: dict[tuple[int, int], _Views] = {}
+        self._written_for: GraphKey | None = None
+
+    def write(self, rows: StepRows, key: GraphKey | None) -> CommonMetadata:
+        """Sends one step, to be padded to `key` (None: as it is), and returns the metadata that views its inputs."""
+        upload = self._uploads[self._next % _UPLOADS]
+        self._next += 1
+        upload.wait()
+        num_reqs = len(rows.slots)
+        seq_lens = rows.context_lens + rows.query_lens
+        query_starts = upload.views.query_starts
+        query_starts[0] = 0
+        np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
+        num_tokens = int(query_starts[num_reqs])
+        upload.views.header[:3] = num_reqs, num_tokens, rows.num_decodes
+        upload.views.slots[:num_reqs] = rows.slots
+        upload.views.context_lens[:num_reqs] = rows.context_lens
+        upload.views.sample_slots[:num_reqs] = np.where(rows.samples, rows.slots, -1)
+        for name, values in rows.parameters._asdict().items():
+            getattr(upload.views, name.removesuffix("_N"))[:num_reqs] = values
+        num_given = self._give_tokens(upload, rows, num_reqs)
+        num_appended = self._append(upload, rows, num_reqs)
+        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_given)
+        self._staging[:used].copy_(upload.pinned[:used], non_blocking=True)
+        upload.sent.record()
+        self.written(key)
+        return self._metadata(rows, key, num_tokens, query_starts, seq_lens)
+
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+        """Sends a batch that no sequence stands behind, greedy, and prepares it, so that its slots are known."""
+        num_reqs = len(batch.query_lens)
+        slots = np.arange(num_reqs)
+        starts = np.cumsum([0, *batch.query_lens])
+        common = self.write(
+            StepRows(
+                slots=slots,
+                context_lens=np.array(batch.context_lens, np.int64),
+                query_lens=np.array(batch.query_lens, np.int64),
+                num_decodes=batch.num_decodes,
+                given={row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)},
+                appends=[
+                    BlockAppend(slot=row, start=0, block_ids=blocks.tolist()) for row, blocks in enumerate(batch.blocks)
+                ],
+                samples=np.ones(num_reqs, bool),
+                parameters=KernelParameters(
+                    temperature_N=np.zeros(num_reqs),
+                    top_k_N=np.zeros(num_reqs, np.int64),
+                    top_p_N=np.ones(num_reqs),
+                    min_p_N=np.zeros(num_reqs),
+                    draw_keys_N=np.zeros(num_reqs, np.int64),
+                ),
+            ),
+            key,
+        )
+        self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
+        return common
+
+    def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
+        """Launches the prepare kernel for a padded shape: the head of every step."""
+        prepare(
+            self._staging,
+            self._layout,
+            last_token_R=self.last_token,
+            slot_block_table_RN=self._slot_block_table,
+            block_size=self._block_size,
+            num_reqs_padded=num_reqs,
+            num_tokens_padded=num_tokens,
+            input_ids_T=self.input_ids,
+            positions_T=self.positions,
+            slot_mapping_T=self.slot_mapping,
+            query_start_loc=self.query_start_loc,
+            seq_lens_R=self.seq_lens,
+            block_table_RN=self.block_table,
+            logits_rows_R=self.logits_rows,
+        )
+
+    def written(self, key: GraphKey | None) -> None:
+        """Marks the inputs as those of a step that runs as `key` (None: eagerly)."""
+        self._written_for = key
+
+    def consume(self, key: GraphKey) -> None:
+        """Takes the inputs for one replay of `key`.
+
+        Raises:
+            ReplayError: they were written for something else, or are used up.
+        """
+        if self._written_for != key:
+            raise ReplayError(f"{key} was to replay, but the device holds the inputs of {self._written_for}")
+        self._written_for = None
+
+    def _give_tokens(self, upload: _Upload, rows: StepRows, num_reqs: int) -> int:
+        token_starts, tokens = upload.views.token_starts, upload.views.tokens
+        token_starts[:num_reqs] = -1
+        num_given = 0
+        for row, given in rows.given.items():
+            token_starts[row] = num_given
+            tokens[num_given : num_given + len(given)] = given
+            num_given += len(given)
+        return num_given
+
+    def _append(self, upload: _Upload, rows: StepRows, num_reqs: int) -> int:
+        """Writes the blocks added to rows' slots; how many of them travel in the upload."""
+        views, most = upload.views, self._layout.max_appends
+        views.append_starts[: num_reqs + 1] = 0
+        num_appended = 0
+        if rows.appends:
+            row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
+            for row, append in sorted(((row_of[item.slot], item) for item in rows.appends), key=itemgetter(0)):
+                end = num_appended + len(append.block_ids)
+                if end > most:
+                    self._append_ahead(append)
+                    continue
+                views.append_at[row] = append.start
+                views.append_starts[row + 1] = len(append.block_ids)
+                views.appends[num_appended:end] = append.block_ids
+                num_appended = end
+            np.cumsum(views.append_starts[: num_reqs + 1], out=views.append_starts[: num_reqs + 1])
+        return num_appended
+
+    def _append_ahead(self, append: BlockAppend) -> None:
+        """Sends blocks that the step's upload has no room for, in a launch of their own."""
+        count = len(append.block_ids)
+        triples = torch.empty((3, count), dtype=torch.int32, pin_memory=True)
+        triples[0] = append.slot
+        triples[1] = torch.arange(append.start, append.start + count)
+        triples[2] = torch.tensor(append.block_ids)
+        apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_table)
+
+    def _metadata(
+        self, rows: StepRows, key: GraphKey | None, num_tokens: int, query_starts: np.ndarray, seq_lens: np.ndarray
+    ) -> CommonMetadata:
+        num_reqs = len(rows.slots)
+        padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
+        starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
+        starts_cpu[: num_reqs + 1] = query_starts[: num_reqs + 1]
+        lens_cpu = np.zeros(padded_reqs, np.int32)
+        lens_cpu[:num_reqs] = seq_lens
+        views = self._views.get((padded_reqs, padded_tokens))
+        if views is None:
+            views = _Views(
+                self.query_start_loc[: padded_reqs + 1],
+                self.seq_lens[:padded_reqs],
+                self.block_table[:padded_reqs],
+                self.slot_mapping[:padded_tokens],
+            )
+            if key is not None:  # eager shapes are without number
+                self._views[padded_reqs, padded_tokens] = views
+        return CommonMetadata(
+            num_reqs=num_reqs,
+            num_decodes=rows.num_decodes,
+            num_tokens=num_tokens,
+            num_decode_tokens=int(starts_cpu[rows.num_decodes]),
+            max_query_len=int(rows.query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            query_start_loc_cpu=starts_cpu,
+            seq_lens_cpu=lens_cpu,
+            query_start_loc=views.query_start_loc,
+            seq_lens=views.seq_lens,
+            block_table=views.block_table,
+            slot_mapping=views.slot_mapping,
+        )
+
+
+class _Views(NamedTuple):
+    """Inputs at one padded shape, so that a replay slices nothing."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class _Upload:
+    """A pinned buffer, its named fields, and the event after which it may be written again."""
+
+    def __init__(self, layout: StepLayout) -> None:
+        self.pinned = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=True)
+        self.views = layout.host_views(self.pinned.numpy())
+        self.sent = torch.cuda.Event()
+
+    def wait(self) -> None:
+        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
+        if not self.sent.query():
+            self.sent.synchronize()

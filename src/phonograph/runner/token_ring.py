@@ -1,0 +1,32 @@
+"""Sampled tokens on their way to the host: pinned rows with an event each, read a step after they were sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class TokenRing:
+    """Room for `depth` steps of at most `max_rows` tokens. A row is overwritten `depth` sends later."""
+
+    def __init__(self, *, depth: int, max_rows: int) -> None:
+        self._pinned = torch.zeros((depth, max_rows), dtype=torch.int32, pin_memory=True)
+        self._rows = self._pinned.numpy()
+        self._events = [torch.cuda.Event() for _ in range(depth)]
+        self._sent = 0
+
+    def send(self, tokens_N: torch.Tensor) -> int:
+        """Starts the copy of int32 tokens on the current stream; returns the ticket to read them by."""
+        ticket = self._sent
+        self._sent += 1
+        place = ticket % len(self._events)
+        self._pinned[place, : tokens_N.shape[0]].copy_(tokens_N, non_blocking=True)
+        self._events[place].record()
+        return ticket
+
+    def read(self, ticket: int) -> np.ndarray:
+        """The tokens sent under `ticket`, waiting for them if need be; copy what is to be kept."""
+        assert self._sent - len(self._events) <= ticket < self._sent, "these tokens are overwritten"
+        place = ticket % len(self._events)
+        self._events[place].synchronize()
+        return self._rows[place]

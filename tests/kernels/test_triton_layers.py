@@ -1,0 +1,140 @@
+"""The fused layer kernels against the functions of torch that the CPU runs, and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phonograph.kernels.layers import rms_norm as reference_norm
+from phonograph.kernels.layers import rope as reference_rope
+from phonograph.kernels.triton import layers, rope_kv
+
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+EPS = 1e-5
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert bool(got.isfinite().all())
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def limit(dtype: torch.dtype) -> float:
+    return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 200, 896])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_norms(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(rows * width)
+    embedding, delta = (torch.randn(n, width, device=device).to(dtype) for n in (11, rows))
+    weight, eps = torch.rand(width, device=device).to(dtype), torch.tensor(EPS, device=device)
+    ids = torch.randint(0, 11, (rows,), dtype=torch.int32, device=device)
+    hidden, normed = (poison(rows, width, dtype=dtype, device=device) for _ in range(2))
+    layers.embed_and_norm(ids, embedding, weight, EPS, hidden, normed)
+    assert torch.equal(hidden, embedding[ids.long()])
+    assert relative(normed, reference_norm(hidden, weight, eps)) < limit(dtype)
+
+    total = (hidden.float() + delta.float()).to(dtype)
+    normed.fill_(float("nan"))
+    layers.add_and_norm(hidden, delta, weight, EPS, normed)
+    assert torch.equal(hidden, total)
+    assert relative(normed, reference_norm(total, weight, eps)) < limit(dtype)
+
+    out = poison(rows, width, dtype=dtype, device=device)
+    layers.rms_norm(hidden, weight, EPS, out)
+    assert torch.equal(out, normed)
+    picked = torch.tensor([rows - 1, 0, 0], device=device)
+    out = poison(3, width, dtype=dtype, device=device)
+    layers.gather_and_norm(hidden, picked, weight, EPS, out)
+    assert torch.equal(out, normed[picked])
+    layers.add(hidden, delta)
+    assert torch.equal(hidden, (total.float() + delta.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 100), (3, 2500), (9, 64)])
+def test_activation(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(width)
+    gate_up = (4 * torch.randn(rows, 2 * width, device=device)).to(dtype)
+    out = poison(rows, width, dtype=dtype, device=device)
+    layers.silu_and_mul(gate_up, out)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert relative(out, torch.nn.functional.silu(gate) * up) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hnd", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), [(1, 4, 2, 64), (5, 3, 1, 40), (17, 4, 4, 128)])
+def test_rope_and_kv_write(
+    tokens: int, heads: int, kv_heads: int, size: int, norm: bool, hnd: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(tokens + size)
+    block_size, num_blocks, positions_in_table = 16, 4, 50
+    width = (heads + 2 * kv_heads) * size
+    qkv = torch.randn(tokens, width, device=device).to(dtype)
+    original = qkv.clone()
+    angles = torch.rand(positions_in_table, size // 2, device=device) * 6
+    rotary = torch.cat((angles.cos(), angles.sin()), -1)
+    positions = torch.randint(0, positions_in_table, (tokens,), device=device)
+    slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+    slots[tokens // 2] = -1
+    given = slots[:-1] if tokens > 4 else slots  # behind a shorter mapping nothing is written
+    shape = (2, num_blocks, kv_heads, block_size, size) if hnd else (2, num_blocks, block_size, kv_heads, size)
+    cache = poison(*shape, dtype=dtype, device=device)
+    cache = cache.transpose(2, 3) if hnd else cache
+    qk_norm = torch.rand(heads + kv_heads, size, device=device).to(dtype) if norm else None
+    rope_kv.rope_and_write_kv(
+        qkv,
+        positions,
+        rotary,
+        cache,
+        given,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        qk_norm=qk_norm,
+        eps=EPS,
+        k_scale=None,
+        v_scale=None,
+    )
+    rows = original.float().unflatten(-1, (-1, size))
+    qk, value = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
+    if qk_norm is not None:
+        qk = reference_norm(qk, qk_norm.float(), torch.tensor(EPS, device=device))
+    cos, sin = rotary[positions].chunk(2, -1)
+    rotated = reference_rope(qk, cos[:, None, None], sin[:, None])
+    assert relative(qkv[:, : heads * size], rotated[:, :heads].flatten(1)) < limit(dtype)
+    assert torch.equal(qkv[:, heads * size :], original[:, heads * size :]), "keys and values stay as they were"
+    written = [row for row in range(len(given)) if int(given[row]) >= 0]
+    blocks, offsets = given[written] // block_size, given[written] % block_size
+    if written:
+        assert relative(cache[0, blocks, offsets], rotated[written, heads:]) < limit(dtype)
+        assert torch.equal(cache[1, blocks, offsets], value[written].to(dtype))
+    assert int(cache.isfinite().sum()) == 2 * len(written) * kv_heads * size, "nothing else was written"
+
+    again = poison(*shape, dtype=dtype, device=device)
+    again = again.transpose(2, 3) if hnd else again
+    key = rotated[:, heads:].to(dtype)
+    rope_kv.write_kv(key, value.to(dtype), again, given, None, None)
+    assert torch.equal(again[0, blocks, offsets], key[written])
+    assert torch.equal(again[1, blocks, offsets], value[written].to(dtype))
+    assert int(again.isfinite().sum()) == 2 * len(written) * kv_heads * size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_writes_are_scaled_and_saturated(kv_dtype: torch.dtype, device: torch.device) -> None:
+    key, value = (100 * torch.randn(7, 3, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    k_scale, v_scale = (torch.rand(3, device=device) + 0.05 for _ in range(2))
+    cache = torch.zeros(2, 2, 16, 3, 64, device=device, dtype=kv_dtype)
+    slots = torch.arange(3, 10, device=device)
+    rope_kv.write_kv(key, value, cache, slots, k_scale, v_scale)
+    largest = torch.finfo(kv_dtype).max
+    for part, (source, scale) in enumerate(((key, k_scale), (value, v_scale))):
+        wanted = (source.float() / scale[:, None]).clamp(-largest, largest).to(kv_dtype)
+        assert torch.equal(cache[part, 0, 3:10].float(), wanted.float())
