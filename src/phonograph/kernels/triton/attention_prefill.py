@@ -208,7 +208,8 @@ def _attend(
         next_block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
     else:
         base = cache + kv_head * stride_head
-    for key in tl.range(start, stop, BLOCK_N):
+    # Hoisted matrix descriptors would push other values out of the registers.
+    for key in tl.range(start, stop, BLOCK_N, disable_licm=True):
         key_N = key + offset_N
         seen_N = (key_N >= low) & (key_N < high)
         if TMA:
