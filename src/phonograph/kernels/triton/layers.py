@@ -7,7 +7,7 @@ Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows
 the model, so they are compiled in, and the number of rows is the grid.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -6,7 +6,7 @@ backends, since all share one cache layout.
 Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B blocks, S block size, P positions.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false
 from __future__ import annotations
 
 import torch
