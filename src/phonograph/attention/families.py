@@ -6,6 +6,8 @@ of those libraries' documents and code; what was not tried here says that it is 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities
 from phonograph.attention.declaration import Declaration
 from phonograph.device import DeviceSpec
@@ -23,7 +25,7 @@ class TritonCapabilities(Capabilities):
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         head_size_multiple=8,
         max_head_size=256,
-        block_size_multiple=8,
+        block_size_multiple=16,
         kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
         alibi=True,
         sinks=True,
@@ -43,8 +45,8 @@ class TritonCapabilities(Capabilities):
             "kernels take from, so no plan, grid or number of splits is frozen",
         )
 
-    def missing(self) -> str:
-        return "the Triton kernels are not in this version of Phonograph; they come with the GPU runtime"
+    def missing(self) -> str | None:
+        return None if find_spec("triton") else "the package triton is not installed; it comes with torch for CUDA"
 
 
 class FlashAttention2Capabilities(Capabilities):

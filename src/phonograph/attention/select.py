@@ -52,6 +52,13 @@ def _reference() -> type[AttentionBackend]:
     return ReferenceBackend
 
 
+def _triton() -> type[AttentionBackend]:
+    # Here, since it imports triton, which machines without a GPU need not have.
+    from phonograph.attention.triton import TritonBackend
+
+    return TritonBackend
+
+
 def _unwritten() -> type[AttentionBackend]:
     raise AssertionError("a backend whose kernels are missing was loaded")
 
@@ -59,7 +66,7 @@ def _unwritten() -> type[AttentionBackend]:
 # In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
 # that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
 BUILT_IN = (
-    Registered(capabilities=TritonCapabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
     Registered(capabilities=FlashAttention3Capabilities(), loader=_unwritten, automatic=True),
     Registered(capabilities=FlashAttention4Capabilities(), loader=_unwritten, automatic=True),
     Registered(capabilities=FlashAttention2Capabilities(), loader=_unwritten, automatic=True),

@@ -1,0 +1,183 @@
+"""Our own kernels as a backend: one launch for short queries, one for the rest, both on schedules made on the device.
+
+A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
+does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
+second; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.families import TritonCapabilities
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.triton.attention_decode import (
+    MAX_SHORT_QUERY,
+    DecodePlan,
+    decode_attention,
+    make_decode_plan,
+    plan_decode,
+)
+from phonograph.kernels.triton.attention_prefill import (
+    PrefillPlan,
+    make_prefill_plan,
+    plan_prefill,
+    prefill_attention,
+)
+from phonograph.kernels.triton.rope_kv import write_kv
+
+Window = tuple[int, int]
+_INTERPRETER_SMS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonMetadata(AttentionMetadata):
+    """The tensors of CommonMetadata by the same names, the builder's plans by window, and what a graph freezes.
+
+    short_query_len: longest query that the launch for short ones meets
+    has_long:        whether longer ones may be there
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
+    causal: bool
+    short_query_len: int
+    has_long: bool
+
+
+class TritonMetadataBuilder(MetadataBuilder):
+    """One set of plans, one for each window, serves all graphs: each step makes them anew for its layers."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        num_sms = _INTERPRETER_SMS
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
+        # Between pieces attention runs eagerly, but its schedule is part of the first piece: both must be of one kind.
+        short_query_len, has_long = MAX_SHORT_QUERY, True
+        if key is None:
+            has_long = common.max_query_len > MAX_SHORT_QUERY
+            # Of two kinds only, as each is compiled.
+            short_query_len = 1 if common.num_decodes == common.num_reqs else MAX_SHORT_QUERY
+        elif key.graphs is GraphSet.DECODE and key.query_len <= MAX_SHORT_QUERY:
+            short_query_len, has_long = key.query_len, False
+        return TritonMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            slot_mapping=common.slot_mapping,
+            plans=self._plans,
+            causal=common.causal,
+            short_query_len=short_query_len,
+            has_long=has_long,
+        )
+
+
+class TritonBackend(AttentionBackend):
+    capabilities = TritonCapabilities()
+
+    def make_builder(self) -> TritonMetadataBuilder:
+        return TritonMetadataBuilder(self.spec, self.device, self.limits)
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, TritonMetadata)
+        starts, lens = metadata.query_start_loc, metadata.seq_lens
+        for window, (short, long) in metadata.plans.items():
+            plan_decode(short, starts, lens, max_query_len=metadata.short_query_len, window=window)
+            if metadata.has_long:
+                plan_prefill(
+                    long, starts, lens, min_query_len=MAX_SHORT_QUERY + 1, causal=metadata.causal, window=window
+                )
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, TritonMetadata)
+        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(metadata, TritonMetadata)
+        short, long = metadata.plans[layer.window]
+        # The long ones first: they are the longer launch, and the short ones' fills what its last programs leave idle.
+        if metadata.has_long:
+            prefill_attention(
+                long,
+                query_THD,
+                kv_cache,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                out_THD,
+                lse_HT,
+                min_query_len=MAX_SHORT_QUERY + 1,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+                alibi_slopes=layer.alibi_slopes,
+                sinks=layer.sinks,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                causal=metadata.causal,
+            )
+        decode_attention(
+            short,
+            query_THD,
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            out_THD,
+            lse_HT,
+            max_query_len=metadata.short_query_len,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            alibi_slopes=layer.alibi_slopes,
+            sinks=layer.sinks,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            causal=metadata.causal,
+        )
+
+
+def _make_plans(
+    spec: AttentionSpec, device: torch.device, limits: BatchLimits, num_sms: int
+) -> tuple[DecodePlan, PrefillPlan]:
+    return make_decode_plan(
+        num_query_heads=spec.num_query_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        max_num_seqs=limits.max_num_seqs,
+        num_sms=num_sms,
+        device=device,
+    ), make_prefill_plan(
+        num_query_heads=spec.num_query_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_tokens=limits.max_num_tokens,
+        num_sms=num_sms,
+        device=device,
+    )

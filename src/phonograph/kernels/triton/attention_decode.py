@@ -1,0 +1,498 @@
+"""Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
+
+Decode is a race to read the cache, so what matters is that every program reads equally much, whatever the batch:
+`attention_plan` lays the key tiles of the batch end to end and gives each program an equal range. The query heads of a
+KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the softmax is
+the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
+
+A unit that is cut between programs leaves normalized partial results with their LSE, and whichever program completes it
+merges them, in order of their keys: no second launch, and results do not depend on who came last.
+"""
+
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.triton.attention_plan import (
+    MAX_SHORT_QUERY,
+    RECORD_WORDS,
+    SEQUENCE_WORDS,
+    DecodePlan,
+    make_decode_plan,
+    plan_decode,
+    row_tiles,
+    sequence_tiles,
+)
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
+__all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# Values that a merge has in flight, by warps: they must come from as many programs as possible at once.
+_MERGE_VALUES = 2048
+
+
+def decode_attention(
+    plan: DecodePlan,
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor | None,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    causal: bool,
+) -> None:
+    """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
+
+    `max_query_len` and `window` are those of the plan. Rows of sequences with longer queries are left alone.
+
+    Args:
+        query_THD: heads and head size contiguous, tokens at any stride
+        kv_cache: [2, B, S, K, D], keys and values, at any strides but contiguous in D; S a multiple of 16
+        block_table: [R, max blocks] int32, rows contiguous
+        query_start_loc, seq_lens: [R+1], [R] int32
+        out_THD: contiguous
+        lse_HT: [H, T] float32, natural logarithm, or None
+        scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
+        alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
+        k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
+    """
+    small, large = row_tiles(max_query_len, plan.group)
+    width = plan.partial_out.shape[2]
+    stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
+    pdl = pdl_usable()
+    _attention_kernel[(plan.programs,)](
+        query_THD,
+        kv_cache,
+        block_table,
+        query_start_loc,
+        out_THD,
+        lse_HT,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        plan.records,
+        plan.sequences,
+        plan.counters,
+        plan.partial_out,
+        plan.partial_lse,
+        query_THD.shape[0],
+        seq_lens.shape[0],
+        stride_kv,
+        block_table.stride(0),
+        lse_HT.stride(0) if lse_HT is not None else 0,
+        scale,
+        softcap,
+        PROGRAMS=plan.programs,
+        KV_HEADS=plan.num_kv_heads,
+        GROUP=plan.group,
+        HEAD_SIZE=plan.head_size,
+        WIDTH=width,
+        STRIDE_TOKEN=query_THD.stride(0),
+        STRIDE_BLOCK=stride_block,
+        STRIDE_SLOT=stride_slot,
+        STRIDE_HEAD=stride_head,
+        BLOCK_SIZE=kv_cache.shape[2],
+        SMALL=small,
+        LARGE=large,
+        MAX_ROWS=max_query_len * plan.group,
+        SCRATCH_ROWS=plan.partial_out.shape[1],
+        BLOCK_N=plan.block_n,
+        LEFT=window[0],
+        RIGHT=0 if causal else window[1],
+        SOFTCAP=softcap != 0.0,
+        MERGE_VECTORS=_MERGE_VALUES * plan.num_warps // width,
+        STAGES=plan.num_stages,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=plan.num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse"])
+def _attention_kernel(
+    query_THD,
+    cache,
+    block_table,
+    query_start_loc,
+    out_THD,
+    lse_HT,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    records,
+    sequences,
+    counters,
+    partial_out,
+    partial_lse,
+    num_tokens,
+    num_seqs,
+    stride_kv,
+    stride_table,
+    stride_lse,
+    scale,
+    softcap,
+    PROGRAMS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    SCRATCH_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MERGE_VECTORS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_begin(PDL)
+    program = tl.program_id(0)
+    record = records + program * RECORD_WORDS
+    index = tl.load(record)
+    tile = tl.load(record + 1)
+    count = tl.load(record + 2)
+    total = tl.load(record + 3)
+    seq = tl.load(record + 4)
+    query_start = tl.load(record + 5)
+    query_len = tl.load(record + 6)
+    seq_len = tl.load(record + 7)
+    end = tl.load(query_start_loc + num_seqs)
+    share, extra = total // PROGRAMS, total % PROGRAMS
+    # `position` runs over the tiles of the batch, `tile` over those of the sequence.
+    begin = program * share + tl.minimum(program, extra)
+    position = begin
+    stop = begin + count
+    while position < stop:
+        # Asked for now, needed at the end.
+        entry = sequences + (index + 1) * SEQUENCE_WORDS
+        next_seq = tl.load(entry)
+        next_start = tl.load(entry + 1)
+        next_len = tl.load(entry + 2)
+        next_keys = tl.load(entry + 3)
+
+        low, start, key_tiles, num_row_tiles = sequence_tiles(query_len, seq_len, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+        unit = tile // key_tiles
+        key_tile = tile % key_tiles
+        taken = tl.minimum(key_tiles - key_tile, stop - position)
+        kv_head = unit // num_row_tiles
+        row_tile = unit % num_row_tiles
+        # The programs in which the unit begins and ends.
+        unit_begin = position - key_tile
+        unit_end = unit_begin + key_tiles - 1
+        longer = extra * (share + 1)
+        shorter = tl.maximum(share, 1)
+        first = tl.where(
+            unit_begin < longer, unit_begin // (share + 1), extra + tl.maximum(unit_begin - longer, 0) // shorter
+        )
+        last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
+        # The unit's first partial result is its program's second, unless that program begins with it.
+        first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
+        slot = tl.where(position == begin, 2 * program, 2 * program + 1)
+        key = start + key_tile * BLOCK_N
+        if MAX_ROWS <= SMALL:
+            _segment(
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                SMALL, MAX_ROWS, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+            )  # fmt: skip
+        elif query_len * GROUP <= SMALL:
+            _segment(
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                SMALL, SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+            )  # fmt: skip
+        else:
+            _segment(
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                LARGE, MAX_ROWS, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+            )  # fmt: skip
+
+        position += taken
+        tile += taken
+        if tile == key_tiles * num_row_tiles * KV_HEADS:
+            tile = tile * 0
+            index += 1
+            seq = next_seq
+            query_start = next_start
+            query_len = next_len
+            seq_len = next_keys
+
+    # Rows of nobody.
+    ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
+    for row in range(end + program, num_tokens, PROGRAMS):
+        for column in range(0, ROW, 1024):
+            offset = column + tl.arange(0, 1024)
+            zeros = tl.zeros([1024], out_THD.dtype.element_ty)
+            tl.store(out_THD + row * ROW + offset, zeros, mask=offset < ROW)
+        if lse_HT is not None:
+            for head in range(KV_HEADS * GROUP):
+                tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
+
+
+@triton.jit
+def _segment(
+    query_THD,
+    cache,
+    block_table,
+    out_THD,
+    lse_HT,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    counters,
+    partial_out,
+    partial_lse,
+    stride_kv,
+    stride_table,
+    stride_lse,
+    scale,
+    softcap,
+    seq,
+    query_start,
+    query_len,
+    seq_len,
+    low,
+    kv_head,
+    row_tile,
+    first_key,
+    taken,
+    slot,
+    first,
+    last,
+    first_slot,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    SCRATCH_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MERGE_VECTORS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attends one unit's rows to `taken` tiles of its keys; writes the result, or a partial one, and may merge."""
+    ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    offset_N = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, WIDTH)
+    row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_M = row_M // GROUP
+    head_M = kv_head * GROUP + row_M % GROUP
+    valid_M = token_M < query_len
+    position_M = seq_len - query_len + token_M
+    table = block_table + seq.to(tl.int64) * stride_table
+    key_end = tl.minimum(first_key + taken * BLOCK_N, seq_len)
+    # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
+    if ONE_BLOCK:
+        next_block = tl.load(table + first_key // BLOCK_SIZE, mask=first_key < key_end, other=0)
+    else:
+        key_N = first_key + offset_N
+        next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < seq_len), other=0)
+    query = query_THD + query_start.to(tl.int64) * STRIDE_TOKEN
+    mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+    query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
+    factor = scale
+    if k_scale is not None:
+        factor *= tl.load(k_scale + kv_head)
+    if alibi_slopes is not None:
+        slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E
+    base = cache + kv_head * STRIDE_HEAD
+
+    acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
+    for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
+        key_N = key + offset_N
+        seen_N = key_N < seq_len
+        if LEFT >= 0:
+            seen_N = seen_N & (key_N >= low)
+        block = next_block
+        ahead = key + BLOCK_N
+        if ONE_BLOCK:
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0)
+            tile = base + block.to(tl.int64) * STRIDE_BLOCK + key % BLOCK_SIZE * STRIDE_SLOT
+            pointer_ND = tile + (offset_N * STRIDE_SLOT)[:, None] + dim[None, :]
+        else:
+            ahead_N = ahead + offset_N
+            next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=(ahead_N >= low) & (ahead_N < key_end), other=0)
+            slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
+            pointer_ND = base + slot_N[:, None] + dim[None, :]
+        # Slots nobody wrote may hold NaN, which a weight of zero would not take away.
+        mask_ND = seen_N[:, None]
+        if WIDTH != HEAD_SIZE:
+            mask_ND = mask_ND & (dim < HEAD_SIZE)[None, :]
+        key_ND = tl.load(pointer_ND, mask=mask_ND, other=0.0)
+        value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
+        logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).T, input_precision="ieee")
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
+            logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
+        else:
+            logits_MN = logits_MN * (factor * _LOG2_E)
+        if alibi_slopes is not None:
+            logits_MN += slope_M[:, None] * (key_N[None, :] - position_M[:, None]).to(tl.float32)
+        mask_MN = seen_N[None, :]
+        if LEFT >= 0:
+            mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
+        if RIGHT >= 0:
+            mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
+        logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
+        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1))
+        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MN = tl.exp2(logits_MN - shift_M[:, None])
+        decay_M = tl.exp2(max_M - shift_M)
+        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+        acc_MD = acc_MD * decay_M[:, None]
+        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
+        max_M = new_max_M
+
+    value_factor = 1.0
+    if v_scale is not None:
+        value_factor = tl.load(v_scale + kv_head)
+    out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+    if first == last:
+        if sinks is not None:
+            sink_M = tl.load(sinks + head_M) * _LOG2_E
+            new_max_M = tl.maximum(max_M, sink_M)
+            decay_M = tl.exp2(max_M - new_max_M)
+            acc_MD = acc_MD * decay_M[:, None]
+            sum_M = sum_M * decay_M + tl.exp2(sink_M - new_max_M)
+            max_M = new_max_M
+        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
+        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+        tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
+        if lse_HT is not None:
+            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf")) * _LN_2
+            tl.store(lse_HT + head_M * stride_lse.to(tl.int64) + query_start + token_M, lse_M, mask=valid_M)
+    else:
+        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
+        lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
+        scratch_M = slot * SCRATCH_ROWS + tl.arange(0, BLOCK_M)
+        tl.store(partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
+        tl.store(partial_lse + scratch_M, lse_M, mask=valid_M)
+        # All threads have written before one of them says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + first, 1)
+        if arrived == last - first:
+            _merge(
+                out, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, query_len, kv_head, row_tile,
+                first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, BLOCK_M, MAX_ROWS, SCRATCH_ROWS, MERGE_VECTORS,
+            )  # fmt: skip
+            tl.store(counters + first, 0)
+
+
+@triton.jit
+def _merge(
+    out,
+    lse_HT,
+    sinks,
+    partial_out,
+    partial_lse,
+    stride_lse,
+    query_start,
+    query_len,
+    kv_head,
+    row_tile,
+    first,
+    last,
+    first_slot,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    SCRATCH_ROWS: tl.constexpr,
+    MERGE_VECTORS: tl.constexpr,
+):
+    """Merges what programs `first` to `last` left of a unit, PARTS of them and a strip of ROWS rows at a time."""
+    ROWS: tl.constexpr = 4 if MAX_ROWS <= 4 else (8 if MAX_ROWS <= 8 else 16)
+    PARTS: tl.constexpr = MERGE_VECTORS // ROWS if MERGE_VECTORS > ROWS else 1
+    dim = tl.arange(0, WIDTH)
+    num_parts = last - first + 1
+    num_rows = tl.minimum(query_len * GROUP - row_tile * BLOCK_M, BLOCK_M)
+    for strip in range(0, num_rows, ROWS):
+        scratch_M = strip + tl.arange(0, ROWS)
+        row_M = row_tile * BLOCK_M + scratch_M
+        token_M = row_M // GROUP
+        head_M = kv_head * GROUP + row_M % GROUP
+        valid_M = scratch_M < num_rows
+        max_M = tl.full([ROWS], float("-inf"), tl.float32)
+        sum_M = tl.zeros([ROWS], tl.float32)
+        acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
+        if sinks is not None:
+            max_M = tl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
+            sum_M += 1.0
+        for part in range(0, num_parts, PARTS):
+            part_P = part + tl.arange(0, PARTS)
+            slot_P = tl.where(part_P == 0, first_slot, 2 * (first + part_P))
+            mask_PM = (part_P < num_parts)[:, None] & valid_M[None, :]
+            scratch_PM = slot_P[:, None] * SCRATCH_ROWS + scratch_M[None, :]
+            # Past the first-level cache, which does not see what other multiprocessors write.
+            lse_PM = tl.load(partial_lse + scratch_PM, mask=mask_PM, other=float("-inf"), cache_modifier=".cg")
+            part_PMD = tl.load(
+                partial_out + scratch_PM[:, :, None] * WIDTH + dim[None, None, :],
+                mask=mask_PM[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_max_M = tl.maximum(max_M, tl.max(lse_PM, 0))
+            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+            decay_M = tl.exp2(max_M - shift_M)
+            weight_PM = tl.exp2(lse_PM - shift_M[None, :])
+            sum_M = sum_M * decay_M + tl.sum(weight_PM, 0)
+            acc_MD = acc_MD * decay_M[:, None] + tl.sum(part_PMD * weight_PM[:, :, None], 0)
+            max_M = new_max_M
+        acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
+        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+        mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+        tl.store(pointer_MD, acc_MD.to(out.dtype.element_ty), mask=mask_MD)
+        if lse_HT is not None:
+            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf")) * _LN_2
+            tl.store(lse_HT + head_M * stride_lse.to(tl.int64) + query_start + token_M, lse_M, mask=valid_M)

@@ -1,0 +1,222 @@
+"""Cuts the short queries of a batch into equal ranges of key tiles, one a program, on the device.
+
+A captured graph has a fixed number of programs but meets any batch. So all tiles of keys of the batch, sequence by
+sequence, KV head by KV head and tile of rows by tile of rows, are laid end to end, and program p of P takes the p-th of
+P equal ranges (as Stream-K does with matrix products: Osama et al., 2023). The kernel here runs once a step, for all
+layers: it finds where in the batch each range begins, so that a program of `attention_decode` has all it needs to ask
+for its keys after a single read.
+
+A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows, which are (token, query head of that
+KV head), heads innermost. A range holds whole units, but for its first and last.
+"""
+
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
+MAX_SHORT_QUERY = 16
+"""Queries of up to this many tokens are served here; longer ones fill the large tiles of `attention_prefill`."""
+
+RECORD_WORDS = tl.constexpr(8)
+SEQUENCE_WORDS = tl.constexpr(4)
+_MAX_ROWS = 64
+_FAR = tl.constexpr(2147483647)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """The work of one step, and scratch for its layers: tensors that live as long as any graph.
+
+    records [P, 8]:    of each program: entry in `sequences`, tile in that sequence, number of tiles, all tiles of the
+                       batch, then the entry itself
+    sequences [R, 4]:  those served, in order: sequence, first token, query length, keys
+    counters [P]:      partial results that are there, of the unit that begins in this program and ends in another; zero
+                       between launches
+    partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are not
+                       whole, D rounded up to a power of two, LSE in base 2
+    block_n:           keys in a tile
+    num_warps, num_stages: of the attention kernel
+    """
+
+    records: torch.Tensor
+    sequences: torch.Tensor
+    counters: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    num_kv_heads: int
+    group: int
+    head_size: int
+    programs: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def make_decode_plan(
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    max_num_seqs: int,
+    num_sms: int,
+    device: torch.device,
+) -> DecodePlan:
+    """Makes the persistent tensors for batches of up to `max_num_seqs` sequences."""
+    group = num_query_heads // num_kv_heads
+    width = triton.next_power_of_2(head_size)
+    programs = 2 * num_sms
+    _, rows = row_tiles(MAX_SHORT_QUERY, group)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return DecodePlan(
+        records=ints(programs, RECORD_WORDS.value),
+        # One more, since the entry behind the last is read, though not used.
+        sequences=ints(triton.next_power_of_2(max_num_seqs) + 1, SEQUENCE_WORDS.value),
+        counters=ints(programs),
+        partial_out=torch.zeros(2 * programs, rows, width, dtype=torch.float32, device=device),
+        partial_lse=torch.zeros(2 * programs, rows, dtype=torch.float32, device=device),
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_size=head_size,
+        programs=programs,
+        block_n=64,
+        num_warps=4,
+        num_stages=3 if width <= 128 else 2,
+    )
+
+
+def row_tiles(max_query_len: int, group: int) -> tuple[int, int]:
+    """Rows of the tile for queries that fit the smallest one, and for all others of up to `max_query_len` tokens."""
+    small = min(max(triton.next_power_of_2(group), 16), _MAX_ROWS)
+    return small, min(max(triton.next_power_of_2(max_query_len * group), small), _MAX_ROWS)
+
+
+def plan_decode(
+    plan: DecodePlan,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    window: tuple[int, int],
+) -> None:
+    """Writes the ranges of the sequences with 1 to `max_query_len` queries; one launch.
+
+    Args:
+        query_start_loc: [R+1] int32, cumulative query lengths
+        seq_lens: [R] int32, keys of each sequence, the queries' own included
+        max_query_len: at most MAX_SHORT_QUERY
+        window: (left, right) keys beside the query; -1 for no bound. The keys ahead of a query do not matter here.
+    """
+    seqs = plan.sequences.shape[0] - 1
+    at_once = max(4, min(64, 16384 // seqs))
+    small, large = row_tiles(max_query_len, plan.group)
+    pdl = pdl_usable()
+    _plan_kernel[(triton.cdiv(plan.programs, at_once),)](
+        query_start_loc,
+        seq_lens,
+        plan.records,
+        plan.sequences,
+        seq_lens.shape[0],
+        max_query_len,
+        PROGRAMS=plan.programs,
+        AT_ONCE=at_once,
+        SEQS=seqs,
+        KV_HEADS=plan.num_kv_heads,
+        GROUP=plan.group,
+        SMALL=small,
+        LARGE=large,
+        BLOCK_N=plan.block_n,
+        LEFT=window[0],
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def sequence_tiles(
+    query_len,
+    seq_len,
+    GROUP: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+):
+    """First visible key, first key of the first tile, tiles of keys (at least one), and tiles of rows of a sequence."""
+    low = seq_len * 0
+    if LEFT >= 0:
+        low = tl.minimum(tl.maximum(seq_len - query_len - LEFT, 0), seq_len)
+    start = low // BLOCK_N * BLOCK_N
+    key_tiles = tl.maximum(tl.cdiv(seq_len - start, BLOCK_N), 1)
+    rows = query_len * GROUP
+    return low, start, key_tiles, tl.where(rows <= SMALL, tl.cdiv(rows, SMALL), tl.cdiv(rows, LARGE))
+
+
+@triton.jit(do_not_specialize=["num_seqs", "max_query_len"])
+def _plan_kernel(
+    query_start_loc,
+    seq_lens,
+    records,
+    sequences,
+    num_seqs,
+    max_query_len,
+    PROGRAMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SEQS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """AT_ONCE programs' records. Each program adds the batch up itself: shorter than waiting for one that does."""
+    pdl_begin(PDL)
+    seq_R = tl.arange(0, SEQS)
+    valid_R = seq_R < num_seqs
+    begin_R = tl.load(query_start_loc + seq_R, mask=valid_R, other=0)
+    len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
+    keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
+    served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
+    _, _, key_tiles_R, row_tiles_R = sequence_tiles(len_R, keys_R, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    tiles_R = tl.where(served_R, key_tiles_R * row_tiles_R * KV_HEADS, 0)
+    first_R = tl.where(served_R, tl.cumsum(tiles_R) - tiles_R, _FAR)
+    total = tl.sum(tiles_R)
+    if tl.program_id(0) == 0:
+        entry_R = sequences + (tl.cumsum(served_R.to(tl.int32)) - 1) * SEQUENCE_WORDS
+        tl.store(entry_R, seq_R, mask=served_R)
+        tl.store(entry_R + 1, begin_R, mask=served_R)
+        tl.store(entry_R + 2, len_R, mask=served_R)
+        tl.store(entry_R + 3, keys_R, mask=served_R)
+
+    program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    exists_P = program_P < PROGRAMS
+    share, extra = total // PROGRAMS, total % PROGRAMS
+    start_P = program_P * share + tl.minimum(program_P, extra)
+    before_PR = first_R[None, :] <= start_P[:, None]
+    index_P = tl.sum(before_PR.to(tl.int32), 1) - 1
+    seq_P = tl.maximum(tl.max(tl.where(before_PR, seq_R[None, :], -1), 1), 0)
+    first_P = tl.max(tl.where(before_PR, first_R[None, :], 0), 1)
+    begin_P = tl.load(query_start_loc + seq_P)
+    record_P = records + program_P * RECORD_WORDS
+    tl.store(record_P, index_P, mask=exists_P)
+    tl.store(record_P + 1, start_P - first_P, mask=exists_P)
+    tl.store(record_P + 2, share + (program_P < extra).to(tl.int32), mask=exists_P)
+    tl.store(record_P + 3, total, mask=exists_P)
+    tl.store(record_P + 4, seq_P, mask=exists_P)
+    tl.store(record_P + 5, begin_P, mask=exists_P)
+    tl.store(record_P + 6, tl.load(query_start_loc + seq_P + 1) - begin_P, mask=exists_P)
+    tl.store(record_P + 7, tl.load(seq_lens + seq_P), mask=exists_P)

@@ -1,0 +1,168 @@
+"""Our kernels as a backend, through the conformance suite: in Triton's interpreter on small sizes, fully on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.conformance import check_backend
+from phonograph.attention.conformance_batch import BatchShape
+from phonograph.attention.families import TritonCapabilities
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.select import load, select
+from phonograph.device import known_device
+from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
+
+pytest.importorskip("triton")
+
+from phonograph.attention.triton import TritonBackend
+
+H100 = known_device("h100")
+FULL = (-1, -1)
+TINY = AttentionSpec(
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    dtype="float32",
+    kv_cache_dtype="float32",
+    block_size=16,
+    lse=True,
+)
+HALF = replace(TINY, num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16")
+MIXED = BatchShape(
+    name="mixed", query_lens=(1, 1, 3, 20, 16), seq_lens=(40, 1, 3, 33, 16), padded_reqs=2, padded_tokens=3
+)
+DECODES = BatchShape(name="decodes", query_lens=(1,) * 3, seq_lens=(70, 16, 1), padded_reqs=1, padded_tokens=1)
+EMPTY = BatchShape(name="empty", query_lens=(), seq_lens=(), padded_reqs=2, padded_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check(spec: AttentionSpec, device: torch.device, shapes: tuple[BatchShape, ...] = ()) -> None:
+    results = check_backend(TritonBackend, spec, device, shapes=shapes)
+    assert results
+    assert all(result.passed for result in results), [str(result) for result in results if not result.passed]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TINY,
+        replace(TINY, windows=(FULL, (6, 0)), sinks=True, layout=KVLayout.HND),
+        replace(TINY, softcap=1.5, alibi=True, lse=False),
+        replace(TINY, kind=AttentionKind.ENCODER_ONLY, windows=((5, 4),)),
+    ],
+    ids=["plain", "windows and sinks", "softcap and alibi", "bidirectional"],
+)
+def test_small(spec: AttentionSpec, device: torch.device) -> None:
+    check(spec, device, (DECODES, MIXED, EMPTY))
+
+
+FEATURES = {
+    "plain": {},
+    "left windows": {"windows": (FULL, (0, 0), (6, 0), (33, -1))},
+    "windows on both sides": {"windows": ((5, 4), (-1, 3), (20, 0))},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "everything": {"windows": (FULL, (9, 0), (4, 7)), "softcap": 2.0, "alibi": True, "sinks": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, cache: str, device: torch.device) -> None:
+    dtype = cache if not cache.startswith("float8") else "bfloat16"
+    spec = replace(HALF, dtype=dtype, kv_cache_dtype=cache, **FEATURES[feature])
+    check(replace(spec, num_query_heads=8, num_kv_heads=2), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AttentionKind.DECODER, AttentionKind.ENCODER_ONLY])
+@pytest.mark.parametrize("layout", KVLayout)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_layouts(block_size: int, layout: KVLayout, kind: AttentionKind, device: torch.device) -> None:
+    check(replace(HALF, block_size=block_size, layout=layout, kind=kind, windows=(FULL, (5, 4))), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "block_size"),
+    [(28, 4, 128, 32), (4, 4, 64, 128), (71, 1, 64, 16), (4, 4, 32, 256), (14, 2, 72, 48), (16, 8, 256, 64)],
+)
+def test_sizes(heads: int, kv_heads: int, head_size: int, block_size: int, device: torch.device) -> None:
+    spec = replace(HALF, num_query_heads=heads, num_kv_heads=kv_heads, head_size=head_size, block_size=block_size)
+    check(spec, device)
+
+
+def test_selection() -> None:
+    selection = select(None, None, HALF, H100)
+    assert selection.capabilities.graph_support(HALF, H100).level is GraphSupport.ALWAYS
+    assert load(selection) is TritonBackend
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        replace(HALF, block_size=8),
+        replace(HALF, head_size=260),
+        replace(HALF, head_size=100),
+        replace(HALF, dtype="float32", kv_cache_dtype="float32"),
+        replace(HALF, kind=AttentionKind.ENCODER_DECODER),
+    ],
+)
+def test_refusals(refused: AttentionSpec) -> None:
+    assert TritonCapabilities().refusals(refused, H100)
+    assert not TritonCapabilities().refusals(HALF, H100)
+    assert TritonCapabilities().refusals(HALF, known_device("cpu"))
+
+
+def common(query_lens: list[int]) -> CommonMetadata:
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lens = np.array(query_lens, np.int32)
+    return CommonMetadata(
+        num_reqs=len(lens),
+        num_decodes=query_lens.count(1),
+        num_tokens=int(starts[-1]),
+        num_decode_tokens=query_lens.count(1),
+        max_query_len=max(query_lens),
+        max_seq_len=max(query_lens),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_table=torch.zeros(len(lens), 8, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "query_lens", "short_query_len", "has_long"),
+    [
+        (GraphKey(GraphSet.DECODE, 4, 4, 1), [1, 1], 1, False),
+        (GraphKey(GraphSet.DECODE, 8, 2, 4), [4], 4, False),
+        (GraphKey(GraphSet.DECODE, 40, 2, 20), [20], 16, True),
+        # Whatever batch a graph is captured with, it is replayed with others.
+        (GraphKey(GraphSet.MIXED, 8, 4), [1, 1], 16, True),
+        (GraphKey(GraphSet.PIECEWISE, 8, 4), [1, 1], 16, True),
+        (None, [1, 1, 1], 1, False),
+        (None, [1, 3], 16, False),
+        (None, [1, 17], 16, True),
+    ],
+)
+def test_what_a_graph_freezes(
+    key: GraphKey | None, query_lens: list[int], short_query_len: int, has_long: bool
+) -> None:
+    limits = BatchLimits(max_num_seqs=4, max_num_tokens=64, max_model_len=128)
+    builder = TritonBackend(TINY, torch.device("cpu"), limits).make_builder()
+    metadata = builder.build(common(query_lens), key=key)
+    assert (metadata.short_query_len, metadata.has_long) == (short_query_len, has_long)
+    assert metadata.plans is builder.build(common([1]), key=None).plans
