@@ -216,30 +216,40 @@ def _attention_kernel(
         first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
         slot = tl.where(position == begin, 2 * program, 2 * program + 1)
         key = start + key_tile * BLOCK_N
+        tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
         if MAX_ROWS <= SMALL:
-            _segment(
+            complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, MAX_ROWS, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
-            _segment(
+            complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
         else:
-            _segment(
+            complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last, first_slot,
+                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, MAX_ROWS, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGE_VECTORS, STAGES,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
+
+        if complete != 0:
+            _merge(
+                out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
+                row_tile * tile_rows, tl.minimum(query_len * GROUP - row_tile * tile_rows, tile_rows),
+                first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, MAX_ROWS, SCRATCH_ROWS, MERGE_VECTORS,
+            )  # fmt: skip
+            tl.store(counters + first, 0)
 
         position += taken
         tile += taken
@@ -294,7 +304,6 @@ def _segment(
     slot,
     first,
     last,
-    first_slot,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -305,16 +314,17 @@ def _segment(
     STRIDE_HEAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MERGE_VECTORS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attends one unit's rows to `taken` tiles of its keys; writes the result, or a partial one, and may merge."""
+    """Attends one unit's rows to `taken` tiles of its keys; writes the result, or a partial one.
+
+    Returns 1 where that was the last partial result of the unit, else 0.
+    """
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     offset_N = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, WIDTH)
@@ -395,6 +405,7 @@ def _segment(
     if v_scale is not None:
         value_factor = tl.load(v_scale + kv_head)
     out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+    complete = taken * 0
     if first == last:
         if sinks is not None:
             sink_M = tl.load(sinks + head_M) * _LOG2_E
@@ -418,27 +429,22 @@ def _segment(
         # All threads have written before one of them says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + first, 1)
-        if arrived == last - first:
-            _merge(
-                out, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, query_len, kv_head, row_tile,
-                first, last, first_slot,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, BLOCK_M, MAX_ROWS, SCRATCH_ROWS, MERGE_VECTORS,
-            )  # fmt: skip
-            tl.store(counters + first, 0)
+        complete = (arrived == last - first).to(tl.int32)
+    return complete
 
 
 @triton.jit
 def _merge(
-    out,
+    out_THD,
     lse_HT,
     sinks,
     partial_out,
     partial_lse,
     stride_lse,
     query_start,
-    query_len,
     kv_head,
-    row_tile,
+    first_row,
+    num_rows,
     first,
     last,
     first_slot,
@@ -446,7 +452,6 @@ def _merge(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
     MERGE_VECTORS: tl.constexpr,
@@ -456,10 +461,10 @@ def _merge(
     PARTS: tl.constexpr = MERGE_VECTORS // ROWS if MERGE_VECTORS > ROWS else 1
     dim = tl.arange(0, WIDTH)
     num_parts = last - first + 1
-    num_rows = tl.minimum(query_len * GROUP - row_tile * BLOCK_M, BLOCK_M)
+    out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
     for strip in range(0, num_rows, ROWS):
         scratch_M = strip + tl.arange(0, ROWS)
-        row_M = row_tile * BLOCK_M + scratch_M
+        row_M = first_row + scratch_M
         token_M = row_M // GROUP
         head_M = kv_head * GROUP + row_M % GROUP
         valid_M = scratch_M < num_rows
