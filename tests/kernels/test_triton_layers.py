@@ -120,10 +120,128 @@ def test_rope_and_kv_write(
     again = poison(*shape, dtype=dtype, device=device)
     again = again.transpose(2, 3) if hnd else again
     key = rotated[:, heads:].to(dtype)
-    rope_kv.write_kv(key, value.to(dtype), again, given, None, None)
+    strided_value = original.unflatten(-1, (-1, size))[:, heads + kv_heads :]
+    rope_kv.write_kv(key, strided_value, again, given, None, None)
     assert torch.equal(again[0, blocks, offsets], key[written])
     assert torch.equal(again[1, blocks, offsets], value[written].to(dtype))
     assert int(again.isfinite().sum()) == 2 * len(written) * kv_heads * size
+
+
+def kv_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    rotary: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    norm: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> None:
+    """With the key and value heads that the cache has; all other heads are queries."""
+    kv_heads, size = cache.shape[3], cache.shape[4]
+    rope_kv.rope_and_write_kv(
+        qkv,
+        positions,
+        rotary,
+        cache,
+        slots,
+        num_query_heads=qkv.shape[1] // size - 2 * kv_heads,
+        num_kv_heads=kv_heads,
+        qk_norm=norm,
+        eps=EPS,
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+def expected_heads(
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: torch.Tensor, norm: torch.Tensor | None, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated query and key heads, and values, in float64."""
+    size = rotary.shape[1]
+    rows = qkv.double().unflatten(-1, (-1, size))
+    qk, value = rows[:, :-kv_heads], rows[:, -kv_heads:]
+    if norm is not None:
+        qk = qk / (qk.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    cos, sin = rotary[positions][:, None].double().chunk(2, -1)
+    first, second = qk.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1), value
+
+
+MODELS = [(4096, 32, 8, 128, 14336, False), (1024, 16, 8, 128, 3072, True), (3584, 28, 4, 128, 18944, False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 17, 257, 2048])
+@pytest.mark.parametrize(("hidden_size", "heads", "kv_heads", "size", "inner", "norm"), MODELS)
+def test_sizes_of_models(
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    inner: int,
+    norm: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    hidden, delta = (torch.randn(tokens, hidden_size, device=device).to(dtype) for _ in range(2))
+    weight = torch.rand(hidden_size, device=device).to(dtype)
+    total = (hidden.float() + delta.float()).to(dtype)
+    normed = poison(tokens, hidden_size, dtype=dtype, device=device)
+    layers.add_and_norm(hidden, delta, weight, EPS, normed)
+    assert torch.equal(hidden, total)
+    wide = total.double()
+    assert relative(normed, wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()) < limit(dtype)
+
+    gate_up = torch.randn(tokens, 2 * inner, device=device).to(dtype)
+    out = poison(tokens, inner, dtype=dtype, device=device)
+    layers.silu_and_mul(gate_up, out)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert relative(out, torch.nn.functional.silu(gate) * up) < limit(dtype)
+
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=device).to(dtype)
+    angles = torch.rand(4096, size // 2, device=device) * 6
+    rotary = torch.cat((angles.cos(), angles.sin()), -1)
+    positions = torch.randint(0, 4096, (tokens,), device=device)
+    weights = torch.rand(heads + kv_heads, size, device=device).to(dtype) if norm else None
+    rotated, value = expected_heads(qkv, positions, rotary, weights, kv_heads)
+    cache = poison(2, 200, 16, kv_heads, size, dtype=dtype, device=device)
+    slots = torch.randperm(3200, device=device)[:tokens]
+    kv_write(qkv, positions, rotary, cache, slots, weights, None)
+    assert relative(qkv.unflatten(-1, (-1, size))[:, :heads], rotated[:, :heads]) < limit(dtype)
+    assert relative(cache[0].flatten(0, 1)[slots], rotated[:, heads:]) < limit(dtype)
+    assert torch.equal(cache[1].flatten(0, 1)[slots].double(), value)
+    assert int(cache.isfinite().sum()) == 2 * tokens * kv_heads * size
+
+
+@pytest.mark.gpu
+def test_graph_follows_contents_in_a_cache_beyond_32_bits(device: torch.device) -> None:
+    tokens, heads, kv_heads, size, num_blocks = 5, 4, 2, 128, 300_000
+    cache = torch.zeros(2, num_blocks, 16, kv_heads, size, dtype=torch.float8_e4m3fn, device=device)
+    assert cache.numel() > 2**31
+    qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * size, dtype=torch.bfloat16, device=device)
+    rotary = torch.rand(64, size, device=device)
+    positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+    slots = torch.full((tokens,), -1, device=device)
+    scale = torch.tensor([0.5, 0.01], device=device)
+    kv_write(qkv, positions, rotary, cache, slots, None, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kv_write(qkv, positions, rotary, cache, slots, None, scale)
+    qkv.copy_(3 * torch.randn_like(qkv))
+    positions.random_(0, 64)
+    slots.copy_(num_blocks * 16 - 1 - torch.randperm(64, device=device)[:tokens])
+    slots[2] = -1
+    rotated, value = expected_heads(qkv, positions, rotary, None, kv_heads)
+    graph.replay()
+    assert relative(qkv.unflatten(-1, (-1, size))[:, :heads], rotated[:, :heads]) < 1e-2
+    kept = slots[slots >= 0]
+    for part, wanted in enumerate((rotated[:, heads:], value)):
+        got = cache[part, kept // 16, kept % 16].float() * scale[:, None]
+        assert relative(got, (wanted[slots >= 0] / scale[:, None]).clamp(-448, 448) * scale[:, None]) < 0.04
+    assert int(cache[:, -5:].view(torch.uint8).count_nonzero()) <= 2 * (tokens - 1) * kv_heads * size
+    assert not bool(cache[:, :-5].view(torch.uint8).any())
 
 
 @pytest.mark.gpu

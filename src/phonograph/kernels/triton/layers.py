@@ -16,8 +16,9 @@ import triton.language as tl
 
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
-_PIECE = 2048
-"""Elements of the activation that a program takes."""
+_PIECE = 1024
+"""Elements that a program of an elementwise kernel takes: 16 bytes for each thread and operand, so that all loads are in
+flight together. (With 32 the compiler computes half of the activation before it loads the rest.)"""
 
 
 def embed_and_norm(
@@ -106,7 +107,7 @@ def add(hidden_TE: torch.Tensor, delta_TE: torch.Tensor) -> None:
     num_rows, width = hidden_TE.shape
     pdl = pdl_usable()
     _add_kernel[(num_rows, triton.cdiv(width, _PIECE))](
-        hidden_TE, delta_TE, WIDTH=width, BLOCK=_PIECE, PDL=pdl, launch_pdl=pdl, num_warps=4
+        hidden_TE, delta_TE, WIDTH=width, BLOCK=_PIECE, PDL=pdl, launch_pdl=pdl, num_warps=_PIECE // 256
     )
 
 
@@ -125,9 +126,9 @@ def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
     """out = silu(gate) * up; gates are the first I columns."""
     num_rows, width = out_TI.shape
     pdl = pdl_usable()
-    block = min(_PIECE if num_rows > 8 else 512, triton.next_power_of_2(width))
+    block = min(_PIECE if num_rows > 8 else 256, triton.next_power_of_2(width))
     _silu_kernel[(num_rows, triton.cdiv(width, block))](
-        gate_up_T2I, out_TI, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=max(1, block // 512)
+        gate_up_T2I, out_TI, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=max(1, block // 256)
     )
 
 
