@@ -70,6 +70,8 @@ class TritonMetadataBuilder(MetadataBuilder):
             short_query_len = 1 if common.num_decodes == common.num_reqs else MAX_SHORT_QUERY
         elif key.graphs is GraphSet.DECODE and key.query_len <= MAX_SHORT_QUERY:
             short_query_len, has_long = key.query_len, False
+        elif key.num_tokens <= MAX_SHORT_QUERY:
+            has_long = False
         return TritonMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,

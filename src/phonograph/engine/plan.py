@@ -58,7 +58,8 @@ class EnginePlan:
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_CAPTURE_TOKENS = {"cpu": 512, "cuda": 2048}
-_DEFAULT_BLOCK_SIZE = 16
+# Kernels on a GPU load keys by the copy engine where a block holds a whole tile of them (docs/performance.md).
+_DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
 
 def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> EnginePlan:
@@ -141,7 +142,7 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
-        block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
+        block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
     )
 
 

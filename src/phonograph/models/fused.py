@@ -48,9 +48,6 @@ class FusedDecoder:
         space, decoder, eps = self.workspace, self.decoder, self._eps
         logits_NV = space.logits_NV[:num_logits]
         lm_head_VE = decoder.lm_head_EV.t()
-        if num_logits == 1 and rows_N is None:
-            gemv.gemv_norm(hidden_TE, decoder.final_norm, eps, lm_head_VE, None, logits_NV)
-            return logits_NV
         rows_NE = space.rows_NE[:num_logits]
         if rows_N is None:
             layers.rms_norm(hidden_TE, decoder.final_norm, eps, rows_NE)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 _THREADS = 32
@@ -49,3 +50,4 @@ def compile_only() -> Iterator[set[object]]:
             yield seen
     finally:
         JITFunction.run = launch
+        active_mode.set(None)  # Triton leaves it set where a kernel did not compile
