@@ -24,11 +24,16 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from phonograph.kernels.triton.gemv import pdl_usable
 
 _SCAN_BLOCK = 1024
+_SCAN_WARPS = 4
 _SCAN_PROGRAMS = 2048
 _FILTER_BLOCK = 2048
-_FILTER_PROGRAMS = 1024
+_FILTER_WARPS = 8
+_FILTER_PROGRAMS = 512
 _MAX_PARTS = 256
 _CANDIDATES = 4096
 _LEVELS = 16
@@ -109,6 +114,7 @@ def sample(
     """
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
+    pdl = pdl_usable()
     parts, blocks = _parts(num_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
     _scan_kernel[(num_rows, parts)](
         logits_NV,
@@ -131,7 +137,9 @@ def sample(
         V=vocab_size,
         BLOCK=_SCAN_BLOCK,
         MAX_PARTS=_MAX_PARTS,
-        num_warps=4,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=_SCAN_WARPS,
     )
     parts, blocks = _parts(num_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
     _filter_kernel[(num_rows, parts)](
@@ -158,7 +166,9 @@ def sample(
         MAX_PARTS=_MAX_PARTS,
         LEVELS=_LEVELS,
         CANDIDATES=_CANDIDATES,
-        num_warps=8,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=_FILTER_WARPS,
     )
 
 
@@ -218,7 +228,11 @@ def _scan_kernel(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -486,6 +500,7 @@ def _filter_kernel(
     MAX_PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -495,12 +510,15 @@ def _filter_kernel(
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-    row_max = tl.load(row_max_ptr + row)
-    row_low = tl.load(row_low_ptr + row)
     draw_key = tl.load(draw_keys_ptr + row)
     filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    if PDL:
+        # What is read above is older than the scan, which lets this start only when all before it is over.
+        tl_cuda.gdc_wait()
     if (slot < 0) | (filtered == 0):
         return
+    row_max = tl.load(row_max_ptr + row)
+    row_low = tl.load(row_low_ptr + row)
     if (tl.abs(row_max) < float("inf")) == 0:
         return
 
