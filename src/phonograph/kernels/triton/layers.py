@@ -17,7 +17,7 @@ import triton.language as tl
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 _PIECE = 1024
-"""Elements that a program of an elementwise kernel takes: 16 bytes for each thread and operand, so that all loads are in
+"""Elements that a program of an elementwise kernel takes: 16 bytes a thread and operand, so that all loads are in
 flight together. (With 32 the compiler computes half of the activation before it loads the rest.)"""
 
 
