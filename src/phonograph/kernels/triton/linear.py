@@ -1,4 +1,4 @@
-"""Matrix products for few rows (2 to about 256), where reading the weights is all that takes time.
+"""Matrix products for few rows (2 to 64), where reading the weights is all that takes time.
 
 The library's kernels are made for square products: at few rows they leave a fifth of the memory bandwidth unused on
 narrow layers, and they cannot begin before the kernel before has ended. Here the weights are the long side of the
@@ -7,7 +7,7 @@ weights on their way, and asks the L2 cache for its first ones before it waits f
 tiles than the GPU has processors, so the inputs are split over programs as well; the partial sums are added in a fixed
 order by the program that arrives last, so that results do not depend on timing.
 
-`linear` decides by `choose` who computes a product: these kernels, those for one row (`gemv`), or torch.
+`linear` decides by the sizes who computes a product: these kernels, those for one row (`gemv`), or torch.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size. Weights lie [outputs, inputs], rows contiguous. Sums are
 float32.
@@ -26,7 +26,6 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv
-from phonograph.kernels.triton.gemv import prefetch_rows, rows_aligned
 from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -37,8 +36,7 @@ _MAX_PARTIALS = 1 << 22
 class LinearConfig(NamedTuple):
     """block_n weight rows by block_k columns a step, `rows` padded rows, `splits` programs share the inputs of a tile.
 
-    tma: weights come by the copy engine (needs rows that begin at multiples of 16 bytes); prefetch: columns that a
-    program asks the L2 cache for before it waits for its input.
+    prefetch: columns that a program asks the L2 cache for before it waits for its input.
     """
 
     rows: int
@@ -47,7 +45,6 @@ class LinearConfig(NamedTuple):
     splits: int
     num_warps: int
     num_stages: int
-    tma: bool
     prefetch: int
 
 
@@ -78,10 +75,10 @@ def linear(
 ) -> None:
     """out = x @ weight^T + bias.
 
-    `scratch` from `make_scratch`: without it the inputs of a tile are not split. `config`: instead of what `choose`
-    says, for measurements.
+    `scratch` from `make_scratch`: without it the inputs of a tile are not split. `config`: instead of what is chosen
+    by the sizes, for measurements.
     """
-    if config is None and len(x_MK) == 1:
+    if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv.gemv(x_MK, weight_NK, bias_N, out_MN)
         return
     config = config or _choose_for(x_MK, out_MN)
@@ -128,18 +125,19 @@ def linear_silu(
 
     Returns False, having done nothing, where the product is torch's to compute: then there is no such fusion.
     """
-    config = config or _choose_for(x_MK, out_MI, pairs=True)
+    if config is None and x_MK.dtype != torch.float32:
+        config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1])
     if config is None:
         return False
     _launch(x_MK, gate_up_2IK, bias_2I, out_MI, _SILU, config, scratch)
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor, *, pairs: bool = False) -> LinearConfig | None:
+def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
     if x_MK.dtype == torch.float32:
         return None
     num_rows, num_inputs = x_MK.shape
-    return choose(rows_class(num_rows), out_MN.shape[1], num_inputs, pairs)
+    return choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
 
 
 def rows_class(num_rows: int) -> int:
@@ -147,39 +145,74 @@ def rows_class(num_rows: int) -> int:
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
-MAX_ROWS = 64
-"""Rows up to which the general rule takes these kernels."""
+HEAD = 1 << 16
+"""Outputs from which a product is a language model's head. It is so long that even one row is faster here."""
 
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
-MEASURED: dict[tuple[int, int, int, bool], LinearConfig | None] = {}
-"""Exceptions from the rule, by (rows class, N, K, pairs), as measured on an H200; None: torch is faster."""
+MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
+    (8, 6144, 4096): LinearConfig(8, 16, 512, 1, 1, 4, 512),
+    (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 4, 0),
+    (8, 1024, 2048): LinearConfig(8, 32, 128, 5, 2, 5, 256),
+    (32, 4096, 1024): None,
+    (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
+}
+"""Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast."""
 
 
 @functools.cache
-def choose(rows: int, num_outputs: int, num_inputs: int, pairs: bool = False) -> LinearConfig | None:
+def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
-    pairs: N gates and N ups, for `linear_silu`.
-
-    A tile of 32 weight rows is wide enough for up to 16 rows (the rows are read once for each tile, from the L2 cache),
-    and narrow layers then have enough tiles. More rows need wider tiles, so their inputs are split until there are
-    enough programs, as long as each keeps eight steps.
+    The rule is what won on an H200 over the layers of an 8B and a 0.6B model. Narrow layers have too few tiles, so
+    their inputs are split, into three steps at least. Up to 16 rows, where the rows cost little to read once for each
+    tile, tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Torch is as fast
+    at layers of medium width from 32 rows, at all but large layers from 64, and at everything beyond.
     """
-    key = rows, num_outputs, num_inputs, pairs
+    key = rows, num_outputs, num_inputs
     if key in MEASURED:
         return MEASURED[key]
-    if rows > MAX_ROWS:
+    tiles = triton.cdiv(num_outputs, 64)
+    narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
+    block_n, block_k, num_warps, num_stages, prefetch = 64, 128, 4, 4, 256
+    if rows <= 16:
+        long = narrow and num_inputs >= 3584
+        if not long and (rows == 8 or medium or narrow or head):
+            block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
+    elif rows == 32:
+        if medium:
+            return None
+        num_stages = 3 if head else 4
+    elif rows == 64:
+        if num_outputs * num_inputs < 1 << 25:
+            return None
+        num_stages = 3
+        if not narrow:
+            block_k, num_stages, prefetch = 64, 5, 128
+    else:
         return None
-    tiles = triton.cdiv(num_outputs, 64) * (2 if pairs else 1)
-    if rows <= 16 and tiles < PROGRAMS // 2 and not pairs:
-        return LinearConfig(rows, 32, 256, 1, 2, 4, True, 256)
-    block_k = 64 if pairs and rows == 64 else 128
     splits = 1
-    while tiles * splits < PROGRAMS and splits < 8 and num_inputs // (block_k * (splits + 1)) >= 8:
-        splits += 1
-    return LinearConfig(rows, 64, block_k, splits, 4, 3 if pairs or rows == 64 else 4, True, 256)
+    if narrow:
+        programs = 2 * PROGRAMS if rows == 8 else PROGRAMS
+        steps = triton.cdiv(num_inputs, block_k)
+        splits = max(1, min(8, programs // triton.cdiv(num_outputs, block_n), steps // 3))
+    return LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch)
+
+
+@functools.cache
+def choose_silu(rows: int, num_outputs: int) -> LinearConfig | None:
+    """How the product with the gated activation is computed; None: as a product and a kernel of its own.
+
+    Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
+    less than the other kernel.
+    """
+    if triton.cdiv(num_outputs, 64) >= PROGRAMS // 2:
+        if rows == 32:
+            return LinearConfig(rows, 64, 128, 1, 4, 3, 256)
+        if rows == 64:
+            return LinearConfig(rows, 128, 64, 1, 8, 3, 128)
+    return None
 
 
 def _launch(
@@ -194,19 +227,18 @@ def _launch(
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
-    rows, block_n, block_k, splits, num_warps, num_stages, tma, prefetch = config
+    rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    sums = 2 if mode == _SILU else 1
-    if scratch is None or tiles > _MAX_TILES or tiles * splits * sums * block_n * rows > _MAX_PARTIALS:
+    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > _MAX_PARTIALS:
         splits = 1
     partials, arrived = scratch if scratch is not None and splits > 1 else (None, None)
     stride = weight_NK.stride(0)
-    aligned = rows_aligned(weight_NK)
-    tma = tma and aligned
+    # Bulk copies and prefetches need rows that begin at multiples of 16 bytes.
+    aligned = stride * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if tma else None,
+        TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
         bias_N,
         out_MN,
@@ -228,6 +260,38 @@ def _launch(
         launch_pdl=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
+    )
+
+
+@triton.jit
+def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
+    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
+
+    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %own;
+        .reg .u32 %row, %warp, %warps;
+        .reg .u64 %address;
+        mov.u32 %warp, %tid.x;
+        mov.u32 %warps, %ntid.x;
+        and.b32 %row, %warp, 31;
+        shr.u32 %warp, %warp, 5;
+        shr.u32 %warps, %warps, 5;
+        mad.lo.u32 %row, %row, %warps, %warp;
+        setp.lt.u32 %own, %row, $3;
+        mad.wide.u32 %address, %row, $2, $1;
+        @%own cp.async.bulk.prefetch.L2.global [%address], $4;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [pointer, stride_bytes, count, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -287,10 +351,10 @@ def _rows_kernel(
             start = weight_ptr + first.to(tl.int64) * weight_stride + begin * BLOCK_K
             count = tl.minimum(BLOCK_N, rows_left)
             num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
-            prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
+            _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
             if MODE == 2:
                 up_start = start + weight_stride.to(tl.int64) * N
-                prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
+                _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
 
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -312,24 +376,18 @@ def _rows_kernel(
 
     if SPLITS > 1:
         size: tl.constexpr = BLOCK_N * ROWS
-        per_split: tl.constexpr = 2 * size if MODE == 2 else size
         within = n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        base = partial_ptr + tile.to(tl.int64) * SPLITS * per_split + within
-        tl.store(base + split * per_split, sums)
-        if MODE == 2:
-            tl.store(base + split * per_split + size, up_sums)
+        base = partial_ptr + tile.to(tl.int64) * SPLITS * size + within
+        tl.store(base + split * size, sums)
         # All of the program's stores come before its one arrival.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived < SPLITS - 1:
             return
         sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-        up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for other in tl.static_range(SPLITS):
             # Past the L1 cache, which may hold what lay there before.
-            sums += tl.load(base + other * per_split, cache_modifier=".cg")
-            if MODE == 2:
-                up_sums += tl.load(base + other * per_split + size, cache_modifier=".cg")
+            sums += tl.load(base + other * size, cache_modifier=".cg")
         tl.store(arrived_ptr + tile, 0)
 
     valid_n = n < rows_left
