@@ -28,10 +28,14 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     plan_prefill,
     tile_keys,
 )
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 __all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
 
+_BLOCK_N = 64
 _MERGE_ROWS = 16
+# Padded tokens of a step, fixed with its graph.
+_FEW_TOKENS = 2560
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -71,21 +75,23 @@ def prefill_attention(
         alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
     """
-    _, num_heads, head_size = query_THD.shape
+    num_tokens, _, head_size = query_THD.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
     width = plan.partial_out.shape[-1]
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    block_n, num_warps, num_stages = _configuration(width)
     heads_outside = num_kv_heads > 1 and stride_slot == head_size
-    tma = _fits_tma(kv_cache, width, block_n, heads_outside)
+    tma = _fits_tma(kv_cache, width, heads_outside)
+    num_warps, num_stages, share = _configuration(width, tma, num_tokens)
+    pdl = pdl_usable()
     cache = kv_cache
     if tma:
         columns = head_size if heads_outside else num_kv_heads * head_size
         rows = 2 * stride_kv // columns
-        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [block_n, head_size])
+        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
         stride_kv = rows // 2
     right = 0 if causal else window[1]
-    _attention_kernel[(plan.programs,)](
+    programs = plan.num_sms * share
+    _attention_kernel[(programs,)](
         query_THD,
         cache,
         block_table,
@@ -110,23 +116,25 @@ def prefill_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
-        PROGRAMS=plan.programs,
+        PROGRAMS=programs,
         KV_HEADS=num_kv_heads,
         GROUP=plan.group,
         HEAD_SIZE=head_size,
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n,
+        BLOCK_N=_BLOCK_N,
         LEFT=window[0],
         RIGHT=right,
         SOFTCAP=softcap != 0.0,
         TMA=tma,
         HEADS_OUTSIDE=heads_outside,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    _merge_kernel[(plan.programs,)](
+    _merge_kernel[(plan.num_sms,)](
         query_start_loc,
         out_THD,
         lse_HT,
@@ -136,29 +144,38 @@ def prefill_attention(
         plan.partial_out,
         plan.partial_lse,
         lse_HT.stride(0) if lse_HT is not None else 0,
-        PROGRAMS=plan.programs,
+        PROGRAMS=plan.num_sms,
         KV_HEADS=num_kv_heads,
         GROUP=plan.group,
         HEAD_SIZE=head_size,
         WIDTH=width,
         BLOCK_M=BLOCK_M,
         ROWS=_MERGE_ROWS,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=4,
     )
 
 
-def _configuration(width: int) -> tuple[int, int, int]:
-    """Keys of a tile, warps, stages. Two programs of four warps share a multiprocessor: one's softmax runs beside the
-    other's products. Wide heads fill the registers of eight."""
-    return (64, 4, 2) if width <= 128 else (64, 8, 2)
+def _configuration(width: int, tma: bool, num_tokens: int) -> tuple[int, int, int]:
+    """Warps, stages, programs of a multiprocessor, by what an H200 was fastest with.
+
+    Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
+    few, eight warps end each earlier. Wide heads fill the registers of eight.
+    """
+    if width > 128:
+        return 8, 2, 1
+    if not tma:
+        return 4, 3, 2
+    return (8, 3, 1) if num_tokens <= _FEW_TOKENS else (4, 2, 2)
 
 
-def _fits_tma(kv_cache: torch.Tensor, width: int, block_n: int, heads_outside: bool) -> bool:
+def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
     """Whether the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]), each key tile in one block."""
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
     return (
-        block_size % block_n == 0
+        block_size % _BLOCK_N == 0
         and (128 % block_size == 0 or block_size % 128 == 0)
         and width == head_size
         and stride_kv == num_blocks * stride_block
@@ -319,7 +336,9 @@ def _attention_kernel(
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     HEADS_OUTSIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_begin(PDL)
     ALIBI: tl.constexpr = alibi_slopes is not None
     dim = tl.arange(0, WIDTH)
     num_items = tl.load(header) * KV_HEADS
@@ -413,10 +432,11 @@ def _attention_kernel(
             tl.store(partial_out + row_M.to(tl.int64)[:, None] * WIDTH + dim[None, :], acc_MD)
             tl.store(partial_lse + row_M, lse_M)
         item = next_item
-    # The last program to leave makes the counters ready for the next launch.
-    if tl.atomic_add(header + FINISHED, 1) == PROGRAMS - 1:
-        tl.store(header + COUNTER, 0)
-        tl.store(header + FINISHED, 0)
+    # The last program to leave, of those that had work, makes the counters ready for the next launch.
+    if tl.program_id(0) < num_items:  # noqa: SIM102 (`and` would count the others too)
+        if tl.atomic_add(header + FINISHED, 1) == tl.minimum(PROGRAMS, num_items) - 1:
+            tl.store(header + COUNTER, 0)
+            tl.store(header + FINISHED, 0)
 
 
 @triton.jit(do_not_specialize=["stride_lse"])
@@ -437,8 +457,10 @@ def _merge_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merges partial results of cut tiles, ROWS rows at a time: weights exp2(lse), pieces in order of their keys."""
+    pdl_begin(PDL)
     STRIPS: tl.constexpr = BLOCK_M // ROWS
     dim = tl.arange(0, WIDTH)
     num_items = tl.load(header + 1) * (KV_HEADS * STRIPS)

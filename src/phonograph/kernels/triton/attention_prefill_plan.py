@@ -2,12 +2,13 @@
 
 A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries in
 front of a long context. So one small kernel, once a step, reads the batch's lengths and writes the list of pieces that
-the persistent programs of `attention_prefill` take one after another, longest first.
+the persistent programs of `attention_prefill` take one after another, longest first. Its programs all find the same
+cut, and each lists tiles of its own: none waits for another.
 
 A *tile* is BLOCK_M rows of one sequence and KV head; rows count (token, query head of that KV head), heads innermost,
 so that short prompts fill tiles too and the KV heads of a model share one list. The keys of a tile are cut into
-equal *pieces* where that ends earlier: for 64 candidate cuts (the longest tile in 1, 2, 3, ... parts) the kernel
-estimates when the last program ends, and takes the best. Pieces of a cut tile leave partial results, to be merged.
+equal *pieces* where that ends earlier: for 16 candidate lengths the kernel estimates when the last program ends, and
+takes the best. Pieces of a cut tile leave partial results, to be merged.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -21,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
 BLOCK_M = 128
 # Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
 KEY_STEP = tl.constexpr(128)
@@ -28,13 +31,20 @@ ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)
 COUNTER, FINISHED = tl.constexpr(2), tl.constexpr(3)
 
-_CHUNK = 64
-# Costs in keys of one tile: of starting and ending a piece, and of writing, reading and merging a partial result.
+# Tiles looked at together, and tiles that a program of the plan lists.
+_CHUNK = 256
+_OWN = 32
+# Costs in keys of one tile: of starting and ending a piece, of writing, reading and merging a partial result, and of
+# having anything to merge.
 _PIECE_COST = tl.constexpr(64.0)
 _PARTIAL_COST = tl.constexpr(256.0)
-_SHORTEST_PIECE = tl.constexpr(256)
-_BUCKETS = tl.constexpr(64)
-_CANDIDATES = tl.constexpr(64)
+_MERGE_COST = tl.constexpr(128.0)
+_SHORTEST_PIECE = tl.constexpr(512)
+_CANDIDATES = tl.constexpr(16)
+# A tile of just one length is one piece, however its quotient is rounded.
+_ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
+# Pieces of a tile that are written together.
+_PIECES = tl.constexpr(8)
 _PARTIALS_A_PROGRAM = 3
 
 
@@ -47,7 +57,7 @@ class PrefillPlan:
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   where each sequence's tiles begin
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
-    programs:         of the attention kernel
+    programs:         of the attention kernel, at most; the cuts suit so many
     """
 
     header: torch.Tensor
@@ -58,7 +68,9 @@ class PrefillPlan:
     partial_lse: torch.Tensor
     num_kv_heads: int
     group: int
+    num_sms: int
     programs: int
+    max_tiles: int
     max_slots: int
 
 
@@ -92,7 +104,9 @@ def make_prefill_plan(
         partial_lse=torch.zeros(slots, BLOCK_M, dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
         group=group,
+        num_sms=num_sms,
         programs=programs,
+        max_tiles=max_tiles,
         max_slots=max_slots,
     )
 
@@ -114,7 +128,8 @@ def plan_prefill(
         window: (left, right) keys beside the query; -1 for no bound
     """
     num_seqs = seq_lens.shape[0]
-    _plan_kernel[(1,)](
+    pdl = pdl_usable()
+    _plan_kernel[(-(-plan.max_tiles // _OWN),)](
         query_start_loc,
         seq_lens,
         plan.first_tile,
@@ -132,6 +147,9 @@ def plan_prefill(
         RIGHT=0 if causal else window[1],
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
         CHUNK=_CHUNK,
+        OWN=_OWN,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=8,
     )
 
@@ -206,107 +224,124 @@ def _plan_kernel(
     RIGHT: tl.constexpr,
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    # Tiles of each sequence, where they begin, and a bound of their keys.
+    pdl_begin(PDL)
     seq = tl.arange(0, 1 << LOG_SEQS)
     valid = seq < num_seqs
     begin = tl.load(query_start_loc + seq, mask=valid, other=0)
     query_len = tl.load(query_start_loc + seq + 1, mask=valid, other=0) - begin
-    seq_len = tl.load(seq_lens + seq, mask=valid, other=0)
     tiles = tl.where(valid & (query_len >= min_query_len), tl.cdiv(query_len * GROUP, BLOCK_M), 0)
     num_tiles = tl.sum(tiles)
+    first_own = tl.program_id(0) * OWN
+    if first_own == 0:
+        tl.store(header + _NUM_ENTRIES, 0)
+        tl.store(header + _NUM_MERGES, 0)
+        tl.store(header + COUNTER, 0)
+        tl.store(header + FINISHED, 0)
+    if first_own >= num_tiles:
+        return
+    # Every program writes the same and reads what it wrote itself.
     tl.store(first_tile + seq, tl.cumsum(tiles) - tiles)
-    longest = tl.max(tl.where(tiles > 0, seq_len, 0))
-    if LEFT >= 0 and RIGHT >= 0:
-        longest = tl.minimum(longest, LEFT + RIGHT + BLOCK_M // GROUP + 2 + KEY_STEP)
-    tl.store(header + COUNTER, 0)
-    tl.store(header + FINISHED, 0)
     tl.debug_barrier()
 
-    # What each candidate length of a piece would cost.
-    candidate = tl.arange(0, _CANDIDATES)
-    parts = tl.where(candidate < 32, candidate + 1, (candidate - 27) * 8)
-    length = tl.maximum(tl.cdiv(longest, parts), _SHORTEST_PIECE)
-    total = tl.zeros([_CANDIDATES], tl.float32)
-    cut = tl.zeros([_CANDIDATES], tl.int32)
-    num_large = tl.zeros([_CANDIDATES], tl.int32)
-    sum_large = tl.zeros([_CANDIDATES], tl.float32)
+    total_keys = 0.0
+    longest = 1
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
             chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
             GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
         )  # fmt: skip
-        pieces = tl.maximum(tl.cdiv(keys[:, None], length[None, :]), exists[:, None].to(tl.int32))
-        work = keys[:, None] + _PIECE_COST * pieces
-        large = 2 * work > (length[None, :] + _PIECE_COST) * pieces
-        total += tl.sum(work, 0)
-        cut += tl.sum(tl.where(pieces > 1, pieces, 0), 0)
-        num_large += tl.sum(tl.where(large, pieces, 0), 0)
-        sum_large += tl.sum(tl.where(large, work, 0.0), 0)
-    # Pieces of more than half the largest one's length cannot follow one another in less time than a round takes.
-    rounds = tl.cdiv(num_large * KV_HEADS, programs)
-    mean_large = sum_large / tl.maximum(num_large, 1)
-    end = tl.maximum(total * KV_HEADS / programs, rounds * mean_large)
-    end = tl.maximum(end, length + _PIECE_COST)
-    end += _PARTIAL_COST * (cut * KV_HEADS) / programs
-    end = tl.where((cut > max_slots) & (candidate > 0), float("inf"), end)
-    best = tl.argmin(end, 0)
-    length = tl.sum(tl.where(candidate == best, length, 0))
+        total_keys += tl.sum(keys.to(tl.float32))
+        longest = tl.maximum(longest, tl.max(keys))
 
-    # Longest first, by a counting sort: pieces of each class of length, and from there where each class begins.
-    bucket = tl.arange(0, _BUCKETS)
-    counts = tl.zeros([_BUCKETS], tl.int32)
+    # What each candidate length of a piece would cost: no cuts, then the longest tile in as many pieces as an even
+    # share of the work goes into it, and more.
+    candidate = tl.arange(0, _CANDIDATES)
+    fewest = tl.maximum((longest * programs / tl.maximum(total_keys * KV_HEADS, 1.0)).to(tl.int32), 1)
+    parts = tl.where(candidate == 0, 1, fewest + (candidate - 1) * tl.maximum(fewest // 8, 1))
+    length = tl.maximum(tl.cdiv(longest, parts), _SHORTEST_PIECE).to(tl.float32)
+    rate = _ALMOST_ONE / length
+    work = tl.zeros([_CANDIDATES], tl.float32)
+    cut = tl.zeros([_CANDIDATES], tl.float32)
+    num_large = tl.zeros([_CANDIDATES], tl.float32)
+    work_large = tl.zeros([_CANDIDATES], tl.float32)
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
             chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
             GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
         )  # fmt: skip
-        pieces = tl.maximum(tl.cdiv(keys, length), exists.to(tl.int32))
-        own_bucket = _bucket(keys, pieces, length)
-        hit = bucket[None, :] == own_bucket[:, None]
-        counts += tl.sum(tl.where(hit, pieces[:, None], 0), 0)
-    tl.store(header + _NUM_ENTRIES, tl.sum(counts))
-    position = tl.cumsum(counts) - counts
+        pieces = _pieces(keys[:, None], rate[None, :], exists[:, None])
+        own_work = keys[:, None] + _PIECE_COST * pieces
+        large = 2 * own_work > (length + _PIECE_COST)[None, :] * pieces
+        work += tl.sum(own_work, 0)
+        cut += tl.sum(tl.where(pieces > 1, pieces, 0.0), 0)
+        num_large += tl.sum(tl.where(large, pieces, 0.0), 0)
+        work_large += tl.sum(tl.where(large, own_work, 0.0), 0)
+    # Pieces of more than half the largest one's length cannot follow one another in less time than a round takes.
+    rounds = tl.cdiv(num_large.to(tl.int32) * KV_HEADS, programs)
+    end = tl.maximum(work * KV_HEADS / programs, rounds * (work_large / tl.maximum(num_large, 1.0)))
+    end = tl.maximum(end, length + _PIECE_COST)
+    end += tl.where(cut > 0, _MERGE_COST + _PARTIAL_COST * (cut * KV_HEADS) / programs, 0.0)
+    end = tl.where((cut > max_slots) & (candidate > 0), float("inf"), end)
+    rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
+
+    # The place of each of this program's tiles: behind the pieces of tiles whose pieces are longer, or as long and
+    # earlier; its partial results and its merge come behind those of earlier tiles.
+    exists, seqs, tile, start, keys = _chunk_of_tiles(
+        first_own, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
+        GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, OWN,
+    )  # fmt: skip
+    own = first_own + tl.arange(0, OWN)
+    pieces = _pieces(keys, rate, exists).to(tl.int32)
+    size = keys // tl.maximum(pieces, 1)
+    is_cut = pieces > 1
+    place = tl.zeros([OWN], tl.int32)
+    slot = tl.zeros([OWN], tl.int32)
+    merge = tl.zeros([OWN], tl.int32)
+    num_entries = 0
     num_merges = 0
-    num_slots = 0
     for chunk in range(0, num_tiles, CHUNK):
-        exists, seqs, tile, start, keys = _chunk_of_tiles(
+        other_exists, _, _, _, other_keys = _chunk_of_tiles(
             chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
             GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
         )  # fmt: skip
-        pieces = tl.maximum(tl.cdiv(keys, length), exists.to(tl.int32))
-        own_bucket = _bucket(keys, pieces, length)
-        hit = bucket[None, :] == own_bucket[:, None]
-        taken = tl.where(hit, pieces[:, None], 0)
-        before = tl.cumsum(taken, 0) - taken + position[None, :]
-        entry = entries + tl.sum(tl.where(hit, before, 0), 1) * ENTRY_WORDS
-        position += tl.sum(taken, 0)
-        is_cut = pieces > 1
-        partials = tl.where(is_cut, pieces, 0)
-        slot = num_slots + tl.cumsum(partials) - partials
-        merge = merges + (num_merges + tl.cumsum(is_cut.to(tl.int32)) - 1) * ENTRY_WORDS
-        tl.store(merge, seqs, mask=is_cut)
-        tl.store(merge + 1, tile, mask=is_cut)
-        tl.store(merge + 2, slot, mask=is_cut)
-        tl.store(merge + 3, pieces, mask=is_cut)
-        num_slots += tl.sum(partials)
-        num_merges += tl.sum(is_cut.to(tl.int32))
-        for piece in range(tl.max(pieces)):
-            mask = piece < pieces
-            cuts = tl.maximum(pieces, 1)
-            lower = tl.cdiv(keys * piece // cuts, KEY_STEP) * KEY_STEP
-            upper = tl.minimum(tl.cdiv(keys * (piece + 1) // cuts, KEY_STEP) * KEY_STEP, keys)
-            tl.store(entry, seqs, mask=mask)
-            tl.store(entry + 1, tile, mask=mask)
-            tl.store(entry + 2, start + tl.minimum(lower, keys), mask=mask)
-            tl.store(entry + 3, start + upper, mask=mask)
-            tl.store(entry + 4, tl.where(is_cut, slot + piece, -1), mask=mask)
-            entry += ENTRY_WORDS
-    tl.store(header + _NUM_MERGES, num_merges)
+        other_pieces = _pieces(other_keys, rate, other_exists).to(tl.int32)
+        other_size = other_keys // tl.maximum(other_pieces, 1)
+        partials = tl.where(other_pieces > 1, other_pieces, 0)
+        earlier = (chunk + tl.arange(0, CHUNK))[None, :] < own[:, None]
+        longer = other_size[None, :] > size[:, None]
+        longer = longer | ((other_size[None, :] == size[:, None]) & earlier)
+        place += tl.sum(tl.where(longer, other_pieces[None, :], 0), 1)
+        slot += tl.sum(tl.where(earlier, partials[None, :], 0), 1)
+        merge += tl.sum(tl.where(earlier & (partials > 0)[None, :], 1, 0), 1)
+        num_entries += tl.sum(other_pieces)
+        num_merges += tl.sum((partials > 0).to(tl.int32))
+    if first_own == 0:
+        tl.store(header + _NUM_ENTRIES, num_entries)
+        tl.store(header + _NUM_MERGES, num_merges)
+    merge = merges + merge * ENTRY_WORDS
+    tl.store(merge, seqs, mask=is_cut)
+    tl.store(merge + 1, tile, mask=is_cut)
+    tl.store(merge + 2, slot, mask=is_cut)
+    tl.store(merge + 3, pieces, mask=is_cut)
+    cuts = tl.maximum(pieces, 1)[:, None]
+    keys = keys[:, None]
+    for begin in range(0, tl.max(pieces), _PIECES):
+        piece = begin + tl.arange(0, _PIECES)[None, :]
+        mask = piece < pieces[:, None]
+        lower = tl.cdiv(keys * piece // cuts, KEY_STEP) * KEY_STEP
+        upper = tl.minimum(tl.cdiv(keys * (piece + 1) // cuts, KEY_STEP) * KEY_STEP, keys)
+        entry = entries + (place[:, None] + piece) * ENTRY_WORDS
+        tl.store(entry, seqs[:, None], mask=mask)
+        tl.store(entry + 1, tile[:, None], mask=mask)
+        tl.store(entry + 2, start[:, None] + tl.minimum(lower, keys), mask=mask)
+        tl.store(entry + 3, start[:, None] + upper, mask=mask)
+        tl.store(entry + 4, tl.where(is_cut[:, None], slot[:, None] + piece, -1), mask=mask)
 
 
 @triton.jit
-def _bucket(keys, pieces, length):
-    """0 for the longest pieces to _BUCKETS - 1 for the shortest."""
-    share = (keys.to(tl.float32) + 1.0) / (tl.maximum(pieces, 1) * (length + 1).to(tl.float32))
-    return _BUCKETS - 1 - tl.minimum((share * _BUCKETS).to(tl.int32), _BUCKETS - 1)
+def _pieces(keys, rate, exists):
+    """Pieces of a tile, a whole number in float32."""
+    return tl.where(exists, tl.maximum(tl.ceil(keys.to(tl.float32) * rate), 1.0), 0.0)
