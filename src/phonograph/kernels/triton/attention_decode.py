@@ -118,7 +118,7 @@ def decode_attention(
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         SOFTCAP=softcap != 0.0,
-        MERGE_VECTORS=_MERGE_VALUES * plan.num_warps // width,
+        MERGE_VECTORS=_MERGE_VALUES * plan.num_warps // max(width, 128),
         STAGES=plan.num_stages,
         PDL=pdl,
         launch_pdl=pdl,
@@ -217,7 +217,7 @@ def _attention_kernel(
         slot = tl.where(position == begin, 2 * program, 2 * program + 1)
         key = start + key_tile * BLOCK_N
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
-        if MAX_ROWS <= SMALL:
+        if MAX_ROWS <= SMALL:  # noqa: SIM114 (decided when compiled, the next one when run)
             complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
@@ -457,7 +457,7 @@ def _merge(
     MERGE_VECTORS: tl.constexpr,
 ):
     """Merges what programs `first` to `last` left of a unit, PARTS of them and a strip of ROWS rows at a time."""
-    ROWS: tl.constexpr = 4 if MAX_ROWS <= 4 else (8 if MAX_ROWS <= 8 else 16)
+    ROWS: tl.constexpr = 4 if MAX_ROWS <= 4 else 8
     PARTS: tl.constexpr = MERGE_VECTORS // ROWS if MERGE_VECTORS > ROWS else 1
     dim = tl.arange(0, WIDTH)
     num_parts = last - first + 1
@@ -475,24 +475,34 @@ def _merge(
             max_M = tl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
             sum_M += 1.0
         for part in range(0, num_parts, PARTS):
-            part_P = part + tl.arange(0, PARTS)
-            slot_P = tl.where(part_P == 0, first_slot, 2 * (first + part_P))
-            mask_PM = (part_P < num_parts)[:, None] & valid_M[None, :]
-            scratch_PM = slot_P[:, None] * SCRATCH_ROWS + scratch_M[None, :]
-            # Past the first-level cache, which does not see what other multiprocessors write.
-            lse_PM = tl.load(partial_lse + scratch_PM, mask=mask_PM, other=float("-inf"), cache_modifier=".cg")
-            part_PMD = tl.load(
-                partial_out + scratch_PM[:, :, None] * WIDTH + dim[None, None, :],
-                mask=mask_PM[:, :, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_max_M = tl.maximum(max_M, tl.max(lse_PM, 0))
+            lses = ()
+            parts = ()
+            new_max_M = max_M
+            # All are asked for before the first is used, and past the first-level cache, which does not see what other
+            # multiprocessors write.
+            for offset in tl.static_range(PARTS):
+                index = part + offset
+                slot = tl.where(index == 0, first_slot, 2 * (first + index))
+                mask_M = valid_M & (index < num_parts)
+                scratch = slot * SCRATCH_ROWS + scratch_M
+                lse_M = tl.load(partial_lse + scratch, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
+                part_MD = tl.load(
+                    partial_out + scratch[:, None] * WIDTH + dim[None, :],
+                    mask=mask_M[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
+                parts = parts + (part_MD,)  # noqa: RUF005
+                new_max_M = tl.maximum(new_max_M, lse_M)
             shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
             decay_M = tl.exp2(max_M - shift_M)
-            weight_PM = tl.exp2(lse_PM - shift_M[None, :])
-            sum_M = sum_M * decay_M + tl.sum(weight_PM, 0)
-            acc_MD = acc_MD * decay_M[:, None] + tl.sum(part_PMD * weight_PM[:, :, None], 0)
+            sum_M = sum_M * decay_M
+            acc_MD = acc_MD * decay_M[:, None]
+            for offset in tl.static_range(PARTS):
+                weight_M = tl.exp2(lses[offset] - shift_M)
+                sum_M += weight_M
+                acc_MD += parts[offset] * weight_M[:, None]
             max_M = new_max_M
         acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
         pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]

@@ -90,9 +90,9 @@ def make_decode_plan(
         group=group,
         head_size=head_size,
         programs=programs,
-        block_n=64,
+        block_n=64 if width <= 128 else 32,
         num_warps=4,
-        num_stages=3 if width <= 128 else 2,
+        num_stages=3,
     )
 
 
