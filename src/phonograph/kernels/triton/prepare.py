@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
 _HEADER = 8
 _ALIGN = 4
 """Words to which each field is aligned: 16 bytes, which the int64 draw keys need too."""
@@ -174,6 +176,7 @@ def prepare(
     table_chunks = min(triton.cdiv(max_blocks, block), max(1, 1024 // num_reqs_padded))
     chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
     starts = layout.starts
+    pdl = pdl_usable()
     _prepare_kernel[(num_reqs_padded, chunks)](
         staging,
         last_token_R,
@@ -200,6 +203,8 @@ def prepare(
         APPENDS=starts["appends"],
         TOKENS=starts["tokens"],
         BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=4,
     )
 
@@ -255,11 +260,13 @@ def _prepare_kernel(
     APPENDS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row, chunk) takes every chunk-th BLOCK of the row's tokens and of its block table.
 
     All loads come before the stores that they could be ordered behind: the kernel is nothing but latency.
     """
+    pdl_begin(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     lane = chunk * BLOCK + tl.arange(0, BLOCK)

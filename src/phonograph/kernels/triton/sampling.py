@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.gemv import pdl_usable
+from phonograph.kernels.triton.pdl import pdl_usable
 
 _SCAN_BLOCK = 1024
 _SCAN_WARPS = 4
@@ -231,6 +231,7 @@ def _scan_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        # In this order, so that the filter may read its parameters before it waits: they are older than this kernel.
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -513,7 +514,6 @@ def _filter_kernel(
     draw_key = tl.load(draw_keys_ptr + row)
     filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     if PDL:
-        # What is read above is older than the scan, which lets this start only when all before it is over.
         tl_cuda.gdc_wait()
     if (slot < 0) | (filtered == 0):
         return
