@@ -151,8 +151,10 @@ def common(query_lens: list[int]) -> CommonMetadata:
         (GraphKey(GraphSet.DECODE, 8, 2, 4), [4], 4, False),
         (GraphKey(GraphSet.DECODE, 40, 2, 20), [20], 16, True),
         # Whatever batch a graph is captured with, it is replayed with others.
-        (GraphKey(GraphSet.MIXED, 8, 4), [1, 1], 16, True),
-        (GraphKey(GraphSet.PIECEWISE, 8, 4), [1, 1], 16, True),
+        (GraphKey(GraphSet.MIXED, 17, 4), [1, 1], 16, True),
+        (GraphKey(GraphSet.PIECEWISE, 17, 4), [1, 1], 16, True),
+        # But no long query fits into so few tokens.
+        (GraphKey(GraphSet.MIXED, 16, 4), [1, 1], 16, False),
         (None, [1, 1, 1], 1, False),
         (None, [1, 3], 16, False),
         (None, [1, 17], 16, True),
