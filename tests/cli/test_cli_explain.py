@@ -72,9 +72,9 @@ def test_memory_is_that_of_the_model(run_json: Any, llama: list[str]) -> None:
     memory = facts["memory"]
     per_layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096
     assert memory["weights"] == 2 * (32 * per_layer + 2 * 128256 * 4096 + 4096)
-    assert memory["kv_block"] == 16 * 32 * 2 * 8 * 128 * 2
+    assert memory["kv_block"] == 64 * 32 * 2 * 8 * 128 * 2
     assert memory["kv_cache"] == memory["num_kv_blocks"] * memory["kv_block"]
-    assert memory["num_kv_tokens"] == 16 * memory["num_kv_blocks"]
+    assert memory["num_kv_tokens"] == 64 * memory["num_kv_blocks"]
     used = memory["weights"] + memory["graphs"] + memory["kv_cache"]
     assert 0.85 * 141 * GIB < used <= 0.9 * 141 * GIB
     assert facts["captures"]["decode"][-1] == 100 == facts["limits"]["max_num_seqs"]
