@@ -34,6 +34,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     num_sms: int = 2
+    padding: int = 5
 
     @property
     def features(self) -> dict[str, object]:
@@ -51,7 +52,7 @@ class Batch:
         heads, kv_heads, size, block = case.num_heads, case.num_kv_heads, case.head_size, case.block_size
         lengths = torch.tensor([query_len for query_len, _ in case.batch], dtype=torch.int32)
         self.num_tokens = int(lengths.sum())
-        padded = self.num_tokens + 5
+        padded = self.num_tokens + case.padding
         needed = [-(-keys // block) for _, keys in case.batch]
         num_blocks = sum(needed) + 2
         fused = torch.randn(padded, (heads + 2 * kv_heads) * size, device=device).to(case.dtype)
@@ -234,6 +235,7 @@ BATCHES = [
     ((1, 5), (0, 0)),
     ((100, 65536),),
     ((2048, 2048),),
+    ((9000, 9900),),
     ((1500, 32768),),
     tuple((20 + 5 * i, 20 + 9 * i) for i in range(16)),
     ((1, 4096),) * 8 + ((512, 512), (17, 100000), (300, 301)),
@@ -252,7 +254,7 @@ def test_the_list_covers_every_key_once(
         num_kv_heads=kv_heads,
         head_size=32,
         max_num_seqs=16,
-        max_num_tokens=4096,
+        max_num_tokens=9000,
         num_sms=132,
         device=device,
     )
@@ -362,6 +364,15 @@ def test_on_the_device(
         head_size=head_size,
         num_sms=132,
     )
+    run(case, device, 1e-2, max_num_tokens=2048)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_in_steps_of_many_tokens(name: str, block_size: int, device: torch.device) -> None:
+    case = replace(FEATURES[name], batch=GPU_BATCH, dtype=torch.bfloat16, block_size=block_size, padding=4000)
+    case = replace(case, num_heads=32, num_kv_heads=8, head_size=128, num_sms=132)
     run(case, device, 1e-2, max_num_tokens=2048)
 
 
