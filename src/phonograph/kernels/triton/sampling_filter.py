@@ -1,0 +1,303 @@
+"""Second launch of sampling: top-k, top-p and min-p. Over at once for rows without.
+
+Nothing is sorted. Every token has a distinct integer that orders the row by falling logit, then by token id; what a
+filter keeps is all above some integer, and this is found by search, exactly. So that the search need not read the row
+again and again, a first pass over the row in parts sums how much lies above a few levels below the maximum; the program
+that finishes last copies what is above the right level, a small superset of what is kept, and goes on with that alone.
+Where no level helps (a nearly flat distribution) it searches the row itself, which is slower.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from phonograph.kernels.triton.sampling_scan import LOWEST, finish, gumbel, is_last
+
+
+@triton.jit
+def _order(logit, ids, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
+    """Distinct integers that order tokens: larger logits above smaller ones, of equal logits the lower id above."""
+    bits = (logit + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> KEY_SHIFT
+    return (key.to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - ids)
+
+
+@triton.jit
+def _logit_of(order, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
+    key = (order >> ID_BITS).to(tl.int32) << KEY_SHIFT
+    key |= (key >> 31) & ((1 << KEY_SHIFT) - 1)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _entries(
+    start,
+    count,
+    row_ptr,
+    list_ptr,
+    BLOCK: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """One block of integers of `_order`, of the candidates or of the whole row, below all others behind the end; and
+    the logits."""
+    index = start + tl.arange(0, BLOCK)
+    if LISTED:
+        order = tl.load(list_ptr + index, mask=index < count, other=-(1 << 62))
+        logit = tl.where(index < count, _logit_of(order, ID_BITS, KEY_SHIFT), float("-inf"))
+    else:
+        logit = tl.load(row_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
+        order = tl.where(index < count, _order(logit, index, ID_BITS, KEY_SHIFT), -(1 << 62))
+    return order, logit
+
+
+@triton.jit
+def _mass(logit, row_max, factor, log_min_p):
+    scaled = (logit - row_max) * factor
+    return tl.where(scaled >= log_min_p, tl.exp(scaled), 0.0)
+
+
+@triton.jit
+def _fold(values, BLOCK: tl.constexpr):
+    """Sums over groups of neighbours, most of which one thread has."""
+    return tl.sum(tl.reshape(values, (BLOCK // 8, 8)), 1)
+
+
+@triton.jit
+def _sum_from(
+    level,
+    count,
+    row_ptr,
+    list_ptr,
+    row_max,
+    factor,
+    log_min_p,
+    BLOCK: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Probability (times a constant) of all that is not below `level`, float64."""
+    total = tl.zeros((BLOCK // 8,), tl.float32)
+    for start in range(0, count, BLOCK):
+        order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
+        total += _fold(tl.where(order >= level, _mass(logit, row_max, factor, log_min_p), 0.0), BLOCK)
+    return tl.sum(total.to(tl.float64), 0)
+
+
+@triton.jit
+def _search(
+    target,
+    low,
+    high,
+    count,
+    row_ptr,
+    list_ptr,
+    row_max,
+    factor,
+    log_min_p,
+    BLOCK: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
+    BY_MASS: tl.constexpr,
+):
+    """The highest level in [low, high) such that what is not below it counts, or weighs, at least `target`; else low.
+
+    Each pass sums above three levels between the bounds, which leaves a quarter.
+    """
+    while high - low > 1:
+        width = (high - low + 3) // 4
+        sum_1 = tl.zeros((BLOCK // 8,), tl.float32)
+        sum_2 = sum_1
+        sum_3 = sum_1
+        for start in range(0, count, BLOCK):
+            order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
+            weight = _mass(logit, row_max, factor, log_min_p) if BY_MASS else tl.full((BLOCK,), 1.0, tl.float32)
+            sum_1 += _fold(tl.where(order >= low + width, weight, 0.0), BLOCK)
+            sum_2 += _fold(tl.where(order >= low + 2 * width, weight, 0.0), BLOCK)
+            sum_3 += _fold(tl.where(order >= low + 3 * width, weight, 0.0), BLOCK)
+        steps = (tl.sum(sum_1.to(tl.float64), 0) >= target).to(tl.int64)
+        steps += (tl.sum(sum_2.to(tl.float64), 0) >= target).to(tl.int64)
+        steps += (tl.sum(sum_3.to(tl.float64), 0) >= target).to(tl.int64)
+        low = low + steps * width
+        high = tl.minimum(high, low + width)
+    return low
+
+
+@triton.jit
+def _filter_and_draw(
+    low,
+    whole,
+    count,
+    row_ptr,
+    list_ptr,
+    row_max,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    draw_key,
+    BLOCK: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The token drawn from what the filters keep; all of it is at or above `low`. `whole`: sum of the row's masses."""
+    factor = 1.0 / temperature
+    high = _order(row_max, 0, ID_BITS, KEY_SHIFT) + 1
+    if top_k > 0:
+        low = _search(
+            top_k.to(tl.float64), low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
+            BLOCK, ID_BITS, KEY_SHIFT, LISTED, False,
+        )  # fmt: skip
+        whole = _sum_from(
+            low, count, row_ptr, list_ptr, row_max, factor, log_min_p, BLOCK, ID_BITS, KEY_SHIFT, LISTED
+        )  # fmt: skip
+    if top_p < 1.0:
+        low = _search(
+            top_p.to(tl.float64) * whole, low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
+            BLOCK, ID_BITS, KEY_SHIFT, LISTED, True,
+        )  # fmt: skip
+
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_order = tl.full((BLOCK,), -(1 << 62), tl.int64)
+    for start in range(0, count, BLOCK):
+        order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
+        scaled = (logit - row_max) * factor
+        kept = (order >= low) & (scaled >= log_min_p)
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            token = (1 << ID_BITS) - 1 - (order & ((1 << ID_BITS) - 1))
+            score = tl.where(kept, scaled + gumbel(draw_key, token), float("-inf"))
+            better = score > best
+            best_order = tl.where(better, order, best_order)
+            best = tl.where(better, score, best)
+    chosen = tl.max(tl.where(best == tl.max(best, 0), best_order, -(1 << 62)), 0)
+    return ((1 << ID_BITS) - 1 - (chosen & ((1 << ID_BITS) - 1))).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def filter_kernel(
+    logits_ptr,
+    row_stride,
+    slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    draw_keys_ptr,
+    part_sums_ptr,
+    row_max_ptr,
+    row_low_ptr,
+    counters_ptr,
+    candidates_ptr,
+    tokens_ptr,
+    last_token_ptr,
+    blocks,
+    V: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    draw_key = tl.load(draw_keys_ptr + row)
+    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    if PDL:
+        tl_cuda.gdc_wait()
+    if (slot < 0) | (filtered == 0):
+        return
+    row_max = tl.load(row_max_ptr + row)
+    row_low = tl.load(row_low_ptr + row)
+    if (tl.abs(row_max) < float("inf")) == 0:
+        return
+
+    # Levels lie below the maximum, at distances that grow. For top-k the unit is how far the maxima of the row's parts
+    # are spread, and tokens are counted; for top-p it is the temperature, and probabilities are summed.
+    by_count = top_k > 0
+    unit = tl.where(by_count, 0.5 * (row_max - row_low), temperature)
+    factor = 1.0 / temperature
+    log_min_p = tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), float("-inf"))
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    lane = tl.arange(0, BLOCK)
+    sums = (tl.zeros((BLOCK // 8,), tl.float32),) * LEVELS
+    first = part * blocks * BLOCK
+    end = tl.minimum(first + blocks * BLOCK, V)
+    for start in range(first, end, BLOCK):
+        ids = start + lane
+        logit = tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        weight = tl.where(by_count, 1.0, _mass(logit, row_max, factor, log_min_p))
+        new_sums = ()
+        for j in tl.static_range(LEVELS - 1):
+            level = row_max - unit * (0.5 * (j + 1) + max(j - 7, 0))
+            new_sums += (sums[j] + _fold(tl.where(logit >= level, weight, 0.0), BLOCK),)
+        sums = new_sums + (sums[LEVELS - 1] + _fold(weight, BLOCK),)
+    sums_ptr = part_sums_ptr + (row * parts + part) * LEVELS
+    for j in tl.static_range(LEVELS):
+        tl.store(sums_ptr + j, tl.sum(sums[j], 0))
+
+    if is_last(counters_ptr + 2 * row + 1, parts):
+        number = tl.arange(0, LEVELS)
+        index = tl.arange(0, MAX_PARTS)
+        row_sums = tl.load(
+            part_sums_ptr + (row * parts + index)[:, None] * LEVELS + number[None, :],
+            mask=(index < parts)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        totals = tl.sum(row_sums.to(tl.float64), 0)
+        whole = tl.sum(tl.where(number == LEVELS - 1, totals, 0.0), 0)
+        # A little more than needed: the sums here and those of the search are rounded differently.
+        wanted = tl.where(by_count, top_k.to(tl.float64), top_p.to(tl.float64) * whole * 1.0001)
+        reached = (totals >= wanted) & (number < LEVELS - 1) & (by_count | (top_p < 1.0))
+        chosen = tl.min(tl.where(reached, number, LEVELS), 0)
+        bound = row_max - unit * (0.5 * (chosen + 1) + tl.maximum(chosen - 7, 0))
+        bound = tl.where(chosen < LEVELS, bound - 1e-6 * (tl.abs(row_max) + tl.abs(bound)), float("-inf"))
+        bound = tl.maximum(bound, row_max + 1.001 * temperature * log_min_p)
+
+        list_ptr = candidates_ptr + row.to(tl.int64) * CANDIDATES
+        count = 0
+        if bound > float("-inf"):
+            logit = tl.load(row_ptr + lane, mask=lane < V, other=float("-inf")).to(tl.float32)
+            for start in range(0, V, BLOCK):
+                ids = start + lane
+                next_logit = tl.load(
+                    row_ptr + ids + BLOCK, mask=ids < V - BLOCK, other=float("-inf")
+                ).to(tl.float32)  # fmt: skip
+                found = (logit >= bound).to(tl.int32)
+                num_found = tl.sum(found, 0)
+                if num_found > 0:
+                    places = count + tl.cumsum(found, 0) - 1
+                    order = _order(logit, ids, ID_BITS, KEY_SHIFT)
+                    tl.store(list_ptr + places, order, mask=(found > 0) & (places < CANDIDATES))
+                    count += num_found
+                logit = next_logit
+            tl.debug_barrier()
+        else:
+            count = V + CANDIDATES
+        low = _order(tl.maximum(bound, LOWEST), (1 << ID_BITS) - 1, ID_BITS, KEY_SHIFT)
+        if count <= CANDIDATES:
+            token = _filter_and_draw(
+                low, whole, count, row_ptr, list_ptr, row_max, temperature, top_k, top_p, log_min_p, draw_key,
+                BLOCK, ID_BITS, KEY_SHIFT, True,
+            )  # fmt: skip
+        else:
+            token = _filter_and_draw(
+                low, whole, V, row_ptr, list_ptr, row_max, temperature, top_k, top_p, log_min_p, draw_key,
+                BLOCK, ID_BITS, KEY_SHIFT, False,
+            )  # fmt: skip
+        finish(row, slot, token, tokens_ptr, last_token_ptr)

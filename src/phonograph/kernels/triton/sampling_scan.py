@@ -1,0 +1,158 @@
+"""First launch of sampling: reads each row once, in parts; all that greedy rows and rows with a temperature alone need.
+
+A greedy row takes the first largest logit, one with a temperature the largest sum of scaled logit and Gumbel noise. The
+program that finishes a row last merges its parts. Of rows with filters only the maximum is found here.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+LOWEST = tl.constexpr(-3.4e38)
+
+
+@triton.jit
+def gumbel(draw_key, token):
+    """Noise of `phonograph.kernels.sampling.gumbel_noise`, the same integers bit by bit.
+
+    log1p is taken from the logarithm of the rounded sum, corrected by its rounding (Kahan), as on tiny u all depends.
+    """
+    x = draw_key.to(tl.uint64) + (token.to(tl.uint64) + 1) * _GAMMA
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    x = x ^ (x >> 31)
+    bits = ((x & 0x7FFFFFFFFFFFFFFF) | 1).to(tl.int64)
+    u = tl.minimum(bits.to(tl.float32) * 1.0842021724855044e-19, 0.99999994039535522)
+    rest = 1.0 - u
+    lost = 1.0 - rest
+    rate = tl.where(lost > 0.0, -tl.log(rest) * (u / tl.where(lost > 0.0, lost, 1.0)), u)
+    return -tl.log(rate)
+
+
+@triton.jit
+def is_last(counter, parts):
+    """True in the program of a row that comes here last, which then sees what the others stored. Clears the counter."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def finish(row, slot, token, tokens_ptr, last_token_ptr):
+    tl.store(tokens_ptr + row, token)
+    tl.store(last_token_ptr + slot, tl.maximum(token, 0))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def scan_kernel(
+    logits_ptr,
+    row_stride,
+    slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    draw_keys_ptr,
+    part_scores_ptr,
+    part_tokens_ptr,
+    part_maxima_ptr,
+    row_max_ptr,
+    row_low_ptr,
+    counters_ptr,
+    tokens_ptr,
+    last_token_ptr,
+    blocks,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        # In this order, so that the filter may read its parameters before it waits: they are older than this kernel.
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    draw_key = tl.load(draw_keys_ptr + row)
+    if slot < 0:
+        if part == 0:
+            tl.store(tokens_ptr + row, -2)
+        return
+    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    noisy = (temperature > 0.0) & (filtered == 0)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+
+    # Each lane has its maximum and its best token. Maxima keep a NaN, which the comparisons of scores pass over.
+    lane = tl.arange(0, BLOCK)
+    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
+    score = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = tl.zeros((BLOCK,), tl.int32)
+    first = part * blocks * BLOCK
+    end = tl.minimum(first + blocks * BLOCK, V)
+    if noisy:
+        # Scores count from the lane's maximum so far: tiny temperatures would overflow otherwise.
+        factor = 1.0 / temperature
+        base = tl.full((BLOCK,), LOWEST, tl.float32)
+        for start in range(first, end, BLOCK):
+            ids = start + lane
+            logit = tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+            maximum = tl.maximum(maximum, logit, propagate_nan=tl.PropagateNan.ALL)
+            new_base = tl.maximum(base, logit)
+            score += (base - new_base) * factor
+            base = new_base
+            new_score = (logit - base) * factor + gumbel(draw_key, ids)
+            token = tl.where(new_score > score, ids, token)
+            score = tl.maximum(score, new_score)
+        part_base = tl.max(base, 0)
+        score += (base - part_base) * factor
+    else:
+        # One block ahead, to have enough of them on the way.
+        loaded = tl.load(row_ptr + first + lane, mask=first + lane < end, other=float("-inf"))
+        for start in range(first, end, BLOCK):
+            ids = start + lane
+            logit = loaded.to(tl.float32)
+            loaded = tl.load(row_ptr + ids + BLOCK, mask=ids < end - BLOCK, other=float("-inf"))
+            maximum = tl.maximum(maximum, logit, propagate_nan=tl.PropagateNan.ALL)
+            token = tl.where(logit > score, ids, token)
+            score = tl.maximum(score, logit)
+    part_score = tl.max(score, 0)
+    part_token = tl.min(tl.where(score == part_score, token, V), 0)
+    is_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
+    part_maximum = tl.where(is_nan, float("nan"), tl.max(tl.where(maximum == maximum, maximum, float("-inf")), 0))
+    place = row * parts + part
+    tl.store(part_scores_ptr + place, part_score)
+    tl.store(part_tokens_ptr + place, part_token)
+    tl.store(part_maxima_ptr + place, part_maximum)
+
+    if is_last(counters_ptr + 2 * row, parts):
+        index = tl.arange(0, MAX_PARTS)
+        mask = index < parts
+        places = row * parts + index
+        maxima = tl.load(part_maxima_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        scores = tl.load(part_scores_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        tokens = tl.load(part_tokens_ptr + places, mask=mask, other=V, cache_modifier=".cg")
+        has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
+        row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
+        valid = tl.abs(row_max) < float("inf")
+        tl.store(row_max_ptr + row, row_max)
+        tl.store(row_low_ptr + row, tl.min(tl.where(mask, maxima, float("inf")), 0))
+        if noisy:
+            scores += (tl.maximum(maxima, LOWEST) - row_max) / temperature
+        best = tl.max(scores, 0)
+        chosen = tl.min(tl.where(scores == best, tokens, V), 0)
+        if (filtered == 0) | (valid == 0):
+            finish(row, slot, tl.where(valid, chosen, -1), tokens_ptr, last_token_ptr)
