@@ -310,12 +310,12 @@ def _plan_kernel(
         other_pieces = _pieces(other_keys, rate, other_exists).to(tl.int32)
         other_size = other_keys // tl.maximum(other_pieces, 1)
         partials = tl.where(other_pieces > 1, other_pieces, 0)
-        earlier = (chunk + tl.arange(0, CHUNK))[None, :] < own[:, None]
-        longer = other_size[None, :] > size[:, None]
-        longer = longer | ((other_size[None, :] == size[:, None]) & earlier)
-        place += tl.sum(tl.where(longer, other_pieces[None, :], 0), 1)
-        slot += tl.sum(tl.where(earlier, partials[None, :], 0), 1)
-        merge += tl.sum(tl.where(earlier & (partials > 0)[None, :], 1, 0), 1)
+        earlier = (chunk + tl.arange(0, CHUNK))[:, None] < own[None, :]
+        longer = other_size[:, None] > size[None, :]
+        longer = longer | ((other_size[:, None] == size[None, :]) & earlier)
+        place += tl.sum(tl.where(longer, other_pieces[:, None], 0), 0)
+        slot += tl.sum(tl.where(earlier, partials[:, None], 0), 0)
+        merge += tl.sum(tl.where(earlier & (partials > 0)[:, None], 1, 0), 0)
         num_entries += tl.sum(other_pieces)
         num_merges += tl.sum((partials > 0).to(tl.int32))
     if first_own == 0:
@@ -326,19 +326,19 @@ def _plan_kernel(
     tl.store(merge + 1, tile, mask=is_cut)
     tl.store(merge + 2, slot, mask=is_cut)
     tl.store(merge + 3, pieces, mask=is_cut)
-    cuts = tl.maximum(pieces, 1)[:, None]
-    keys = keys[:, None]
+    cuts = tl.maximum(pieces, 1)[None, :]
+    keys = keys[None, :]
     for begin in range(0, tl.max(pieces), _PIECES):
-        piece = begin + tl.arange(0, _PIECES)[None, :]
-        mask = piece < pieces[:, None]
+        piece = begin + tl.arange(0, _PIECES)[:, None]
+        mask = piece < pieces[None, :]
         lower = tl.cdiv(keys * piece // cuts, KEY_STEP) * KEY_STEP
         upper = tl.minimum(tl.cdiv(keys * (piece + 1) // cuts, KEY_STEP) * KEY_STEP, keys)
-        entry = entries + (place[:, None] + piece) * ENTRY_WORDS
-        tl.store(entry, seqs[:, None], mask=mask)
-        tl.store(entry + 1, tile[:, None], mask=mask)
-        tl.store(entry + 2, start[:, None] + tl.minimum(lower, keys), mask=mask)
-        tl.store(entry + 3, start[:, None] + upper, mask=mask)
-        tl.store(entry + 4, tl.where(is_cut[:, None], slot[:, None] + piece, -1), mask=mask)
+        entry = entries + (place[None, :] + piece) * ENTRY_WORDS
+        tl.store(entry, seqs[None, :], mask=mask)
+        tl.store(entry + 1, tile[None, :], mask=mask)
+        tl.store(entry + 2, start[None, :] + tl.minimum(lower, keys), mask=mask)
+        tl.store(entry + 3, start[None, :] + upper, mask=mask)
+        tl.store(entry + 4, tl.where(is_cut[None, :], slot[None, :] + piece, -1), mask=mask)
 
 
 @triton.jit
