@@ -96,10 +96,11 @@ def default_config(num_inputs: int, pairs: bool) -> GemvConfig:
     """What a product of K inputs runs with. pairs: for the gated activation, where each output has two weight rows.
 
     Measured on an H200: rows of up to 4096 go in one step, all of it under way at once, with 16 Ki weights a program at
-    most; longer ones in steps of 2048. A shorter step is taken where more than a fifth of the lanes would idle.
+    most; longer ones in steps of 2048. A shorter step is taken where more than a quarter of the lanes would idle (in
+    several steps, more than a fifth).
     """
     whole = triton.next_power_of_2(num_inputs)
-    if whole <= 4096 and whole <= 1.25 * num_inputs:
+    if whole <= 4096 and whole <= 1.34 * num_inputs:
         block_k, num_warps = max(32, whole), max(1, whole // 512)
     else:
         block_k, num_warps = 2048, 4

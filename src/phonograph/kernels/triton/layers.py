@@ -1,4 +1,4 @@
-"""What a decoder does between its matrix products, each in one kernel: norms, residual adds, activation, embedding.
+"""What a decoder does between its matrix products, each in one kernel: norms, activation, embedding.
 
 The arithmetic is that of `kernels/layers.py`: float32 inside, the normalised value rounded to the model's dtype before
 the weight. Every kernel writes into given tensors. A program takes one row, or one piece of it.
@@ -30,32 +30,24 @@ def embed_and_norm(
     normed_TE: torch.Tensor,
 ) -> None:
     """hidden = embedding[input_ids]; normed = rms_norm(hidden) * weight."""
-    _norm(embedding_VE, input_ids_T, None, weight_E, eps, hidden_TE, normed_TE)
+    _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed_TE)
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out_TE: torch.Tensor) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    _norm(x_TE, None, None, weight_E, eps, None, out_TE)
+    _norm(x_TE, None, weight_E, eps, None, out_TE)
 
 
 def gather_and_norm(
     hidden_TE: torch.Tensor, rows_N: torch.Tensor, weight_E: torch.Tensor, eps: float, out_NE: torch.Tensor
 ) -> None:
     """out = rms_norm(hidden[rows]) * weight; rows int64."""
-    _norm(hidden_TE, rows_N, None, weight_E, eps, None, out_NE)
-
-
-def add_and_norm(
-    hidden_TE: torch.Tensor, delta_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, normed_TE: torch.Tensor
-) -> None:
-    """hidden += delta, in place; normed = rms_norm(hidden) * weight."""
-    _norm(hidden_TE, None, delta_TE, weight_E, eps, hidden_TE, normed_TE)
+    _norm(hidden_TE, rows_N, weight_E, eps, None, out_NE)
 
 
 def _norm(
     source: torch.Tensor,
     rows: torch.Tensor | None,
-    delta: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     kept: torch.Tensor | None,
@@ -65,7 +57,7 @@ def _norm(
     block = triton.next_power_of_2(width)
     pdl = pdl_usable()
     _norm_kernel[(num_rows,)](
-        source, rows, delta, weight, kept, out, eps, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl,
+        source, rows, weight, kept, out, eps, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl,
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
@@ -74,7 +66,6 @@ def _norm(
 def _norm_kernel(
     source_ptr,
     rows_ptr,
-    delta_ptr,
     weight_ptr,
     kept_ptr,
     out_ptr,
@@ -92,34 +83,12 @@ def _norm_kernel(
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row).to(tl.int64)
     x = tl.load(source_ptr + source * WIDTH + column, valid, other=0.0)
-    if delta_ptr is not None:
-        x = (x.to(tl.float32) + tl.load(delta_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32)).to(x.dtype)
     if kept_ptr is not None:
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     normal = (wide * inverse).to(x.dtype)
     tl.store(out_ptr + row * WIDTH + column, normal * weight, valid)
-
-
-def add(hidden_TE: torch.Tensor, delta_TE: torch.Tensor) -> None:
-    """hidden += delta, in place."""
-    num_rows, width = hidden_TE.shape
-    pdl = pdl_usable()
-    _add_kernel[(num_rows, triton.cdiv(width, _PIECE))](
-        hidden_TE, delta_TE, WIDTH=width, BLOCK=_PIECE, PDL=pdl, launch_pdl=pdl, num_warps=_PIECE // 256
-    )
-
-
-@triton.jit
-def _add_kernel(hidden_ptr, delta_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    pdl_begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = column < WIDTH
-    hidden = tl.load(hidden_ptr + row * WIDTH + column, valid, other=0.0)
-    delta = tl.load(delta_ptr + row * WIDTH + column, valid, other=0.0)
-    tl.store(hidden_ptr + row * WIDTH + column, (hidden.to(tl.float32) + delta.to(tl.float32)).to(hidden.dtype), valid)
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
