@@ -30,6 +30,7 @@ COLUMNS = {
     "latency": ("out_len", "bs", "ms"),
     "mixed": ("s", "mixed_steps"),
     "throughput": ("in_tok", "out_tok", "s", "out_tok_s"),
+    "idle": ("idle_share", "idle_us", "step_us"),
     "attention": ("provider", "page", "us", "schedule_us", "tb_s", "tflops", "floor_us", "x_floor", "err"),
     "startup": ("seconds", "engine_seconds", "first_tokens_seconds"),
 }
@@ -110,6 +111,21 @@ def throughput(
 
     workload = throughput_suite(num_prompts, input_len, output_len)
     return _run_suites(config, {"throughput": workload}, output, as_json=as_json)
+
+
+@app.command
+@takes_engine_config
+def idle(
+    config: EngineConfig,
+    *,
+    cases: Annotated[str | None, Parameter(help="Sequences x context of each row, as 1x1k,256x512.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> int:
+    """Share of the time between steps in which a GPU does nothing, from a profiler's trace of steady decode."""
+    from phonograph.evaluation.bench_suites import idle_suite
+
+    return _run_suites(config, {"idle": idle_suite(cases)}, output, as_json=as_json)
 
 
 @app.command

@@ -37,10 +37,10 @@ def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress)
     chip = this_chip(llm.plan.device.kind)
     for done, case in enumerate(cases):
         progress("decode cases", done, len(cases))
-        prompts = [_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
+        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
 
         def seconds(num_tokens: int, prompts: list[list[int]] = prompts) -> float:
-            return timed(llm, prompts, [_greedy(num_tokens)] * len(prompts))
+            return timed(llm, prompts, [greedy(num_tokens)] * len(prompts))
 
         seconds(1)
         short = min(seconds(1) for _ in range(DECODE_TURNS))
@@ -79,12 +79,12 @@ def bench_latency(
     check_at_least("num_iters_warmup", num_iters_warmup, 0)
     rng = random.Random(0)
     for number, case in enumerate(cases):
-        params = [_greedy(case.output_len)] * case.num_seqs
+        params = [greedy(case.output_len)] * case.num_seqs
         turns = num_iters_warmup + num_iters
         runs: list[Any] = []
         for turn in range(turns):
             progress("latency batches", number * turns + turn, len(cases) * turns)
-            prompts = [_prompt(llm, rng, case.input_len) for _ in range(case.num_seqs)]
+            prompts = [random_prompt(llm, rng, case.input_len) for _ in range(case.num_seqs)]
             runs.append(run_requests(llm, prompts, params))
         measured = runs[num_iters_warmup:]
         answers = [answer for run in measured for answer in run.answers]
@@ -113,16 +113,16 @@ def bench_mixed(llm: LLM, cases: Sequence[MixedCase], progress: BenchProgress) -
     """
     rng = random.Random(0)
     for done, case in enumerate(cases):
-        long = _prompt(llm, rng, case.context)
+        long = random_prompt(llm, rng, case.context)
         seconds: list[float] = []
         before: Counter[str] = Counter()
         with batches_by_kind(llm) as kinds:
             for turn in range(MIXED_RUNS):
                 progress("mixed runs", done * MIXED_RUNS + turn, len(cases) * MIXED_RUNS)
-                prompts = [long, *(_prompt(llm, rng, MIXED_SHORT_LEN) for _ in range(MIXED_SHORT_PROMPTS))]
+                prompts = [long, *(random_prompt(llm, rng, MIXED_SHORT_LEN) for _ in range(MIXED_SHORT_PROMPTS))]
                 kinds.clear()
                 before = Counter(llm.step_counts)
-                params = [_greedy(MIXED_TOKENS), *[_greedy(1)] * MIXED_SHORT_PROMPTS]
+                params = [greedy(MIXED_TOKENS), *[greedy(1)] * MIXED_SHORT_PROMPTS]
                 seconds.append(timed(llm, prompts, params))
         facts = {
             "ctx": case.context,
@@ -150,8 +150,8 @@ def bench_throughput(
         raise ConfigError("input_len", input_len.high, problem)
     lengths, rng = random.Random(1), random.Random(0)
     input_lens, output_lens = input_len.draw(lengths, num_prompts), output_len.draw(lengths, num_prompts)
-    warmup = [_prompt(llm, rng, length) for length in input_lens[:THROUGHPUT_WARMUP_REQUESTS]]
-    timed(llm, warmup, [_greedy(min(THROUGHPUT_WARMUP_TOKENS, output_len.high))] * len(warmup))
+    warmup = [random_prompt(llm, rng, length) for length in input_lens[:THROUGHPUT_WARMUP_REQUESTS]]
+    timed(llm, warmup, [greedy(min(THROUGHPUT_WARMUP_TOKENS, output_len.high))] * len(warmup))
     num_done = 0
 
     def finished(*_: object) -> None:
@@ -159,8 +159,8 @@ def bench_throughput(
         num_done += 1
         progress("requests", num_done, num_prompts)
 
-    prompts = [_prompt(llm, rng, length) for length in input_lens]
-    run = run_requests(llm, prompts, [_greedy(length) for length in output_lens], finished)
+    prompts = [random_prompt(llm, rng, length) for length in input_lens]
+    run = run_requests(llm, prompts, [greedy(length) for length in output_lens], finished)
     facts = {
         "reqs": num_prompts,
         "in_tok": run.prompt_tokens,
@@ -221,14 +221,14 @@ class _Watched:
         return self._runner.submit(batch)
 
 
-def _prompt(llm: LLM, rng: random.Random, length: int) -> list[int]:
+def random_prompt(llm: LLM, rng: random.Random, length: int) -> list[int]:
     """Random token ids from 1000 up to 100,000, as the peer's script has them, as far as the vocabulary goes."""
     vocabulary = llm.plan.model.vocab_size
     low, high = (1000, min(vocabulary, 100_000)) if vocabulary > 2000 else (0, vocabulary)
     return [rng.randrange(low, high) for _ in range(length)]
 
 
-def _greedy(num_tokens: int) -> SamplingParams:
+def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 

@@ -10,6 +10,7 @@ from phonograph.errors import ConfigError
 from phonograph.evaluation import bench_cases as cases
 from phonograph.evaluation.bench import BenchProgress, Row, check_at_least
 from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput
+from phonograph.evaluation.bench_idle import bench_idle
 from phonograph.models.spec import read_model_spec
 
 Note = Callable[[str], None]
@@ -56,6 +57,15 @@ def decode_suite(text: str | None) -> Suite:
 
     def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
         return bench_decode(llm, _fitting(llm, "cases", wanted, note, asked=text is not None), progress)
+
+    return run
+
+
+def idle_suite(text: str | None) -> Suite:
+    wanted = cases.IDLE_CASES if text is None else [cases.DecodeCase.parse(one) for one in text.split(",")]
+
+    def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
+        return bench_idle(llm, _fitting(llm, "cases", wanted, note, asked=text is not None), progress)
 
     return run
 

@@ -6,11 +6,19 @@ last kernel of one step and the first of the next. Gaps inside a graph are not c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench import BenchProgress, Row
+from phonograph.evaluation.bench_cases import DecodeCase
+from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
 
 STEP_KERNEL = "prepare"
 
@@ -26,6 +34,34 @@ class IdleReport:
     @property
     def share(self) -> float:
         return self.idle_us / self.wall_us if self.wall_us else 0.0
+
+
+IDLE_TOKENS = 64
+
+
+def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
+    """Share of the wall time in which the GPU does nothing between steps, while all sequences decode.
+
+    Raises:
+        ConfigError: the engine runs on a CPU.
+    """
+    if llm.plan.device.kind != "cuda":
+        raise ConfigError("device", llm.plan.device.kind, "idle time is read from a GPU's trace; cuda works")
+    rng = random.Random(0)
+    for done, case in enumerate(cases):
+        progress("idle cases", done, len(cases))
+        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
+        timed(llm, prompts, [greedy(1)] * len(prompts))  # the prompts are cached from here on
+        before = Counter(llm.step_counts)
+        report = measure_idle(lambda prompts=prompts: timed(llm, prompts, [greedy(IDLE_TOKENS)] * len(prompts)))
+        facts = {
+            "bs": case.num_seqs,
+            "ctx": case.context,
+            "idle_share": round(report.share, 5),
+            "idle_us": round(report.idle_us / max(1, report.num_steps), 2),
+            "step_us": round(report.wall_us / max(1, report.num_steps), 1),
+        }
+        yield Row(suite="idle", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
 
 
 def measure_idle(run: Callable[[], object]) -> IdleReport:
