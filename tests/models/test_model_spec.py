@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models import folder as folder_module
+from phonograph.models import settings
+from phonograph.models.rope import rope_frequencies
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 LLAMA = {
@@ -93,9 +99,111 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], published_para
     assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
 
 
+def only_transformers(raw: dict[str, Any], architecture: str) -> None:
+    """Stands in for `settings.read_common`."""
+
+
+def read_common(config: dict[str, Any]) -> Any:
+    return settings.read_common(config, config["architectures"][0])
+
+
+@pytest.mark.parametrize("model_type", settings.DEFAULTS)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    assert {name: fields[name] for name in settings.DEFAULTS[model_type]} == settings.DEFAULTS[model_type]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rms_norm_eps": 3e-5, "tie_word_embeddings": True, "vocab_size": 1000, "max_position_embeddings": 777},
+        {"eos_token_id": [3, 4], "bos_token_id": None, "pad_token_id": 5, "use_cache": False},
+        {"eos_token_id": None, "dtype": "float16", "torch_dtype": "float32"},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512, "num_hidden_layers": 3},
+        {"rope_theta": 1000000, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": YARN, "torch_dtype": None},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 3e4}},
+        {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ],
+)
+def test_what_is_read_without_transformers_is_what_it_reads(
+    config: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_common({**config, **changes}) is not None
+    spec = read(tmp_path, config, **changes)
+    monkeypatch.setattr(settings, "read_common", only_transformers)
+    assert spec == read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
+def test_whatever_a_file_leaves_out_is_what_transformers_takes(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each setting of each family missing, and all of them, as in a file that names the architecture only."""
+    whole = {**config, "use_sliding_window": True} if "qwen" in config["model_type"] else config
+    named = {"architectures", "model_type"}
+    for missing in [*({key} for key in whole.keys() - named), whole.keys() - named]:
+        kept = {key: value for key, value in whole.items() if key not in missing}
+        common = read_common(kept) is not None
+        assert common, missing
+        if "num_key_value_heads" in missing and "num_attention_heads" not in missing and "qwen" in config["model_type"]:
+            continue  # 32 KV heads for fewer query heads
+        spec = read(tmp_path, kept)
+        with monkeypatch.context() as patch:
+            patch.setattr(settings, "read_common", only_transformers)
+            assert spec == read_model_spec(tmp_path), missing
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral"},
+        {"model_type": None},
+        {"auto_map": {"AutoConfig": "configuration.Config"}},
+        {"quantization_config": {}},
+        {"a_setting_of_next_year": 1},
+        {"vocab_size": 1000.0},
+        {"vocab_size": True},
+        {"num_key_value_heads": None},
+        {"rms_norm_eps": "1e-5"},
+        {"eos_token_id": ["</s>"]},
+        {"hidden_size": 4097},
+        {"partial_rotary_factor": 0.5},
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ],
+)
+def test_unusual_files_are_left_to_transformers(changes: dict[str, Any]) -> None:
+    assert read_common(LLAMA) is not None
+    assert read_common({**LLAMA, **changes}) is None
+
+
+@pytest.mark.parametrize("types", [["full_attention"] * 27, ["linear_attention"] * 28, [["full_attention"]] * 28])
+def test_unusual_layer_types_are_left_to_transformers(types: list[Any]) -> None:
+    assert read_common({**QWEN3, "layer_types": ["full_attention"] * 28}) is not None
+    assert read_common({**QWEN3, "layer_types": types}) is None
+
+
+def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
+    code = (
+        "import sys, phonograph.engine.llm\n"
+        "from phonograph.models.spec import read_model_spec\n"
+        "read_model_spec('demo')\n"
+        "assert not {'transformers', 'torch._dynamo', 'sympy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(family, tmp_path)
+    assert read_common(json.loads((tmp_path / "config.json").read_text())) is not None
     spec = read_model_spec(tmp_path)
     assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
 
@@ -159,6 +267,35 @@ def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes:
     reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     torch.testing.assert_close(torch.tensor(spec.rope_frequencies), reference.inv_freq, rtol=1e-6, atol=0)
     assert spec.rope_factor == pytest.approx(reference.attention_scaling)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "linear", "factor": 7},
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "original_max_position_embeddings": 8192, "rope_theta": 500000.0},
+        {**LLAMA3_ROPE, "factor": 32, "low_freq_factor": 2, "high_freq_factor": 3.5},
+        YARN,
+        {**YARN, "factor": 1.0},
+        {**YARN, "factor": None},
+        {**YARN, "attention_factor": 0.7, "beta_fast": 20, "beta_slow": 2.5},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+        {**YARN, "mscale": 0.7},
+        {**YARN, "beta_fast": 1e-9, "beta_slow": 1e-9},
+        {**YARN, "original_max_position_embeddings": 16, "factor": 40.0, "rope_theta": 500},
+    ],
+)
+def test_rotary_formulas_are_those_of_transformers(parameters: dict[str, Any], head_size: int) -> None:
+    parameters = {"rope_theta": 10000.0, **parameters}
+    config = LlamaConfig(head_dim=head_size, max_position_embeddings=20000)
+    config.rope_parameters = dict(parameters)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    frequencies, factor = rope_frequencies(parameters, head_size, 20000)
+    torch.testing.assert_close(torch.tensor(frequencies), expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-9)
 
 
 def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:

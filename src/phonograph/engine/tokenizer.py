@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
 
 from phonograph.errors import ModelError, RequestError
 
@@ -28,6 +27,9 @@ class Tokenizer:
         Raises:
             ModelError: there is none, it is unusable, or it has no fast backend (tokenizer.json).
         """
+        # Takes seconds to import, which a model without a tokenizer need not wait for.
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, revision=revision

@@ -1,7 +1,6 @@
 """What a model is, as plain values: enough for weights, attention, memory and `explain`, without any weights.
 
-The values come from transformers' own configuration classes, so that defaults and older spellings of config.json mean
-here what they mean there.
+Defaults and older spellings of config.json mean here what they mean to transformers (`settings.py`).
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
-
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
 
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.folder import model_folder
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope import rope_frequencies
+from phonograph.models.settings import read_settings
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNLIMITED = (-1, -1)
@@ -113,10 +111,7 @@ def read_model_spec(model: str | Path, *, trust_remote_code: bool = False, revis
     names = raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
     architecture = find_architecture(name)
-    try:
-        config = cast("PreTrainedConfig", AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise ModelError(f"{path} cannot be used: {error}") from error
+    config = read_settings(raw, name, path, trust_remote_code=trust_remote_code)
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     try:
@@ -136,7 +131,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _make_spec(
-    config: PreTrainedConfig, name: str, architecture: Architecture, generation_eos: int | list[int] | None
+    config: SimpleNamespace, name: str, architecture: Architecture, generation_eos: int | list[int] | None
 ) -> ModelSpec:
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("quantization_config is set, but quantized weights are not supported")
@@ -157,7 +152,9 @@ def _make_spec(
         )
     if head_size <= 0 or head_size % 2:
         raise ModelError(f"head_dim={head_size} must be positive and even, for the rotary embedding")
-    frequencies, factor = rope_frequencies(config, head_size)
+    max_positions = _positive(config, "max_position_embeddings")
+    rope_parameters = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    frequencies, factor = rope_frequencies(rope_parameters, head_size, max_positions)
     return ModelSpec(
         architecture=name,
         num_layers=num_layers,
@@ -167,7 +164,7 @@ def _make_spec(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         vocab_size=_positive(config, "vocab_size"),
-        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        max_position_embeddings=max_positions,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=_switch(config, architecture.qkv_bias),
@@ -183,14 +180,14 @@ def _make_spec(
     )
 
 
-def _positive(config: PreTrainedConfig, name: str) -> int:
+def _positive(config: SimpleNamespace, name: str) -> int:
     value: object = getattr(config, name, None)
     if not isinstance(value, int) or value <= 0:
         raise ModelError(f"{name}={value!r} must be a positive integer")
     return value
 
 
-def _switch(config: PreTrainedConfig, rule: bool | str) -> bool:
+def _switch(config: SimpleNamespace, rule: bool | str) -> bool:
     return bool(getattr(config, rule, False)) if isinstance(rule, str) else rule
 
 
@@ -200,7 +197,7 @@ def _ids(value: int | Iterable[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _windows(config: PreTrainedConfig, architecture: Architecture, num_layers: int) -> tuple[tuple[int, int], ...]:
+def _windows(config: SimpleNamespace, architecture: Architecture, num_layers: int) -> tuple[tuple[int, int], ...]:
     size = cast("int | None", getattr(config, "sliding_window", None))
     if architecture.window == "none" or size is None:
         return (UNLIMITED,) * num_layers
