@@ -14,7 +14,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
-from phonograph.graphs.modes import GraphKey
+from phonograph.graphs.modes import GraphKey, GraphMode
 from phonograph.models.load import load_model
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
@@ -22,7 +22,7 @@ from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.scheduler import Scheduler, SchedulerLimits
 
 BuildProgress = Callable[[str, int, int], None]
-"""Called with the phase ("weights", "graphs"), how much of it is done, and of how much."""
+"""Called with the phase ("weights", on a GPU "kernels", "graphs"), how much of it is done, and of how much."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,10 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             "num_speculative_tokens", plan.config.num_speculative_tokens, "speculation can be explained, not run yet; 0"
         )
     report = progress or _unseen
+    report("weights", 0, 1)
     parts = _make_parts(plan, lambda done, total: report("weights", done, total))
+    if plan.config.load_format == "dummy":
+        report("weights", 1, 1)
     if plan.device.kind == "cpu":
         runner = make_cpu_runner(plan, parts)
     else:
@@ -80,8 +83,13 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         runner = make_cuda_runner(plan, parts)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
+        if done == 0 and compiles:
+            report("kernels", 1, 1)
         report("graphs", done, total)
 
+    compiles = plan.device.kind == "cuda" and plan.resolution.mode is not GraphMode.NONE
+    if compiles:
+        report("kernels", 0, 1)
     captured = runner.capture(captured_one)
     limits = plan.limits
     scheduler = Scheduler(
