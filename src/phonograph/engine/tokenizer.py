@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,11 +28,8 @@ class Tokenizer:
         Raises:
             ModelError: there is none, it is unusable, or it has no fast backend (tokenizer.json).
         """
-        # Takes seconds to import, which a model without a tokenizer need not wait for.
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, revision=revision
             )
         except Exception as error:  # transformers raises nearly anything for files it cannot use
@@ -76,6 +74,31 @@ class Tokenizer:
     def stream(self, *, skip_special_tokens: bool) -> TokenStream:
         """A decoder that takes tokens one by one."""
         return TokenStream(self._backend, skip_special_tokens=skip_special_tokens)
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What transformers' AutoTokenizer would choose where that is plain to see, or AutoTokenizer.
+
+    Either takes seconds to import, AutoTokenizer three times as long: it brings every model's configuration.
+    """
+    if _is_generic(folder):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether a local Llama's tokenizer is all in its tokenizer.json, as Llama 3's is. Other models have classes."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        generic = settings["tokenizer_class"] == "PreTrainedTokenizerFast" and "auto_map" not in settings
+        return generic and model["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class TokenStream:
