@@ -56,4 +56,5 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             vocab_size=plan.model.vocab_size,
         ),
         max_num_seqs=limits.max_num_seqs,
+        max_num_tokens=limits.max_num_batched_tokens,
     )

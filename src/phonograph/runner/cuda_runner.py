@@ -18,7 +18,7 @@ from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.errors import CaptureError
 from phonograph.graphs.cuda import CudaRuntime
-from phonograph.graphs.dispatch import Dispatcher
+from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
@@ -77,6 +77,7 @@ class CudaRunner:
         runtime: CudaRuntime,
         synthetic: SyntheticBatches,
         max_num_seqs: int,
+        max_num_tokens: int,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.dispatcher = dispatcher
@@ -86,6 +87,7 @@ class CudaRunner:
         self._inputs = inputs
         self._sampler = sampler
         self._synthetic = synthetic
+        self._max_num_tokens = max_num_tokens
         self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
         self._tokens: dict[int, np.ndarray] = {}
@@ -123,7 +125,30 @@ class CudaRunner:
         with compile_only() as kernels:
             for key in samples.values():
                 self._prepared(key)()
+            for key in self._eager_shapes():
+                common = self._synthetic.capture_batch(key)
+                with torch.inference_mode(), self.runtime.scope():
+                    self._program.metadata = self._builder.build(common, key=None)
+                    self._run_eager(common)
         load_kernels(kernels)
+
+    def _eager_shapes(self) -> list[GraphKey]:
+        """Steps that no graph holds, both ends of every octave: their kernels must not be compiled while serving."""
+        slots = len(self._num_known)
+        most = min(self._max_num_tokens, self._synthetic.most_tokens(slots))
+        sizes = sorted({min(size, most) for bit in range(most.bit_length()) for size in (1 << bit, (2 << bit) - 1)})
+        decodes = [
+            GraphKey(GraphSet.DECODE, size, size, 1)
+            for size in sizes
+            if size <= slots
+            and self.dispatcher.decide(BatchShape(num_tokens=size, num_reqs=size, uniform_query_len=1)).key is None
+        ]
+        others = [
+            GraphKey(GraphSet.MIXED, size, slots)
+            for size in sizes
+            if self.dispatcher.decide(BatchShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
+        ]
+        return decodes + others
 
     def _captured(self, key: GraphKey) -> Callable[[], Outputs]:
         run = self._prepared(key)

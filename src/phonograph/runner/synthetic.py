@@ -53,6 +53,12 @@ class SyntheticBatches:
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
 
+    def most_tokens(self, max_num_seqs: int) -> int:
+        """Tokens of the largest step that the cache holds, of at most so many sequences without context."""
+        whole, rest = divmod(self._num_blocks, blocks_for(self._max_model_len, self._block_size))
+        fitting = whole * self._max_model_len + min(rest * self._block_size, self._max_model_len)
+        return min(fitting, max_num_seqs * self._max_model_len)
+
     def capture_batch(self, key: GraphKey) -> CommonMetadata:
         """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them."""
         if key.graphs is GraphSet.DECODE:
