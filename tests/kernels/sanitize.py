@@ -1,0 +1,110 @@
+"""Launches every Triton kernel at small odd sizes, for a memory or race checker to watch; the tests' own checks apply.
+
+    python tests/kernels/sanitize.py                     # compiles, so that the checker need not watch that
+    compute-sanitizer --error-exitcode 1 python tests/kernels/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/kernels/sanitize.py
+
+Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own, with limits that the checker
+knows. Exit code 1 where a kernel of the package was not launched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_attention_decode as decode
+import test_attention_prefill as prefill
+import test_prepare
+import test_triton_layers as layers
+import test_triton_products as products
+import test_triton_sampling as sampling
+from triton.runtime.jit import KernelInterface
+
+from phonograph.kernels import triton as kernels
+
+
+def find_kernels() -> dict[int, str]:
+    """All kernels that are launched (others are functions of these), by identity."""
+    found: dict[int, str] = {}
+    for info in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if isinstance(value, KernelInterface) and name.endswith("_kernel"):
+                found[id(value)] = f"{info.name.rpartition('.')[2]}.{name}"
+    return found
+
+
+def watch(launched: set[int]) -> None:
+    """Notes each launch from now on."""
+    classes = {type(value) for value in vars(importlib.import_module(f"{kernels.__name__}.layers")).values()}
+    for kind in (one for one in classes if issubclass(one, KernelInterface)):
+        run = kind.run
+
+        def noting(self: Any, *args: Any, run: Any = run, **keywords: Any) -> Any:
+            launched.add(id(self))
+            return run(self, *args, **keywords)
+
+        kind.run = noting
+
+
+def run_all(device: torch.device) -> None:
+    # bfloat16 is what is served, but the interpreter multiplies it wrongly.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    short = decode.Case(batch=((1, 300), (1, 1), (3, 70), (16, 129), (0, 0)), dtype=dtype, num_sms=3)
+    for case in (
+        replace(short, batch=((1, 300), (1, 17), (0, 0)), max_query_len=1, block_size=64, head_size=128),
+        replace(short, head_size=72, num_query_heads=7, num_kv_heads=1, sinks=True, window=(40, 0)),
+        replace(short, hnd=True, softcap=3.0, alibi=True, kv_dtype=torch.float8_e5m2, lse=False),
+    ):
+        problem = decode.Problem(case, device)
+        problem.check(problem.plan())
+    long = prefill.Case(batch=((1, 9), (20, 1100), (33, 150), (0, 0)), num_heads=2, num_kv_heads=1, num_sms=4)
+    for case in (
+        long,
+        replace(long, block_size=64, head_size=64, dtype=dtype),
+        replace(long, heads_outside=True, block_size=64, num_heads=4, num_kv_heads=2, sinks=True, window=(600, -1)),
+        replace(long, head_size=40, softcap=3.0, alibi=True, causal=False, window=(20, 11)),
+    ):
+        prefill.run(case, device, 1e-2)
+    for norm, tokens in ((False, 1), (True, 17)):
+        layers.test_rope_and_kv_write(tokens, 3, 1, 40, norm, True, dtype, device)
+    layers.test_norms(5, 200, dtype, device)
+    layers.test_activation(3, 2500, dtype, device)
+    products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
+    for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
+        products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
+    test_prepare.test_steps_of_mixed_batches(device)
+    test_prepare.test_appends_ahead(device)
+    sampling.test_filters(device, torch.float16, 4.0)
+    sampling.test_row_that_no_level_helps(device)
+    sampling.test_rows_without_a_token(device)
+
+
+def main() -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = find_kernels()
+    launched: set[int] = set()
+    watch(launched)
+    run_all(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    missing = sorted(name for kernel, name in wanted.items() if kernel not in launched)
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} kernels launched, every result as it should be")
+    if missing:
+        print(f"not launched: {', '.join(missing)}")
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
