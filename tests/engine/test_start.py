@@ -88,6 +88,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, failures: dict[GraphKey, int]) -> l
     monkeypatch.setattr(cuda_runner, "compile_only", compile_only)
     monkeypatch.setattr(cuda_runner, "load_kernels", load)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_prepared", prepared)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_eager_shapes", lambda self: [])
     runner = cuda_runner.CudaRunner.__new__(cuda_runner.CudaRunner)
     runner.dispatcher = SimpleNamespace(captures=SimpleNamespace(largest_first=lambda: KEYS))
     runner.runtime = SimpleNamespace(memory_bytes=7)

@@ -14,7 +14,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
-from phonograph.graphs.modes import GraphKey, GraphMode
+from phonograph.graphs.modes import GraphKey
 from phonograph.models.load import load_model
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
@@ -83,14 +83,16 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         runner = make_cuda_runner(plan, parts)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
-        if done == 0 and compiles:
+        if done == 0 and on_gpu:
             report("kernels", 1, 1)
         report("graphs", done, total)
 
-    compiles = plan.device.kind == "cuda" and plan.resolution.mode is not GraphMode.NONE
-    if compiles:
+    on_gpu = plan.device.kind == "cuda"
+    if on_gpu:
         report("kernels", 0, 1)
     captured = runner.capture(captured_one)
+    if on_gpu and not captured.num_graphs:
+        report("kernels", 1, 1)
     limits = plan.limits
     scheduler = Scheduler(
         SchedulerLimits(
