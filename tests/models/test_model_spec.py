@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
@@ -367,7 +368,7 @@ def test_a_hub_id_downloads_what_is_needed(tmp_path: Path, monkeypatch: pytest.M
         asked.append((repository, settings))
         return str(tmp_path)
 
-    monkeypatch.setattr(folder_module, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert read_model_spec("owner/name-1.5", revision="abc").qk_norm
     folder_module.model_folder("name", weights=True, remote_code=True)
@@ -383,6 +384,6 @@ def test_an_unreachable_hub_is_a_model_error(monkeypatch: pytest.MonkeyPatch) ->
     def download(repository: str, **settings: Any) -> str:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(folder_module, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelError, match=r"owner/name.*revision 'v2'.*no network.*folder"):
         read_model_spec("owner/name", revision="v2")

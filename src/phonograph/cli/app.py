@@ -19,7 +19,7 @@ COMMANDS = {
     "explain": ("phonograph.cli.explain:explain", "Print what would run and why, for any device, without weights."),
     "verify": ("phonograph.cli.verify:verify", "Replay every captured graph on random batches and compare with eager."),
     "eval": ("phonograph.cli.eval:app", "Score the demo model on held-out tasks, and compare such evaluations."),
-    "bench": ("phonograph.cli.bench:app", "Measure the published workloads, attention kernels, start-up and idle time."),
+    "bench": ("phonograph.cli.bench:app", "Measure published workloads, attention kernels, start-up, idle time."),
     "config": ("phonograph.cli.config:config", "Print the effective configuration and where each value comes from."),
 }
 """What each command is: the function that runs it, and one line for the help."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
 
@@ -39,6 +37,9 @@ def model_folder(
     hub_id = str(model)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
         raise ModelError(f"model {hub_id!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
+    # A quarter of a second to import, which a local folder does not need.
+    from huggingface_hub import snapshot_download
+
     patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(["*.py"] if remote_code else ())]
     try:
         return Path(
