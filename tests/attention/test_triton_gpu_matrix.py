@@ -8,7 +8,7 @@ adds up.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,14 @@ NUM_BATCHES = len(batches(0, 16))
 @pytest.fixture(scope="module")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def memory_back() -> Iterator[None]:
+    """Some tests take much of the device's memory, which others share."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def name_of(model: dict[str, Any]) -> str:

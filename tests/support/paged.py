@@ -24,7 +24,7 @@ Batch = Sequence[tuple[int, int]]
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 _FP8_WRITE_TOLERANCE = 1e-2
-_MAX_LOGITS = 1 << 26
+_MAX_LOGITS = 1 << 24
 _NAN_BYTE = 255
 """NaN in every floating dtype, if all bytes of a number are this."""
 
