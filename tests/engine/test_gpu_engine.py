@@ -1,4 +1,4 @@
-"""The engine on a GPU: the same answers in all modes and on the CPU, graphs equal to eager, a hot path without waits."""
+"""The engine on a GPU: one answer in all modes and on the CPU, graphs equal to eager, a hot path without waits."""
 
 from __future__ import annotations
 
