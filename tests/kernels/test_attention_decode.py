@@ -118,7 +118,6 @@ class Problem:
             lens,
             out[:num_tokens],
             None if lse is None else lse[:heads],
-            max_query_len=case.max_query_len,
             scale=1.2 * dim**-0.5,
             window=case.window,
             softcap=case.softcap,
@@ -225,6 +224,28 @@ def test_one_plan_serves_any_batch(device: torch.device) -> None:
         Problem(replace(base, batch=batch), device).check(plan)
 
 
+@pytest.mark.parametrize(
+    ("lens", "chunk_tiles", "chunks"),
+    [
+        # Two units of 9 tiles each among 8 programs: 3 tiles each.
+        ([513], 3, 6),
+        # Units of 9 and 6 tiles: a fair share of the 30 is 4, but makes 10 chunks.
+        ([513, 350], 5, 8),
+        # More units than programs.
+        ([513, 64, 64, 64, 64], 1, 26),
+        ([0, 0], 1, 0),
+    ],
+)
+def test_few_units_are_cut_evenly(lens: list[int], chunk_tiles: int, chunks: int, device: torch.device) -> None:
+    batch = tuple((min(length, 1), length) for length in lens)
+    problem = Problem(Case(batch=batch, num_sms=4), device)
+    plan = problem.plan()
+    problem.check(plan)
+    assert plan.programs == 8
+    assert (plan.records[:, 2] == chunk_tiles * plan.block_n).all()
+    assert (plan.records[:, 3] == chunks).all()
+
+
 def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:
     problem = Problem(Case(batch=((1, 700), (2, 300)), num_sms=5), device)
     plan = problem.plan()
@@ -302,7 +323,7 @@ def test_a_graph_serves_other_batches(device: torch.device) -> None:
     def step() -> None:
         plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1))
         decode_attention(
-            plan, query, problem.cache, table, starts, lens, out, None, max_query_len=1, scale=1.2 * 128**-0.5,
+            plan, query, problem.cache, table, starts, lens, out, None, scale=1.2 * 128**-0.5,
             window=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, causal=True,
         )  # fmt: skip
 

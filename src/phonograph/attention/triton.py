@@ -152,7 +152,6 @@ class TritonBackend(AttentionBackend):
             metadata.seq_lens,
             out_THD,
             lse_HT,
-            max_query_len=metadata.short_query_len,
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,

@@ -1,7 +1,7 @@
 """Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
 
 Decode is a race to read the cache, so what matters is that every program reads equally much, whatever the batch:
-`attention_plan` lays the key tiles of the batch end to end and gives each program an equal range. The query heads of a
+`attention_plan` lays the keys of the batch end to end and gives each program an equal range. The query heads of a
 KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the softmax is
 the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
@@ -26,9 +27,9 @@ from phonograph.kernels.triton.attention_plan import (
     make_decode_plan,
     plan_decode,
     row_tiles,
-    sequence_tiles,
+    sequence_chunks,
 )
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -36,6 +37,14 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Values that a merge has in flight, by warps: they must come from as many programs as possible at once.
 _MERGE_VALUES = 2048
+# Most bytes of keys and values that a program has in flight, with and without a large tile of queries beside them in
+# shared memory. Each leaves room for exactly two programs on a multiprocessor. Were there room for three, some would
+# get three and some one, since programs start where those of the kernel before leave; all ranges being equal, that
+# costs a quarter.
+_IN_FLIGHT = 80 * 1024, 96 * 1024
+_MAX_STAGES = 6
+# Keys of each program that the second-level cache is asked for before the launch may begin.
+_AHEAD = 64
 
 
 def decode_attention(
@@ -48,7 +57,6 @@ def decode_attention(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
-    max_query_len: int,
     scale: float,
     window: tuple[int, int],
     softcap: float,
@@ -60,7 +68,7 @@ def decode_attention(
 ) -> None:
     """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
 
-    `max_query_len` and `window` are those of the plan. Rows of sequences with longer queries are left alone.
+    `window` is that of the plan. Rows of sequences with queries that it does not serve are left alone.
 
     Args:
         query_THD: heads and head size contiguous, tokens at any stride
@@ -73,8 +81,11 @@ def decode_attention(
         alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
     """
-    small, large = row_tiles(max_query_len, plan.group)
     width = plan.partial_out.shape[2]
+    # One kernel for all graphs, whatever the longest query.
+    small, large = row_tiles(plan.group, width)
+    merge_rows = max(4 if plan.group <= 4 else 8, 512 // width)
+    stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](
@@ -112,14 +123,15 @@ def decode_attention(
         BLOCK_SIZE=kv_cache.shape[2],
         SMALL=small,
         LARGE=large,
-        MAX_ROWS=max_query_len * plan.group,
         SCRATCH_ROWS=plan.partial_out.shape[1],
         BLOCK_N=plan.block_n,
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         SOFTCAP=softcap != 0.0,
-        MERGE_VECTORS=_MERGE_VALUES * plan.num_warps // max(width, 128),
-        STAGES=plan.num_stages,
+        MERGE_ROWS=merge_rows,
+        PARTS=max(2, _MERGE_VALUES * plan.num_warps // (merge_rows * width)),
+        STAGES=min(max(stages, 2), _MAX_STAGES),
+        AHEAD=_AHEAD,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=plan.num_warps,
@@ -162,22 +174,25 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MERGE_VECTORS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_begin(PDL)
+    # What the plan says is there before the kernel before this one has ended (`plan_decode`), and so is where to read.
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     record = records + program * RECORD_WORDS
     index = tl.load(record)
-    tile = tl.load(record + 1)
-    count = tl.load(record + 2)
+    chunk = tl.load(record + 1)
+    chunk_keys = tl.load(record + 2)
     total = tl.load(record + 3)
     seq = tl.load(record + 4)
     query_start = tl.load(record + 5)
@@ -185,10 +200,21 @@ def _attention_kernel(
     seq_len = tl.load(record + 7)
     end = tl.load(query_start_loc + num_seqs)
     share, extra = total // PROGRAMS, total % PROGRAMS
-    # `position` runs over the tiles of the batch, `tile` over those of the sequence.
+    # `position` runs over the chunks of the batch, `chunk` over those of the sequence.
     begin = program * share + tl.minimum(program, extra)
     position = begin
-    stop = begin + count
+    stop = begin + share + (program < extra).to(tl.int32)
+    if PDL:
+        if AHEAD > 0 and position < stop:
+            _, start, num_chunks, num_row_tiles = sequence_chunks(
+                query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
+            )
+            base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
+            _ask_for(
+                base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
+                stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
+            )  # fmt: skip
+        tl_cuda.gdc_wait()
     while position < stop:
         # Asked for now, needed at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
@@ -197,15 +223,17 @@ def _attention_kernel(
         next_len = tl.load(entry + 2)
         next_keys = tl.load(entry + 3)
 
-        low, start, key_tiles, num_row_tiles = sequence_tiles(query_len, seq_len, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
-        unit = tile // key_tiles
-        key_tile = tile % key_tiles
-        taken = tl.minimum(key_tiles - key_tile, stop - position)
+        low, start, num_chunks, num_row_tiles = sequence_chunks(
+            query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
+        )
+        unit = chunk // num_chunks
+        key_chunk = chunk % num_chunks
+        taken = tl.minimum(num_chunks - key_chunk, stop - position)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         # The programs in which the unit begins and ends.
-        unit_begin = position - key_tile
-        unit_end = unit_begin + key_tiles - 1
+        unit_begin = position - key_chunk
+        unit_end = unit_begin + num_chunks - 1
         longer = extra * (share + 1)
         shorter = tl.maximum(share, 1)
         first = tl.where(
@@ -215,13 +243,14 @@ def _attention_kernel(
         # The unit's first partial result is its program's second, unless that program begins with it.
         first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
         slot = tl.where(position == begin, 2 * program, 2 * program + 1)
-        key = start + key_tile * BLOCK_N
+        key = start + key_chunk * chunk_keys
+        key_end = tl.minimum(key + taken * chunk_keys, seq_len)
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
-        if MAX_ROWS <= SMALL:  # noqa: SIM114 (decided when compiled, the next one when run)
+        if SMALL == LARGE:  # noqa: SIM114 (decided when compiled, the next one when run)
             complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
                 SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
@@ -229,7 +258,7 @@ def _attention_kernel(
             complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
                 SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
@@ -237,24 +266,33 @@ def _attention_kernel(
             complete = _segment(
                 query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, taken, slot, first, last,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
                 LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
 
         if complete != 0:
-            _merge(
-                out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
-                row_tile * tile_rows, tl.minimum(query_len * GROUP - row_tile * tile_rows, tile_rows),
-                first, last, first_slot,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, MAX_ROWS, SCRATCH_ROWS, MERGE_VECTORS,
-            )  # fmt: skip
+            first_row = row_tile * tile_rows
+            num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
+            # Asking for more at once than there is takes time too.
+            if last - first < PARTS // 2:
+                _merge(
+                    out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
+                    first_row, num_rows, first, last, first_slot,
+                    KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS // 2,
+                )  # fmt: skip
+            else:
+                _merge(
+                    out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
+                    first_row, num_rows, first, last, first_slot,
+                    KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS,
+                )  # fmt: skip
             tl.store(counters + first, 0)
 
         position += taken
-        tile += taken
-        if tile == key_tiles * num_row_tiles * KV_HEADS:
-            tile = tile * 0
+        chunk += taken
+        if chunk == num_chunks * num_row_tiles * KV_HEADS:
+            chunk = chunk * 0
             index += 1
             seq = next_seq
             query_start = next_start
@@ -271,6 +309,34 @@ def _attention_kernel(
         if lse_HT is not None:
             for head in range(KV_HEADS * GROUP):
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
+
+
+@triton.jit
+def _ask_for(
+    base,
+    table,
+    first_key,
+    seq_len,
+    stride_kv,
+    HEAD_SIZE: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Has the second-level cache read AHEAD keys and their values. What is not written yet does no harm there."""
+    LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(HEAD_SIZE // LINE) if HEAD_SIZE > LINE else 1
+    key_N = tl.maximum(tl.minimum(first_key + tl.arange(0, AHEAD), seq_len - 1), 0)
+    block_N = tl.load(table + key_N // BLOCK_SIZE)
+    slot_N = block_N.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
+    offset_L = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_SIZE - 1)
+    pointer_NL = base + slot_N[:, None] + offset_L[None, :]
+    for _ in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer_NL], dtype=tl.int32, is_pure=False, pack=1
+        )
+        pointer_NL += stride_kv
 
 
 @triton.jit
@@ -300,7 +366,7 @@ def _segment(
     kv_head,
     row_tile,
     first_key,
-    taken,
+    key_end,
     slot,
     first,
     last,
@@ -321,7 +387,7 @@ def _segment(
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attends one unit's rows to `taken` tiles of its keys; writes the result, or a partial one.
+    """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
 
     Returns 1 where that was the last partial result of the unit, else 0.
     """
@@ -334,7 +400,6 @@ def _segment(
     valid_M = token_M < query_len
     position_M = seq_len - query_len + token_M
     table = block_table + seq.to(tl.int64) * stride_table
-    key_end = tl.minimum(first_key + taken * BLOCK_N, seq_len)
     # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
     if ONE_BLOCK:
         next_block = tl.load(table + first_key // BLOCK_SIZE, mask=first_key < key_end, other=0)
@@ -405,7 +470,7 @@ def _segment(
     if v_scale is not None:
         value_factor = tl.load(v_scale + kv_head)
     out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-    complete = taken * 0
+    complete = slot * 0
     if first == last:
         if sinks is not None:
             sink_M = tl.load(sinks + head_M) * _LOG2_E
@@ -452,13 +517,11 @@ def _merge(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
-    MERGE_VECTORS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Merges what programs `first` to `last` left of a unit, PARTS of them and a strip of ROWS rows at a time."""
-    ROWS: tl.constexpr = 4 if MAX_ROWS <= 4 else 8
-    PARTS: tl.constexpr = MERGE_VECTORS // ROWS if MERGE_VECTORS > ROWS else 1
     dim = tl.arange(0, WIDTH)
     num_parts = last - first + 1
     out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
