@@ -126,8 +126,8 @@ class CudaRunner:
             for key in samples.values():
                 self._prepared(key)()
             for key in self._eager_shapes():
-                common = self._synthetic.capture_batch(key)
                 with torch.inference_mode(), self.runtime.scope():
+                    common = self._synthetic.capture_batch(key)
                     self._program.metadata = self._builder.build(common, key=None)
                     self._run_eager(common)
         load_kernels(kernels)
