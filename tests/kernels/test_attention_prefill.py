@@ -104,7 +104,6 @@ class Batch:
             self.seq_lens,
             self.out_THD,
             self.lse_HT,
-            min_query_len=MIN_QUERY_LEN,
             **self.case.features,
             **self.tensors,
         )

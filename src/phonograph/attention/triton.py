@@ -133,7 +133,6 @@ class TritonBackend(AttentionBackend):
                 metadata.seq_lens,
                 out_THD,
                 lse_HT,
-                min_query_len=MAX_SHORT_QUERY + 1,
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,

@@ -50,7 +50,6 @@ def prefill_attention(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
-    min_query_len: int,
     scale: float,
     window: tuple[int, int],
     softcap: float,
