@@ -201,7 +201,7 @@ def _plan_kernel(
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
     # The smallest chunk, up to half above a fair share, that leaves no program two.
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), PROGRAMS), 1)
-    size_C = fair + tl.cdiv(fair * tl.arange(0, 8), 16)
+    size_C = fair + tl.cdiv(fair * tl.arange(0, 16), 32)
     chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
     size = tl.min(tl.where(chunks_C <= PROGRAMS, size_C, _FAR))
     size = tl.where(size == _FAR, 1, size)
