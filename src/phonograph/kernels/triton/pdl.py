@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may start while the one before it still ends (CUDA, from Hopper on).
 
 Every kernel of a step begins with `pdl_begin` and is launched with `launch_pdl`: it lets the next one start, then waits
-until the one before has ended and its writes are visible. Only constants of the model may be read before that. Since
-every kernel waits, waiting for the one before is waiting for all.
+until the one before has ended and its writes are visible. Only constants of the model may be read before that, and what
+the kernels at the head of a step wrote: `plan_decode` lets none start before it has ended. Since every kernel waits,
+waiting for the one before is waiting for all.
 """
 
 # pyright: basic
