@@ -25,7 +25,7 @@ from phonograph.kernels.triton.preload import load_kernels
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.device_inputs import DeviceInputs, StepRows
-from phonograph.runner.logprobs import prompt_logprobs
+from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.synthetic import SyntheticBatches
@@ -292,21 +292,9 @@ class CudaRunner:
         tokens_N[rows_P] = token_ids.where(valid, -1)
 
     def _prompt_logprobs(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
         if self._scored.isdisjoint(batch.slots):
-            return found
-        start = 0
-        for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
-            live = self._live[slot]
-            top = live.params.prompt_logprobs
-            # Row p predicts token p + 1; the prompt's last row predicts the output.
-            rows = min(query_len, live.prompt_len - 1 - context_len)
-            if top is not None and rows > 0:
-                targets = live.token_ids[context_len + 1 : context_len + 1 + rows]
-                logits = self._program.model.decoder.logits
-                found[slot] = prompt_logprobs(hidden[start : start + rows], logits, targets, top)
-            start += query_len
-        return found
+            return {}
+        return step_prompt_logprobs(batch, self._live, hidden, self._program.model.decoder.logits)
 
 
 def _by_name(outputs: Outputs) -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ is what scores and evaluations need, and what stays comparable between requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from phonograph.batch import TokenLogprobs
+from phonograph.batch import NewSequence, ScheduledBatch, TokenLogprobs
 from phonograph.kernels.sampling import ranked
 
 # Float32 logits and their int64 sort keys, twice when they are sorted; for each token reported, several copies.
@@ -71,3 +71,27 @@ def prompt_logprobs(
         row_bytes = logits_NV.shape[1] * _BYTES_PER_LOGIT + top * _BYTES_PER_TOP
         start, stop = stop, stop + max(1, max_bytes // row_bytes)
     return result
+
+
+def step_prompt_logprobs(
+    batch: ScheduledBatch,
+    live: Mapping[int, NewSequence],
+    hidden_TE: torch.Tensor,
+    logits_fn: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[int, list[TokenLogprobs]]:
+    """By slot, those of the prompt tokens in a step's chunks, for the requests that asked.
+
+    live: each slot's sequence; hidden_TE, logits_fn: as in `prompt_logprobs`, the rows of the whole batch
+    """
+    found: dict[int, list[TokenLogprobs]] = {}
+    start = 0
+    for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+        sequence = live[slot]
+        top = sequence.params.prompt_logprobs
+        # Row p predicts token p + 1; the prompt's last row predicts the output.
+        rows = min(query_len, sequence.prompt_len - 1 - context_len)
+        if top is not None and rows > 0:
+            targets = sequence.token_ids[context_len + 1 : context_len + 1 + rows]
+            found[slot] = prompt_logprobs(hidden_TE[start : start + rows], logits_fn, targets, top)
+        start += query_len
+    return found

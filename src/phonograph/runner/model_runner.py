@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
-from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
-from phonograph.runner.logprobs import prompt_logprobs
+from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.slots import SlotTable, fill_buffers
@@ -135,7 +135,7 @@ class ModelRunner:
         self._slots.apply(batch)
 
     def _sample(self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
-        output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
+        output = StepOutput(prompt_logprobs=step_prompt_logprobs(batch, self._live, hidden, self._program.model.logits))
         if all(batch.samples):
             slots, chosen = batch.slots, logits[: batch.num_reqs]
         else:
@@ -151,20 +151,6 @@ class ModelRunner:
         output.token_ids = sampled.token_ids
         output.logprobs = sampled.logprobs
         return output
-
-    def _prompt_logprobs(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
-        start = 0
-        for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
-            live = self._live[slot]
-            top = live.params.prompt_logprobs
-            # Row p predicts token p + 1; the prompt's last row predicts the output.
-            rows = min(query_len, live.prompt_len - 1 - context_len)
-            if top is not None and rows > 0:
-                targets = live.token_ids[context_len + 1 : context_len + 1 + rows]
-                found[slot] = prompt_logprobs(hidden[start : start + rows], self._program.model.logits, targets, top)
-            start += query_len
-        return found
 
 
 def shape_of(batch: ScheduledBatch) -> BatchShape:
