@@ -10,9 +10,12 @@ from phonograph.kernels.triton.linear import (
     LinearConfig,
     LinearScratch,
     choose,
+    fuses_norm,
     linear,
     linear_add,
-    linear_silu,
+    linear_gated_add,
+    linear_norm,
+    linear_norm_silu,
     make_scratch,
     rows_class,
 )
@@ -139,10 +142,32 @@ def _check_linear(
     linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
     case.check(case.product(case.x, bias=bias) + case.residual.double())
 
+    for _ in range(2):
+        case = Case(rows, outputs, inputs, dtype, device)
+        bias_N, normed = case.bias if bias else None, torch.full_like(case.x, float("nan"))
+        linear_norm(
+            case.x, case.norm, EPS, case.weight, bias_N, case.out, normed, scratch=scratch, config=config
+        )  # fmt: skip
+        case.check(case.product(case.normed(), bias=bias))
+        fused = config is not None or (fuses_norm(case.x) and choose(rows_class(rows), outputs, inputs) is not None)
+        assert normed.isnan().all() == fused
+
+    case = Case(rows, outputs, inputs, dtype, device)
+    case.out.copy_(case.residual)
+    gate_up = _random(rows, 2 * inputs, dtype=dtype, device=device, seed=6)
+    inner = torch.full_like(case.x, float("nan"))
+    linear_gated_add(gate_up, case.weight, case.bias if bias else None, case.out, inner, scratch=scratch, config=config)
+    case.check(case.product(_silu(gate_up.double()), bias=bias) + case.residual.double())
+    if config is not None:
+        assert inner.isnan().all()
+
     case = Case(rows, outputs, inputs, dtype, device, pairs=True)
-    fused = linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
+    bias_N, normed = case.bias if bias else None, torch.empty_like(case.x)
+    fused = linear_norm_silu(
+        case.x, case.norm, EPS, case.weight, bias_N, case.out, normed, scratch=scratch, config=config
+    )  # fmt: skip
     if fused:
-        case.check(_silu(case.product(case.x, bias=bias)))
+        case.check(_silu(case.product(case.normed(), bias=bias)))
     else:
         assert case.out.isnan().all()
     if scratch is not None:

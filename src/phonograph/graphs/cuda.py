@@ -107,6 +107,9 @@ class CudaRuntime:
         self._steps.append(call)
         self._open()
 
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
     def poison(self) -> None:
         with self.scope():
             for tensor in self._scratch:

@@ -58,6 +58,10 @@ class GraphRuntime(Protocol):
         """
         ...
 
+    def synchronize(self) -> None:
+        """Waits until all that was asked for within `scope` has been done, so that others may read the results."""
+        ...
+
     def poison(self) -> None:
         """Fills the pool's memory with NaN, to show what a graph reads without having written it."""
         ...

@@ -102,6 +102,9 @@ class TapeRuntime:
         with _python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             function(*tensors)
 
+    def synchronize(self) -> None:
+        """Nothing is left to wait for: each call returns when it is done."""
+
     def poison(self) -> None:
         for pool in self._pools:
             pool.fill_(0xFF)  # NaN in every floating-point format

@@ -16,7 +16,14 @@ from collections.abc import Callable
 import torch
 
 from phonograph.kernels.triton import gemv, layers
-from phonograph.kernels.triton.linear import linear, linear_add, linear_silu, make_scratch
+from phonograph.kernels.triton.linear import (
+    linear,
+    linear_add,
+    linear_gated_add,
+    linear_norm,
+    linear_norm_silu,
+    make_scratch,
+)
 from phonograph.models.decoder import Decoder
 from phonograph.models.workspace import Workspace
 
@@ -76,14 +83,18 @@ class FusedDecoder:
         scratch, first = self._scratch, decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
         for index, layer in enumerate(decoder.layers):
+            qkv_FE, qkv_bias = layer.qkv.t(), layer.qkv_bias
             if index:
-                layers.rms_norm(hidden, layer.input_norm, eps, normed)
-            linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, scratch=scratch)
+                linear_norm(hidden, layer.input_norm, eps, qkv_FE, qkv_bias, qkv, normed, scratch=scratch)
+            else:
+                linear(normed, qkv_FE, qkv_bias, qkv, scratch=scratch)
             attention(index, qkv, attended)
             linear_add(attended, layer.output.t(), layer.output_bias, hidden, scratch=scratch)
-            layers.rms_norm(hidden, layer.mlp_norm, eps, normed)
-            if not linear_silu(normed, layer.gate_up.t(), layer.gate_up_bias, inner, scratch=scratch):
-                linear(normed, layer.gate_up.t(), layer.gate_up_bias, gate_up, scratch=scratch)
-                layers.silu_and_mul(gate_up, inner)
-            linear_add(inner, layer.down.t(), layer.down_bias, hidden, scratch=scratch)
+            norm, weight, bias = layer.mlp_norm, layer.gate_up.t(), layer.gate_up_bias
+            down_EI, down_bias = layer.down.t(), layer.down_bias
+            if linear_norm_silu(hidden, norm, eps, weight, bias, inner, normed, scratch=scratch):
+                linear_add(inner, down_EI, down_bias, hidden, scratch=scratch)
+            else:
+                linear_norm(hidden, norm, eps, weight, bias, gate_up, normed, scratch=scratch)
+                linear_gated_add(gate_up, down_EI, down_bias, hidden, inner, scratch=scratch)
         return hidden

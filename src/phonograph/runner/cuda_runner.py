@@ -120,8 +120,9 @@ class CudaRunner:
         )
 
     def _load_kernels(self, keys: tuple[GraphKey, ...]) -> None:
-        # Kernels differ from graph to graph by kind and by magnitude of the step at most.
-        samples = {(key.graphs, key.num_tokens.bit_length(), key.num_tokens == 1): key for key in keys}
+        # Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two
+        # in the magnitude below it or above.
+        samples = {(key.graphs, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
         with compile_only() as kernels:
             for key in samples.values():
                 self._prepared(key)()

@@ -88,4 +88,7 @@ class RunnerSubject:
         """Padded rows are compared too: they must be finite, or they could poison a real row some day."""
         blocks, offsets = self._written(common)
         written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-        return {**{name: tensor.clone() for name, tensor in outputs.items()}, "kv": written}
+        results = {**{name: tensor.clone() for name, tensor in outputs.items()}, "kv": written}
+        # They are compared outside the runtime's scope, on another stream.
+        self._runner.runtime.synchronize()
+        return results

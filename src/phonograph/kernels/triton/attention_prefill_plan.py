@@ -46,6 +46,8 @@ _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
 _PARTIALS_A_PROGRAM = 3
+# Triton 3.6 does not compile the plan for eight sequences that see all keys; nothing is won by so few either.
+_FEWEST_SEQS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class PrefillPlan:
     header [4]:       number of entries, number of merges; two counters of the attention kernel, zero between launches
     entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; one for each KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
-    first_tile [R]:   where each sequence's tiles begin
+    first_tile [R]:   where each sequence's tiles begin; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
     programs:         of the attention kernel, at most; the cuts suit so many
     """
@@ -99,7 +101,7 @@ def make_prefill_plan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
-        first_tile=ints(triton.next_power_of_2(max(2, max_num_seqs))),
+        first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
         partial_out=torch.zeros(slots, BLOCK_M, width, dtype=torch.float32, device=device),
         partial_lse=torch.zeros(slots, BLOCK_M, dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,

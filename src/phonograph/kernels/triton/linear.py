@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton import gemv
+from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -112,25 +112,96 @@ def linear_add(
             hidden_MN.add_(bias_N)
 
 
-def linear_silu(
-    x_MK: torch.Tensor,
-    gate_up_2IK: torch.Tensor,
+def linear_norm_silu(
+    hidden_ME: torch.Tensor,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    gate_up_2IE: torch.Tensor,
     bias_2I: torch.Tensor | None,
     out_MI: torch.Tensor,
+    normed_ME: torch.Tensor,
     *,
     scratch: LinearScratch | None = None,
     config: LinearConfig | None = None,
 ) -> bool:
-    """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first.
+    """out = silu(gate) * up with (gate, up) = rms_norm(hidden) @ gate_up^T + bias; the rows of the gates come first.
 
-    Returns False, having done nothing, where the product is torch's to compute: then there is no such fusion.
+    `normed` is where the norm is written. Returns False, having done nothing, where the activation is better computed
+    apart from that product.
     """
-    if config is None and x_MK.dtype != torch.float32:
-        config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1])
+    if config is None and hidden_ME.dtype != torch.float32:
+        config = choose_silu(rows_class(len(hidden_ME)), out_MI.shape[1])
     if config is None:
         return False
-    _launch(x_MK, gate_up_2IK, bias_2I, out_MI, _SILU, config, scratch)
+    layers.rms_norm(hidden_ME, norm_weight_E, eps, normed_ME)
+    _launch(normed_ME, gate_up_2IE, bias_2I, out_MI, _SILU, config, scratch)
     return True
+
+
+def linear_norm(
+    hidden_ME: torch.Tensor,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    weight_NE: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    normed_ME: torch.Tensor,
+    *,
+    scratch: LinearScratch | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """out = rms_norm(hidden) @ weight^T + bias, the norm with weights and `eps`.
+
+    The root mean square is a factor of a whole row, so at few rows it is applied to the sums, and each program sums
+    the squares for itself. `normed` is where the norm is written where it has a kernel of its own.
+    """
+    config = config or (_choose_for(hidden_ME, out_MN) if fuses_norm(hidden_ME) else None)
+    if config is None:
+        layers.rms_norm(hidden_ME, norm_weight_E, eps, normed_ME)
+        linear(normed_ME, weight_NE, bias_N, out_MN, scratch=scratch)
+        return
+    _launch(hidden_ME, weight_NE, bias_N, out_MN, _STORE, config, scratch, norm_K=norm_weight_E, eps=eps)
+
+
+def linear_gated_add(
+    gate_up_M2I: torch.Tensor,
+    weight_NI: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    hidden_MN: torch.Tensor,
+    inner_MI: torch.Tensor,
+    *,
+    scratch: LinearScratch | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """hidden += (silu(gate) * up) @ weight^T + bias, in place; a row's gates come first.
+
+    At few rows and inputs each program computes the activation of its inputs for itself. `inner` is where it is
+    written where it has a kernel of its own.
+    """
+    config = config or (_choose_for(inner_MI, hidden_MN) if fuses_activation(inner_MI) else None)
+    if config is None:
+        layers.silu_and_mul(gate_up_M2I, inner_MI)
+        linear_add(inner_MI, weight_NI, bias_N, hidden_MN, scratch=scratch)
+        return
+    _launch(gate_up_M2I, weight_NI, bias_N, hidden_MN, _ADD, config, scratch, gated=True)
+
+
+def fuses_norm(x_MK: torch.Tensor) -> bool:
+    """Whether the norm of so many rows goes into the product behind it. In float16 a row times its norm's weights,
+    without the root mean square, could overflow."""
+    return 1 < len(x_MK) <= FUSED_ROWS and x_MK.dtype == torch.bfloat16
+
+
+def fuses_activation(x_MK: torch.Tensor) -> bool:
+    """Whether the gated activation of so many rows goes into the product behind it."""
+    return 1 < len(x_MK) <= FUSED_ROWS and x_MK.dtype != torch.float32 and x_MK.shape[1] <= FUSED_INPUTS
+
+
+FUSED_ROWS = 16
+"""Rows up to which a norm or an activation costs less inside each program of a product than a kernel of its own."""
+
+FUSED_INPUTS = 4096
+"""Inputs up to which that holds of the activation, which takes more arithmetic."""
 
 
 def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
@@ -223,13 +294,17 @@ def _launch(
     mode: int,
     config: LinearConfig,
     scratch: LinearScratch | None,
+    *,
+    norm_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
 ) -> None:
-    num_rows, num_inputs = x_MK.shape
+    num_rows, num_inputs = len(x_MK), weight_NK.shape[1]
     num_outputs = out_MN.shape[1]
-    assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
+    assert x_MK.shape[1] == num_inputs * (1 + gated) and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > _MAX_PARTIALS:
+    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * (block_n + 1) * rows > _MAX_PARTIALS:
         splits = 1
     partials, arrived = scratch if scratch is not None and splits > 1 else (None, None)
     stride = weight_NK.stride(0)
@@ -238,6 +313,7 @@ def _launch(
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
+        norm_K,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
         bias_N,
@@ -245,6 +321,7 @@ def _launch(
         partials,
         arrived,
         num_rows,
+        eps,
         x_MK.stride(0),
         stride,
         out_MN.stride(0),
@@ -256,6 +333,7 @@ def _launch(
         SPLITS=splits,
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
+        GATED=gated,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=num_warps,
@@ -310,6 +388,7 @@ def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, 
 @triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     x_ptr,
+    norm_ptr,
     weight_desc,
     weight_ptr,
     bias_ptr,
@@ -317,6 +396,7 @@ def _rows_kernel(
     partial_ptr,
     arrived_ptr,
     M,
+    eps,
     x_stride,
     weight_stride,
     out_stride,
@@ -328,6 +408,7 @@ def _rows_kernel(
     SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,
     MODE: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -360,10 +441,22 @@ def _rows_kernel(
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    # Squares of eight columns, which one thread holds, are summed at once.
+    squares = tl.zeros((ROWS, BLOCK_K // 8), tl.float32)
     for step in range(begin, end):
         start_k = step * BLOCK_K
         x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
-        x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
+        x = tl.load(x_ptrs + start_k, x_mask, other=0.0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + start_k + k, start_k + k < K, other=0.0).to(tl.float32)
+            value = x.to(tl.float32)
+            squares += tl.sum(tl.reshape(value * value, (ROWS, BLOCK_K // 8, 8)), 2)
+            x = (value * norm[None, :]).to(x.dtype)
+        elif GATED:
+            gate = x.to(tl.float32)
+            gate *= tl.sigmoid(gate)
+            x = (gate * tl.load(x_ptrs + K + start_k, x_mask, other=0.0).to(tl.float32)).to(x.dtype)
+        x = x.trans()
         weight = _weight_tile(
             weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
         )
@@ -374,11 +467,16 @@ def _rows_kernel(
             )
             up_sums = tl.dot(up, x, up_sums)
 
+    square_sum = tl.sum(squares, 1)
     if SPLITS > 1:
-        size: tl.constexpr = BLOCK_N * ROWS
+        # Sums of squares lie behind the products'.
+        size: tl.constexpr = BLOCK_N * ROWS + ROWS
         within = n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        base = partial_ptr + tile.to(tl.int64) * SPLITS * size + within
-        tl.store(base + split * size, sums)
+        base = partial_ptr + tile.to(tl.int64) * SPLITS * size
+        tl.store(base + split * size + within, sums)
+        square_ptrs = base + BLOCK_N * ROWS + tl.arange(0, ROWS)
+        if norm_ptr is not None:
+            tl.store(square_ptrs + split * size, square_sum)
         # All of the program's stores come before its one arrival.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -387,9 +485,15 @@ def _rows_kernel(
         sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for other in tl.static_range(SPLITS):
             # Past the L1 cache, which may hold what lay there before.
-            sums += tl.load(base + other * size, cache_modifier=".cg")
+            sums += tl.load(base + other * size + within, cache_modifier=".cg")
+        if norm_ptr is not None:
+            square_sum = tl.zeros((ROWS,), tl.float32)
+            for other in tl.static_range(SPLITS):
+                square_sum += tl.load(square_ptrs + other * size, cache_modifier=".cg")
         tl.store(arrived_ptr + tile, 0)
 
+    if norm_ptr is not None:
+        sums *= tl.rsqrt(square_sum / K + eps)[None, :]
     valid_n = n < rows_left
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
