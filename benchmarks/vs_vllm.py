@@ -315,7 +315,8 @@ def _gpu() -> str | None:
     """Which GPU this is, to see later that both sides ran on the same one."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
     return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
 
 

@@ -42,7 +42,7 @@ def test_captures_neither_compile_nor_load(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(knobs.runtime, "kernel_load_start_hook", note)
     # Unusual limits, so that some kernels are new to the process.
-    LLM(model="demo", device="cuda", max_num_seqs=3, max_model_len=272, block_size=32, num_kv_blocks=64)
+    LLM(model="demo", device="cuda", max_num_seqs=3, max_model_len=272, block_size=32, num_kv_blocks=96)
     assert loaded, "every kernel was known to this process: the limits are not unusual enough"
     assert not meanwhile
 

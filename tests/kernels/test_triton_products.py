@@ -10,14 +10,13 @@ from phonograph.kernels.triton.linear import (
     LinearConfig,
     LinearScratch,
     choose,
-    fuses_norm,
     linear,
     linear_add,
-    linear_gated_add,
-    linear_norm,
-    linear_norm_silu,
+    linear_add_norm,
+    linear_silu,
     make_scratch,
     rows_class,
+    takes_squares,
 )
 
 EPS = 1e-5
@@ -142,41 +141,54 @@ def _check_linear(
     linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
     case.check(case.product(case.x, bias=bias) + case.residual.double())
 
-    for _ in range(2):
-        case = Case(rows, outputs, inputs, dtype, device)
-        bias_N, normed = case.bias if bias else None, torch.full_like(case.x, float("nan"))
-        linear_norm(
-            case.x, case.norm, EPS, case.weight, bias_N, case.out, normed, scratch=scratch, config=config
-        )  # fmt: skip
-        case.check(case.product(case.normed(), bias=bias))
-        fused = config is not None or (fuses_norm(case.x) and choose(rows_class(rows), outputs, inputs) is not None)
-        assert normed.isnan().all() == fused
-
-    case = Case(rows, outputs, inputs, dtype, device)
-    case.out.copy_(case.residual)
-    gate_up = _random(rows, 2 * inputs, dtype=dtype, device=device, seed=6)
-    inner = torch.full_like(case.x, float("nan"))
-    linear_gated_add(gate_up, case.weight, case.bias if bias else None, case.out, inner, scratch=scratch, config=config)
-    case.check(case.product(_silu(gate_up.double()), bias=bias) + case.residual.double())
-    if config is not None:
-        assert inner.isnan().all()
-
     case = Case(rows, outputs, inputs, dtype, device, pairs=True)
-    bias_N, normed = case.bias if bias else None, torch.empty_like(case.x)
-    fused = linear_norm_silu(
-        case.x, case.norm, EPS, case.weight, bias_N, case.out, normed, scratch=scratch, config=config
-    )  # fmt: skip
+    fused = linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
     if fused:
-        case.check(_silu(case.product(case.normed(), bias=bias)))
+        case.check(_silu(case.product(case.x, bias=bias)))
     else:
         assert case.out.isnan().all()
+    _check_norm(rows, outputs, inputs, dtype, device, config, scratch)
     if scratch is not None:
         assert not scratch.arrived.any()
+
+
+def _check_norm(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: LinearConfig | None,
+    scratch: LinearScratch | None,
+) -> None:
+    """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
+    case = Case(rows, outputs, inputs, dtype, device)
+    hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
+    norm = _random(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
+    defer = config is not None or takes_squares(rows, outputs, outputs, dtype)
+    squares = linear_add_norm(
+        case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
+    )  # fmt: skip
+    chosen = config or (choose(rows_class(rows), outputs, inputs) if dtype is not torch.float32 and rows > 1 else None)
+    deferred = defer and scratch is not None and chosen is not None
+    deferred = deferred and rows <= chosen.rows and -(-outputs // chosen.block_n) <= 256
+    assert (squares is not None) == deferred
+    case.out.copy_(hidden)
+    case.check(case.product(case.x, bias=False) + case.residual.double())
+
+    taker = Case(rows, outputs, outputs, dtype, device)
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+    linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config)
+    taker.check(taker.product(wanted, bias=True))
+    taker = Case(rows, outputs, outputs, dtype, device, pairs=True)
+    if linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config):
+        taker.check(_silu(taker.product(wanted, bias=True)))
 
 
 def _poisoned(device: torch.device) -> LinearScratch:
     scratch = make_scratch(device)
     scratch.partials.fill_(float("nan"))
+    scratch.squares.fill_(float("nan"))
     return scratch
 
 

@@ -19,6 +19,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
+from phonograph.runner.slots import most_step_tokens
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -98,12 +99,18 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
         )
         limits = replace(limits, max_num_seqs=memory.num_blocks)
+    # A step cannot hold more tokens than the cache and the longest requests have room for.
+    most = most_step_tokens(
+        num_blocks=memory.num_blocks,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+    )
     captures = make_capture_list(
         resolution.mode,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        # A step cannot hold more tokens than the cache has room for.
-        max_capture_tokens=min(_capture_tokens(config, limits, device), memory.num_blocks * limits.block_size),
+        max_capture_tokens=min(_capture_tokens(config, limits, device), most),
         sizes=config.cudagraph_capture_sizes,
         speculative_tokens=config.num_speculative_tokens,
     )

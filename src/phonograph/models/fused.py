@@ -19,10 +19,10 @@ from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.linear import (
     linear,
     linear_add,
-    linear_gated_add,
-    linear_norm,
-    linear_norm_silu,
+    linear_add_norm,
+    linear_silu,
     make_scratch,
+    takes_squares,
 )
 from phonograph.models.decoder import Decoder
 from phonograph.models.workspace import Workspace
@@ -82,19 +82,25 @@ class FusedDecoder:
         attended, gate_up, inner = space.attention_TF[:rows], space.gate_up_T2I[:rows], space.inner_TI[:rows]
         scratch, first = self._scratch, decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
-        for index, layer in enumerate(decoder.layers):
-            qkv_FE, qkv_bias = layer.qkv.t(), layer.qkv_bias
-            if index:
-                linear_norm(hidden, layer.input_norm, eps, qkv_FE, qkv_bias, qkv, normed, scratch=scratch)
-            else:
-                linear(normed, qkv_FE, qkv_bias, qkv, scratch=scratch)
+        squares = None
+        # Whether the norms' divisions are left to the products behind them.
+        defer_qkv, defer_mlp = (
+            takes_squares(rows, weight.shape[1], weight.shape[0], hidden.dtype) for weight in (first.qkv, first.gate_up)
+        )
+        following = [*decoder.layers[1:], None]
+        for index, (layer, next_layer) in enumerate(zip(decoder.layers, following, strict=True)):
+            linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch)
             attention(index, qkv, attended)
-            linear_add(attended, layer.output.t(), layer.output_bias, hidden, scratch=scratch)
-            norm, weight, bias = layer.mlp_norm, layer.gate_up.t(), layer.gate_up_bias
-            down_EI, down_bias = layer.down.t(), layer.down_bias
-            if linear_norm_silu(hidden, norm, eps, weight, bias, inner, normed, scratch=scratch):
-                linear_add(inner, down_EI, down_bias, hidden, scratch=scratch)
+            product = attended, layer.output.t(), layer.output_bias, hidden
+            squares = linear_add_norm(*product, layer.mlp_norm, eps, normed, defer=defer_mlp, scratch=scratch)
+            weight_2IE, bias_2I = layer.gate_up.t(), layer.gate_up_bias
+            if not linear_silu(normed, weight_2IE, bias_2I, inner, squares=squares, scratch=scratch):
+                linear(normed, weight_2IE, bias_2I, gate_up, squares=squares, scratch=scratch)
+                layers.silu_and_mul(gate_up, inner)
+            product = inner, layer.down.t(), layer.down_bias, hidden
+            if next_layer is None:
+                linear_add(*product, scratch=scratch)
             else:
-                linear_norm(hidden, norm, eps, weight, bias, gate_up, normed, scratch=scratch)
-                linear_gated_add(gate_up, down_EI, down_bias, hidden, inner, scratch=scratch)
+                norm = next_layer.input_norm
+                squares = linear_add_norm(*product, norm, eps, normed, defer=defer_qkv, scratch=scratch)
         return hidden

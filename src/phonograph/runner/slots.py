@@ -43,6 +43,13 @@ class SlotTable:
             num_tokens[slot] = end + 1
 
 
+def most_step_tokens(*, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
+    """Tokens of the largest step that the cache holds, of at most so many sequences without context."""
+    whole, rest = divmod(num_blocks, blocks_for(max_model_len, block_size))
+    fitting = whole * max_model_len + min(rest * block_size, max_model_len)
+    return min(fitting, max_num_seqs * max_model_len)
+
+
 def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 

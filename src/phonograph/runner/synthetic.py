@@ -15,7 +15,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.slots import blocks_for, pad_buffers
+from phonograph.runner.slots import blocks_for, most_step_tokens, pad_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,13 @@ class SyntheticBatches:
         self._vocab_size = vocab_size
 
     def most_tokens(self, max_num_seqs: int) -> int:
-        """Tokens of the largest step that the cache holds, of at most so many sequences without context."""
-        whole, rest = divmod(self._num_blocks, blocks_for(self._max_model_len, self._block_size))
-        fitting = whole * self._max_model_len + min(rest * self._block_size, self._max_model_len)
-        return min(fitting, max_num_seqs * self._max_model_len)
+        """Tokens of the largest step that can be drawn, of at most so many sequences without context."""
+        return most_step_tokens(
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=max_num_seqs,
+        )
 
     def capture_batch(self, key: GraphKey) -> CommonMetadata:
         """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them."""

@@ -7,6 +7,10 @@ weights on their way, and asks the L2 cache for its first ones before it waits f
 tiles than the GPU has processors, so the inputs are split over programs as well; the partial sums are added in a fixed
 order by the program that arrives last, so that results do not depend on timing.
 
+The norm between two products needs no kernel of its own: the root mean square is a factor of a whole row, so the
+product that makes a row leaves it times the norm's weights, and the sums of its squares by tile (`RowSquares`), and the
+product that takes the row multiplies its sums by the factor at its end.
+
 `linear` decides by the sizes who computes a product: these kernels, those for one row (`gemv`), or torch.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size. Weights lie [outputs, inputs], rows contiguous. Sums are
@@ -31,6 +35,9 @@ from phonograph.kernels.triton.pdl import pdl_usable
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
 _MAX_PARTIALS = 1 << 22
+_MAX_SQUARES = 1 << 16
+# Of them in a row: each program that takes the row reads them all.
+_MAX_SQUARE_TILES = 256
 
 
 class LinearConfig(NamedTuple):
@@ -49,18 +56,31 @@ class LinearConfig(NamedTuple):
 
 
 class LinearScratch(NamedTuple):
-    """Where programs that share a tile leave partial sums and count who has arrived. Products that share it must follow
-    one another on one stream; counters are zero between them."""
+    """Where programs that share a tile leave partial sums and count who has arrived, and where sums of squares lie.
+    Products that share it must follow one another on one stream; counters are zero between them."""
 
     partials: torch.Tensor
     arrived: torch.Tensor
+    squares: torch.Tensor
+
+
+class RowSquares(NamedTuple):
+    """What the rows of a matrix are still to be divided by, their root mean square over `width` columns.
+
+    sums: [tiles, rows class] float32, of the squares of each tile's columns; eps: joins their mean
+    """
+
+    sums: torch.Tensor
+    width: int
+    eps: float
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
-    """16 MiB for partial sums, zeroed counters."""
+    """16 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
     return LinearScratch(
         torch.zeros(_MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
+        torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
     )
 
 
@@ -70,10 +90,11 @@ def linear(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     *,
+    squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """out = x @ weight^T + bias.
+    """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
     `scratch` from `make_scratch`: without it the inputs of a tile are not split. `config`: instead of what is chosen
     by the sizes, for measurements.
@@ -83,8 +104,10 @@ def linear(
         return
     config = config or _choose_for(x_MK, out_MN)
     if config is not None:
-        _launch(x_MK, weight_NK, bias_N, out_MN, _STORE, config, scratch)
-    elif bias_N is None:
+        _launch(x_MK, weight_NK, bias_N, out_MN, _STORE, config, scratch, squares=squares)
+        return
+    assert squares is None, "`takes_squares` is to be asked first"
+    if bias_N is None:
         torch.mm(x_MK, weight_NK.t(), out=out_MN)
     else:
         torch.addmm(bias_N, x_MK, weight_NK.t(), out=out_MN)
@@ -112,96 +135,72 @@ def linear_add(
             hidden_MN.add_(bias_N)
 
 
-def linear_norm_silu(
-    hidden_ME: torch.Tensor,
-    norm_weight_E: torch.Tensor,
+def linear_add_norm(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    hidden_MN: torch.Tensor,
+    norm_weight_N: torch.Tensor,
     eps: float,
-    gate_up_2IE: torch.Tensor,
+    normed_MN: torch.Tensor,
+    *,
+    defer: bool,
+    scratch: LinearScratch | None = None,
+    config: LinearConfig | None = None,
+) -> RowSquares | None:
+    """hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights and `eps`.
+
+    defer: the product that takes `normed` can divide by the root mean square itself (`takes_squares`). What is returned
+    is for it then, unless None, where `normed` is complete already.
+    """
+    num_rows, num_outputs = hidden_MN.shape
+    config = config or (_choose_for(x_MK, hidden_MN) if num_rows > 1 else None)
+    if defer and config is not None and scratch is not None:
+        tiles = triton.cdiv(num_outputs, config.block_n)
+        if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
+            sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
+            squares = RowSquares(sums, num_outputs, eps)
+            _launch(
+                x_MK, weight_NK, bias_N, hidden_MN, _ADD, config, scratch, norm=(norm_weight_N, normed_MN, squares)
+            )  # fmt: skip
+            return squares
+    linear_add(x_MK, weight_NK, bias_N, hidden_MN, scratch=scratch, config=config)
+    layers.rms_norm(hidden_MN, norm_weight_N, eps, normed_MN)
+    return None
+
+
+def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
+    """Whether `linear` can take rows that are still to be divided by their root mean squares.
+
+    Not in float16, where a row times its norm's weights could overflow without that division. From 17 rows on a kernel
+    for the norm costs as little.
+    """
+    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
+        return False
+    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None
+
+
+def linear_silu(
+    x_MK: torch.Tensor,
+    gate_up_2IK: torch.Tensor,
     bias_2I: torch.Tensor | None,
     out_MI: torch.Tensor,
-    normed_ME: torch.Tensor,
     *,
+    squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
     config: LinearConfig | None = None,
 ) -> bool:
-    """out = silu(gate) * up with (gate, up) = rms_norm(hidden) @ gate_up^T + bias; the rows of the gates come first.
+    """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first. For `squares`
+    see `linear`.
 
-    `normed` is where the norm is written. Returns False, having done nothing, where the activation is better computed
-    apart from that product.
+    Returns False, having done nothing, where the product is torch's to compute: then there is no such fusion.
     """
-    if config is None and hidden_ME.dtype != torch.float32:
-        config = choose_silu(rows_class(len(hidden_ME)), out_MI.shape[1])
+    if config is None and x_MK.dtype != torch.float32:
+        config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1])
     if config is None:
         return False
-    layers.rms_norm(hidden_ME, norm_weight_E, eps, normed_ME)
-    _launch(normed_ME, gate_up_2IE, bias_2I, out_MI, _SILU, config, scratch)
+    _launch(x_MK, gate_up_2IK, bias_2I, out_MI, _SILU, config, scratch, squares=squares)
     return True
-
-
-def linear_norm(
-    hidden_ME: torch.Tensor,
-    norm_weight_E: torch.Tensor,
-    eps: float,
-    weight_NE: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-    normed_ME: torch.Tensor,
-    *,
-    scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
-) -> None:
-    """out = rms_norm(hidden) @ weight^T + bias, the norm with weights and `eps`.
-
-    The root mean square is a factor of a whole row, so at few rows it is applied to the sums, and each program sums
-    the squares for itself. `normed` is where the norm is written where it has a kernel of its own.
-    """
-    config = config or (_choose_for(hidden_ME, out_MN) if fuses_norm(hidden_ME) else None)
-    if config is None:
-        layers.rms_norm(hidden_ME, norm_weight_E, eps, normed_ME)
-        linear(normed_ME, weight_NE, bias_N, out_MN, scratch=scratch)
-        return
-    _launch(hidden_ME, weight_NE, bias_N, out_MN, _STORE, config, scratch, norm_K=norm_weight_E, eps=eps)
-
-
-def linear_gated_add(
-    gate_up_M2I: torch.Tensor,
-    weight_NI: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    hidden_MN: torch.Tensor,
-    inner_MI: torch.Tensor,
-    *,
-    scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
-) -> None:
-    """hidden += (silu(gate) * up) @ weight^T + bias, in place; a row's gates come first.
-
-    At few rows and inputs each program computes the activation of its inputs for itself. `inner` is where it is
-    written where it has a kernel of its own.
-    """
-    config = config or (_choose_for(inner_MI, hidden_MN) if fuses_activation(inner_MI) else None)
-    if config is None:
-        layers.silu_and_mul(gate_up_M2I, inner_MI)
-        linear_add(inner_MI, weight_NI, bias_N, hidden_MN, scratch=scratch)
-        return
-    _launch(gate_up_M2I, weight_NI, bias_N, hidden_MN, _ADD, config, scratch, gated=True)
-
-
-def fuses_norm(x_MK: torch.Tensor) -> bool:
-    """Whether the norm of so many rows goes into the product behind it. In float16 a row times its norm's weights,
-    without the root mean square, could overflow."""
-    return 1 < len(x_MK) <= FUSED_ROWS and x_MK.dtype == torch.bfloat16
-
-
-def fuses_activation(x_MK: torch.Tensor) -> bool:
-    """Whether the gated activation of so many rows goes into the product behind it."""
-    return 1 < len(x_MK) <= FUSED_ROWS and x_MK.dtype != torch.float32 and x_MK.shape[1] <= FUSED_INPUTS
-
-
-FUSED_ROWS = 16
-"""Rows up to which a norm or an activation costs less inside each program of a product than a kernel of its own."""
-
-FUSED_INPUTS = 4096
-"""Inputs up to which that holds of the activation, which takes more arithmetic."""
 
 
 def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
@@ -223,9 +222,15 @@ PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
 MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
-    (8, 6144, 4096): LinearConfig(8, 16, 512, 1, 1, 4, 512),
-    (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 4, 0),
+    (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
+    (8, 4096, 4096): LinearConfig(8, 32, 256, 3, 2, 4, 512),
+    (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 5, 256),
+    (8, 4096, 14336): LinearConfig(8, 32, 256, 1, 2, 5, 256),
+    (8, 4096, 1024): LinearConfig(8, 32, 128, 1, 2, 3, 512),
     (8, 1024, 2048): LinearConfig(8, 32, 128, 5, 2, 5, 256),
+    (16, 1024, 2048): LinearConfig(16, 16, 256, 8, 1, 3, 512),
+    (16, 6144, 1024): LinearConfig(16, 16, 256, 1, 2, 5, 256),
+    (16, 1024, 3072): LinearConfig(16, 32, 256, 8, 2, 3, 512),
     (32, 4096, 1024): None,
     (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
 }
@@ -295,45 +300,51 @@ def _launch(
     config: LinearConfig,
     scratch: LinearScratch | None,
     *,
-    norm_K: torch.Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
+    squares: RowSquares | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
 ) -> None:
-    num_rows, num_inputs = len(x_MK), weight_NK.shape[1]
+    """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
+    num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
-    assert x_MK.shape[1] == num_inputs * (1 + gated) and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
+    assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * (block_n + 1) * rows > _MAX_PARTIALS:
+    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > _MAX_PARTIALS:
         splits = 1
-    partials, arrived = scratch if scratch is not None and splits > 1 else (None, None)
+    partials, arrived = scratch[:2] if scratch is not None and splits > 1 else (None, None)
+    norm_weight, normed, made = norm or (None, None, None)
+    assert squares is None or squares.sums.shape[1] == rows
     stride = weight_NK.stride(0)
     # Bulk copies and prefetches need rows that begin at multiples of 16 bytes.
     aligned = stride * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
-        norm_K,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
         bias_N,
         out_MN,
         partials,
         arrived,
+        squares.sums if squares is not None else None,
+        norm_weight,
+        normed,
+        made.sums if made is not None else None,
         num_rows,
-        eps,
+        squares.eps if squares is not None else 0.0,
         x_MK.stride(0),
         stride,
         out_MN.stride(0),
+        normed.stride(0) if normed is not None else 0,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
+        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
-        GATED=gated,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=num_warps,
@@ -388,27 +399,31 @@ def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, 
 @triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     x_ptr,
-    norm_ptr,
     weight_desc,
     weight_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
     arrived_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
     M,
     eps,
     x_stride,
     weight_stride,
     out_stride,
+    normed_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    SQUARE_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
     MODE: tl.constexpr,
-    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -438,25 +453,19 @@ def _rows_kernel(
                 _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
 
+    if SQUARE_TILES > 0:
+        # Asked for now, needed at the end.
+        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
+        square_tile = tl.arange(0, square_tiles)[:, None]
+        square_ptrs = squares_ptr + square_tile * ROWS + tl.arange(0, ROWS)[None, :]
+        squares = tl.load(square_ptrs, square_tile < SQUARE_TILES, other=0.0)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    # Squares of eight columns, which one thread holds, are summed at once.
-    squares = tl.zeros((ROWS, BLOCK_K // 8), tl.float32)
     for step in range(begin, end):
         start_k = step * BLOCK_K
         x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
-        x = tl.load(x_ptrs + start_k, x_mask, other=0.0)
-        if norm_ptr is not None:
-            norm = tl.load(norm_ptr + start_k + k, start_k + k < K, other=0.0).to(tl.float32)
-            value = x.to(tl.float32)
-            squares += tl.sum(tl.reshape(value * value, (ROWS, BLOCK_K // 8, 8)), 2)
-            x = (value * norm[None, :]).to(x.dtype)
-        elif GATED:
-            gate = x.to(tl.float32)
-            gate *= tl.sigmoid(gate)
-            x = (gate * tl.load(x_ptrs + K + start_k, x_mask, other=0.0).to(tl.float32)).to(x.dtype)
-        x = x.trans()
+        x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
         weight = _weight_tile(
             weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
         )
@@ -467,16 +476,11 @@ def _rows_kernel(
             )
             up_sums = tl.dot(up, x, up_sums)
 
-    square_sum = tl.sum(squares, 1)
     if SPLITS > 1:
-        # Sums of squares lie behind the products'.
-        size: tl.constexpr = BLOCK_N * ROWS + ROWS
+        size: tl.constexpr = BLOCK_N * ROWS
         within = n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        base = partial_ptr + tile.to(tl.int64) * SPLITS * size
-        tl.store(base + split * size + within, sums)
-        square_ptrs = base + BLOCK_N * ROWS + tl.arange(0, ROWS)
-        if norm_ptr is not None:
-            tl.store(square_ptrs + split * size, square_sum)
+        base = partial_ptr + tile.to(tl.int64) * SPLITS * size + within
+        tl.store(base + split * size, sums)
         # All of the program's stores come before its one arrival.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -485,15 +489,13 @@ def _rows_kernel(
         sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for other in tl.static_range(SPLITS):
             # Past the L1 cache, which may hold what lay there before.
-            sums += tl.load(base + other * size + within, cache_modifier=".cg")
-        if norm_ptr is not None:
-            square_sum = tl.zeros((ROWS,), tl.float32)
-            for other in tl.static_range(SPLITS):
-                square_sum += tl.load(square_ptrs + other * size, cache_modifier=".cg")
+            sums += tl.load(base + other * size, cache_modifier=".cg")
         tl.store(arrived_ptr + tile, 0)
 
-    if norm_ptr is not None:
-        sums *= tl.rsqrt(square_sum / K + eps)[None, :]
+    if SQUARE_TILES > 0:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
+        sums *= factor
+        up_sums *= factor
     valid_n = n < rows_left
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
@@ -505,4 +507,11 @@ def _rows_kernel(
         sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
     elif MODE == 2:
         sums = sums * tl.sigmoid(sums) * up_sums
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask)
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask)
+    if norm_ptr is not None:
+        value = tl.where(mask, result.to(tl.float32), 0.0)
+        tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
+        value *= tl.load(norm_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        normed_ptrs = normed_ptr + m.to(tl.int64)[None, :] * normed_stride + (first + n)[:, None]
+        tl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask)
