@@ -57,6 +57,8 @@ def test_activation(rows: int, width: int, dtype: torch.dtype, device: torch.dev
     layers.silu_and_mul(gate_up, out)
     gate, up = gate_up.double().chunk(2, -1)
     assert relative(out, torch.nn.functional.silu(gate) * up) < limit(dtype)
+    layers.silu_and_mul(gate_up, gate_up[:, :width])
+    assert torch.equal(gate_up[:, :width], out) and torch.equal(gate_up[:, width:].double(), up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

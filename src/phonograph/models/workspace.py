@@ -1,6 +1,8 @@
 """The static memory of a step on a GPU: every intermediate of the decoder, sized for the largest step.
 
-All graphs share it, so what graphs need beside their lists of nodes is known before anything runs.
+All graphs share it, so what graphs need beside their lists of nodes is known before anything runs. What attention works
+on is gone when the MLP begins and the other way round, so the two lie in the same place; the gated activation replaces
+the gates.
 
 Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
 vocabulary, F = (H + 2K) * D (H * D for the attention's output).
@@ -28,31 +30,38 @@ class Workspace:
     rows_NE: torch.Tensor
     logits_NV: torch.Tensor
 
-    @staticmethod
-    def shapes(spec: ModelSpec, num_tokens: int, num_logits: int) -> dict[str, tuple[int, int]]:
-        q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        return {
-            "hidden_TE": (num_tokens, spec.hidden_size),
-            "normed_TE": (num_tokens, spec.hidden_size),
-            "qkv_TF": (num_tokens, q_size + 2 * kv_size),
-            "attention_TF": (num_tokens, q_size),
-            "gate_up_T2I": (num_tokens, 2 * spec.intermediate_size),
-            "inner_TI": (num_tokens, spec.intermediate_size),
-            "rows_NE": (num_logits, spec.hidden_size),
-            "logits_NV": (num_logits, spec.vocab_size),
-        }
-
     @classmethod
     def make(
         cls, spec: ModelSpec, num_tokens: int, num_logits: int, dtype: torch.dtype, device: torch.device
     ) -> Workspace:
-        shapes = cls.shapes(spec, num_tokens, num_logits)
-        return cls(**{name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        qkv, attention, gate_up = _widths(spec)
+        shared = zeros(num_tokens * max(qkv + attention, gate_up))
+        gate_up_T2I = shared[: num_tokens * gate_up].view(num_tokens, gate_up)
+        return cls(
+            hidden_TE=zeros(num_tokens, spec.hidden_size),
+            normed_TE=zeros(num_tokens, spec.hidden_size),
+            qkv_TF=shared[: num_tokens * qkv].view(num_tokens, qkv),
+            attention_TF=shared[num_tokens * qkv :][: num_tokens * attention].view(num_tokens, attention),
+            gate_up_T2I=gate_up_T2I,
+            inner_TI=gate_up_T2I[:, : spec.intermediate_size],
+            rows_NE=zeros(num_logits, spec.hidden_size),
+            logits_NV=zeros(num_logits, spec.vocab_size),
+        )
 
     @classmethod
     def nbytes(cls, spec: ModelSpec, num_tokens: int, num_logits: int, dtype: str) -> int:
-        shapes = cls.shapes(spec, num_tokens, num_logits).values()
-        return sum(rows * width for rows, width in shapes) * DTYPE_BYTES[dtype]
+        qkv, attention, gate_up = _widths(spec)
+        elements = num_tokens * (2 * spec.hidden_size + max(qkv + attention, gate_up))
+        return (elements + num_logits * (spec.hidden_size + spec.vocab_size)) * DTYPE_BYTES[dtype]
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(self, field.name) for field in fields(self)]
+
+
+def _widths(spec: ModelSpec) -> tuple[int, int, int]:
+    """Of the fused projection, the attention's output, and gates and inputs of the MLP."""
+    q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    return q_size + 2 * kv_size, q_size, 2 * spec.intermediate_size

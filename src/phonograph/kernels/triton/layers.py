@@ -92,17 +92,24 @@ def _norm_kernel(
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
-    """out = silu(gate) * up; gates are the first I columns."""
+    """out = silu(gate) * up; gates are the first I columns, and `out` may be where they are."""
     num_rows, width = out_TI.shape
     pdl = pdl_usable()
     block = min(_PIECE if num_rows > 8 else 256, triton.next_power_of_2(width))
     _silu_kernel[(num_rows, triton.cdiv(width, block))](
-        gate_up_T2I, out_TI, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=max(1, block // 256)
+        gate_up_T2I,
+        out_TI,
+        out_TI.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=max(1, block // 256),
     )
 
 
 @triton.jit
-def _silu_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_kernel(gate_up_ptr, out_ptr, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,4 +118,4 @@ def _silu_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, valid, other=0.0)
     wide = gate.to(tl.float32)
     # The activation is rounded before the product, as torch does it.
-    tl.store(out_ptr + row * WIDTH + column, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, valid)
+    tl.store(out_ptr + row * out_stride + column, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, valid)
