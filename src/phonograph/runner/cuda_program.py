@@ -13,13 +13,10 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.rope_kv import rope_and_write_kv, weights_ahead
+from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.sampling import sample
 from phonograph.models.fused import FusedDecoder
 from phonograph.runner.device_inputs import DeviceInputs
-
-FEW_TOKENS = 64
-"""Up to so many, products take as long as memory takes to read their weights."""
 
 
 class CudaStepProgram:
@@ -84,9 +81,6 @@ class CudaStepProgram:
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
         spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
         num_tokens = qkv_TF.shape[0]
-        weights = self.model.decoder.layers[index]
-        # Attention over short contexts leaves memory idle, which the next products' weights can use.
-        ahead = weights_ahead(weights.output, weights.gate_up) if num_tokens <= FEW_TOKENS else ()
         rope_and_write_kv(
             qkv_TF,
             inputs.positions[:num_tokens],
@@ -95,11 +89,10 @@ class CudaStepProgram:
             inputs.slot_mapping[:num_tokens],
             num_query_heads=spec.num_query_heads,
             num_kv_heads=spec.num_kv_heads,
-            qk_norm=weights.qk_norm,
+            qk_norm=self.model.decoder.layers[index].qk_norm,
             eps=spec.rms_norm_eps,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
-            ahead=ahead,
         )
         query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
         out_THD = out_TF.unflatten(-1, (-1, spec.head_size))

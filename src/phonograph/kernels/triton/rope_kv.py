@@ -10,20 +10,14 @@ Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B bl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 _FEW_TOKENS = 16
-# Programs that ask the L2 cache for weights, at least.
-_ASKING = 132
-WEIGHTS_AHEAD = 32 << 20
-"""Bytes of weights that the L2 cache is asked for while attention runs: it holds 50 MB."""
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -40,7 +34,6 @@ def rope_and_write_kv(
     eps: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    ahead: Sequence[torch.Tensor] = (),
 ) -> None:
     """Norms (where given) and rotates query heads in place; writes keys, likewise, and values to their slots.
 
@@ -49,18 +42,12 @@ def rope_and_write_kv(
     slot_mapping_T int64, may be shorter than T; -1, and tokens behind it, write nothing, but their queries are rotated.
     qk_norm [H + K, D]: weights of the heads' norms, query heads first, with `eps`.
     k_scale, v_scale float32 [K], or None for 1.
-    ahead: up to two tensors that the L2 cache is asked for meanwhile (`weights_ahead`).
     """
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, num_tokens)
     half = triton.next_power_of_2(head_size // 2)
     pdl = pdl_usable()
-    ahead = ahead if pdl else ()
-    parts = (num_query_heads + 2 * num_kv_heads) // heads
-    num_warps = max(1, heads * half // 128)
-    asking = triton.cdiv(_ASKING, parts) if ahead else 0
-    first, second = [*ahead, None, None][:2]
-    _rope_kernel[(num_tokens + asking, parts)](
+    _rope_kernel[(num_tokens, (num_query_heads + 2 * num_kv_heads) // heads)](
         qkv_TF,
         positions_T,
         rotary_PD,
@@ -69,11 +56,7 @@ def rope_and_write_kv(
         slot_mapping_T,
         k_scale,
         v_scale,
-        first,
-        second,
         slot_mapping_T.shape[0],
-        first.nbytes if first is not None else 0,
-        second.nbytes if second is not None else 0,
         eps,
         qkv_TF.stride(0),
         *kv_cache.stride()[:4],
@@ -84,11 +67,9 @@ def rope_and_write_kv(
         S=kv_cache.shape[2],
         HEADS=heads,
         LARGEST=_LARGEST.get(kv_cache.dtype, 0.0),
-        ASKING=asking,
-        LANES=32 * num_warps,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=num_warps,
+        num_warps=max(1, heads * half // 128),
     )
 
 
@@ -141,47 +122,7 @@ def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, num_tokens: int
     return min(2 if num_tokens <= _FEW_TOKENS else 8, common & -common)
 
 
-def weights_ahead(*weights: torch.Tensor) -> Sequence[torch.Tensor]:
-    """As much of the weights, in order, as the L2 cache is to be asked for while attention leaves memory idle.
-
-    They are transposed views, as layers keep them.
-    """
-    left, chosen = WEIGHTS_AHEAD, []
-    for weight in weights:
-        taken = min(left, weight.nbytes) // 16 * 16 // weight.element_size()
-        left -= taken * weight.element_size()
-        if taken:
-            chosen.append(weight.t().view(-1)[:taken])
-    return chosen
-
-
-@triton.jit
-def _ask_for(base, num_bytes, part, parts, LANES: tl.constexpr):
-    """Asks the L2 cache for the part of `num_bytes` (a multiple of 16) that falls to this program, and goes on."""
-    lane = tl.arange(0, LANES)
-    # The hardware takes such requests one after another, so they are large, and each lane makes one at a time.
-    size = tl.cdiv(num_bytes, parts * LANES * 16) * 16
-    start = (part * LANES + lane).to(tl.int64) * size
-    count = tl.maximum(tl.minimum(num_bytes - start, size), 0).to(tl.int32)
-    address = base.to(tl.pointer_type(tl.uint8)) + start
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %some;
-        setp.gt.s32 %some, $2, 0;
-        @%some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [address, count],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit(do_not_specialize=["num_slots", "ahead_bytes", "after_bytes"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _rope_kernel(
     qkv_ptr,
     positions_ptr,
@@ -191,11 +132,7 @@ def _rope_kernel(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    ahead_ptr,
-    after_ptr,
     num_slots,
-    ahead_bytes,
-    after_bytes,
     eps,
     qkv_stride_t,
     cache_stride_2,
@@ -209,20 +146,8 @@ def _rope_kernel(
     S: tl.constexpr,
     HEADS: tl.constexpr,
     LARGEST: tl.constexpr,
-    ASKING: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if ASKING > 0:
-        row = tl.program_id(0) - (tl.num_programs(0) - ASKING)
-        if row >= 0:
-            tl_cuda.gdc_launch_dependents()
-            part = row * tl.num_programs(1) + tl.program_id(1)
-            parts = ASKING * tl.num_programs(1)
-            _ask_for(ahead_ptr, ahead_bytes, part, parts, LANES)
-            if after_ptr is not None:
-                _ask_for(after_ptr, after_bytes, part, parts, LANES)
-            return
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
