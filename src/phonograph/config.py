@@ -69,7 +69,9 @@ class EngineConfig(BaseModel):
     )
     kv_cache_memory_bytes: values.OptionalSize = Field(default=None, description="Bytes of the KV cache.")
     num_kv_blocks: values.OptionalSize = Field(default=None, description="Blocks of the KV cache, instead of bytes.")
-    gpu_memory_utilization: values.Fraction = Field(default=0.9, description="Share of the GPU's memory to use.")
+    gpu_memory_utilization: values.Fraction = Field(
+        default=0.9, description="Share of the GPU's memory to use; the CUDA context comes on top."
+    )
     enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of a prefix seen before.")
 
     attention_backend: values.OptionalText = Field(
