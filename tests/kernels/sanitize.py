@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import test_attention_decode as decode
 import test_attention_prefill as prefill
 import test_prepare
+import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
 import test_triton_sampling as sampling
@@ -86,6 +87,7 @@ def run_all(device: torch.device) -> None:
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
+    test_split_batch.test_cut(5, 1)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)

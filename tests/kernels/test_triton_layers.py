@@ -83,12 +83,14 @@ def test_rope_and_kv_write(
     cache = poison(*shape, dtype=dtype, device=device)
     cache = cache.transpose(2, 3) if hnd else cache
     qk_norm = torch.rand(heads + kv_heads, size, device=device).to(dtype) if norm else None
+    attention = poison(tokens, heads * size, dtype=dtype, device=device) if hnd else None
     rope_kv.rope_and_write_kv(
         qkv,
         positions,
         rotary,
         cache,
         given,
+        clear_TF=attention,
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         qk_norm=qk_norm,
@@ -105,6 +107,9 @@ def test_rope_and_kv_write(
     assert relative(qkv[:, : heads * size], rotated[:, :heads].flatten(1)) < limit(dtype)
     assert torch.equal(qkv[:, heads * size :], original[:, heads * size :]), "keys and values stay as they were"
     written = [row for row in range(len(given)) if int(given[row]) >= 0]
+    if attention is not None:
+        others = [row for row in range(tokens) if row not in written]
+        assert others and not attention[others].any() and attention[written].isnan().all()
     blocks, offsets = given[written] // block_size, given[written] % block_size
     if written:
         assert relative(cache[0, blocks, offsets], rotated[written, heads:]) < limit(dtype)

@@ -7,6 +7,7 @@ device, and is what selection, the resolver and `explain` read. `AttentionBacken
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -79,6 +80,13 @@ class Capabilities(ABC):
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         """The graph support level for `spec` on `device`, with the reason."""
 
+    def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        """The level of a graph that no batch of single tokens was captured for, as the prefill part of a split batch.
+
+        Where it differs from `graph_support`, that is because the latter counts what a graph of decodes freezes.
+        """
+        return self.graph_support(spec, device)
+
     def missing(self) -> str | None:
         """Why the backend cannot be loaded in this installation (library absent, kernels not written), or None."""
         return None
@@ -126,6 +134,8 @@ class AttentionBackend(ABC):
     """
 
     capabilities: Capabilities
+    clears_padding = True
+    """Whether `forward` writes zeros to rows of no request; where not, the engine does it before."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec
@@ -170,5 +180,9 @@ class AttentionBackend(ABC):
     ) -> None:
         """Attends each query to its sequence's keys in the cache (the new ones included), into `out_THD`.
 
-        Rows of no request get zeros (and LSE -inf). `lse_HT` is float32 [H, T], natural logarithm, sinks included.
+        Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
+
+
+MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]
+"""A backend's class, or what else makes one."""

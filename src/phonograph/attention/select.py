@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 
-from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities
+from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
 from phonograph.attention.families import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
@@ -19,6 +20,7 @@ from phonograph.attention.families import (
     TritonCapabilities,
 )
 from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
+from phonograph.attention.split import SplitCapabilities, parse_parts
 from phonograph.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
@@ -34,7 +36,7 @@ class Registered:
     """
 
     capabilities: Capabilities
-    loader: Callable[[], type[AttentionBackend]]
+    loader: Callable[[], MakeBackend]
     automatic: bool = False
 
 
@@ -45,7 +47,7 @@ class Selection:
     capabilities: Capabilities
     reasons: tuple[str, ...]
     rejected: dict[str, list[str]]
-    loader: Callable[[], type[AttentionBackend]]
+    loader: Callable[[], MakeBackend]
 
 
 def _reference() -> type[AttentionBackend]:
@@ -108,7 +110,8 @@ def select(
     Whether its kernels are installed plays no part: `explain` compares what is not here, and `load` tells.
 
     Args:
-        asked: a backend's name in any case; None leaves the choice to the order of preference.
+        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None leaves the choice to
+            the order of preference.
         version: of a family that has versions; given alone, it asks for flash_attn.
 
     Raises:
@@ -116,6 +119,9 @@ def select(
         BackendError: the one asked for refuses, or all do; the message has every refusal and what would serve.
     """
     everyone = registered_backends() if registry is None else list(registry)
+    parts = parse_parts(asked) if asked is not None else None
+    if parts is not None:
+        return _select_parts(parts, version, spec, device, everyone)
     candidates, reason = _candidates(asked, version, everyone)
     reasons = [reason]
     rejected: dict[str, list[str]] = {}
@@ -139,8 +145,8 @@ def select(
     raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
 
 
-def load(selection: Selection) -> type[AttentionBackend]:
-    """The class of the chosen backend.
+def load(selection: Selection) -> MakeBackend:
+    """The class of the chosen backend, or what makes two as one.
 
     Raises:
         BackendError: its kernels or its library are not here.
@@ -149,6 +155,36 @@ def load(selection: Selection) -> type[AttentionBackend]:
     if missing is not None:
         raise BackendError(f"attention backend {selection.capabilities.label} cannot run: {missing}")
     return selection.loader()
+
+
+def _select_parts(
+    parts: dict[str, str], version: str | None, spec: AttentionSpec, device: DeviceSpec, everyone: list[Registered]
+) -> Selection:
+    """A backend for each part; `version` is that of the parts that have versions."""
+    versioned = {one.capabilities.name for one in everyone if one.capabilities.version}
+    if version is not None and versioned.isdisjoint(name.lower() for name in parts.values()):
+        raise ConfigError("flash_attn_version", version, f"neither part has versions: {parts}; leave it out")
+    chosen = {
+        part: select(name, version if name.lower() in versioned else None, spec, device, everyone)
+        for part, name in parts.items()
+    }
+    capabilities = SplitCapabilities(chosen["decode"].capabilities, chosen["prefill"].capabilities)
+    refusals = capabilities.refusals(spec, device)
+    if refusals:
+        raise BackendError(f"attention_backend={capabilities.name!r} on {device.name}: {'; '.join(refusals)}")
+
+    def loader() -> MakeBackend:
+        # Here, since it imports triton, which machines without a GPU need not have.
+        from phonograph.attention.split_backend import SplitBackend
+
+        return partial(SplitBackend, decode=load(chosen["decode"]), prefill=load(chosen["prefill"]))
+
+    return Selection(
+        capabilities=capabilities,
+        reasons=tuple(f"{part}: {reason}" for part, selection in chosen.items() for reason in selection.reasons),
+        rejected={label: why for selection in chosen.values() for label, why in selection.rejected.items()},
+        loader=loader,
+    )
 
 
 def _candidates(asked: str | None, version: str | None, everyone: list[Registered]) -> tuple[list[Registered], str]:

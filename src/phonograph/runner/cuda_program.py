@@ -93,6 +93,7 @@ class CudaStepProgram:
             eps=spec.rms_norm_eps,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
+            clear_TF=None if self._backend.clears_padding else out_TF,
         )
         query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
         out_THD = out_TF.unflatten(-1, (-1, spec.head_size))

@@ -34,6 +34,7 @@ def rope_and_write_kv(
     eps: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    clear_TF: torch.Tensor | None = None,
 ) -> None:
     """Norms (where given) and rotates query heads in place; writes keys, likewise, and values to their slots.
 
@@ -42,6 +43,7 @@ def rope_and_write_kv(
     slot_mapping_T int64, may be shorter than T; -1, and tokens behind it, write nothing, but their queries are rotated.
     qk_norm [H + K, D]: weights of the heads' norms, query heads first, with `eps`.
     k_scale, v_scale float32 [K], or None for 1.
+    clear_TF [T, H * D], contiguous: gets zeros where nothing is written, for an attention that leaves such rows alone.
     """
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, num_tokens)
@@ -56,6 +58,7 @@ def rope_and_write_kv(
         slot_mapping_T,
         k_scale,
         v_scale,
+        clear_TF,
         slot_mapping_T.shape[0],
         eps,
         qkv_TF.stride(0),
@@ -132,6 +135,7 @@ def _rope_kernel(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    clear_ptr,
     num_slots,
     eps,
     qkv_stride_t,
@@ -184,6 +188,11 @@ def _rope_kernel(
         if first_head < H:
             tl.store(at, rotated_x.to(dtype), mask)
             tl.store(at + D // 2, rotated_y.to(dtype), mask)
+            if clear_ptr is not None:
+                clear_at = clear_ptr + token * H * D + head[:, None] * D + d[None, :]
+                nothing = tl.zeros([HEADS, HALF], clear_ptr.dtype.element_ty)
+                tl.store(clear_at, nothing, mask & (slot < 0))
+                tl.store(clear_at + D // 2, nothing, mask & (slot < 0))
         elif slot >= 0:
             key_head = head - H
             place = _place(cache_ptr, slot, S, cache_stride_b, cache_stride_s)

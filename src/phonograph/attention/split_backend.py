@@ -1,0 +1,172 @@
+"""Decodes and prefills of one batch by different kernels, as two launches inside one graph.
+
+A kernel that is good at one kind of query is often bad at the other, and one launch for a mixed batch takes the worse
+way for both. Here the batch is cut on the device (`split_batch`): each part is the whole batch with the other part's
+sequences empty, so that what a graph froze holds for every batch. The two parts may be two backends, or one backend
+with other frozen bounds in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.split import SplitCapabilities
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitMetadata(AttentionMetadata):
+    """Of both parts. A decode graph has no prefills: then `prefill` is None, and `decode` has the batch's own tensors.
+
+    num_decode_rows: rows of the query that decodes may have
+    """
+
+    decode: AttentionMetadata
+    prefill: AttentionMetadata | None
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_decode_rows: int
+
+
+class SplitMetadataBuilder(MetadataBuilder):
+    """Builds the metadata of each part by its own backend's builder; the parts' tensors live as long as this."""
+
+    def __init__(
+        self,
+        decode: MetadataBuilder,
+        prefill: MetadataBuilder,
+        split: SplitBatch,
+        decode_query_len: int,
+    ) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._split = split
+        self._query_len = decode_query_len
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> SplitMetadata:
+        if key is not None and key.graphs is GraphSet.DECODE:
+            return SplitMetadata(
+                decode=self._decode.build(common, key=key),
+                prefill=None,
+                query_start_loc=common.query_start_loc,
+                seq_lens=common.seq_lens,
+                num_decode_rows=key.num_tokens,
+            )
+        num_slots, num_tokens = common.seq_lens.shape[0], common.slot_mapping.shape[0]
+        # A decode has query_len tokens, so fewer slots than there are may hold all decodes there can be.
+        decode_slots = max(1, min(num_slots, num_tokens // self._query_len))
+        decode_rows = decode_slots * self._query_len
+        decode_key = None if key is None else GraphKey(GraphSet.DECODE, decode_rows, decode_slots, self._query_len)
+        decodes, prefills = self._cut(common, num_slots, decode_slots)
+        return SplitMetadata(
+            decode=self._decode.build(decodes, key=decode_key),
+            prefill=self._prefill.build(prefills, key=key),
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            num_decode_rows=min(decode_rows, num_tokens),
+        )
+
+    def _cut(self, common: CommonMetadata, num_slots: int, decode_slots: int) -> tuple[CommonMetadata, CommonMetadata]:
+        """Both parts, their host copies cut by the rule of the kernel that cuts the tensors."""
+        starts, lens, split = common.query_start_loc_cpu, common.seq_lens_cpu, self._split
+        query_lens = np.diff(starts)
+        others = np.flatnonzero(query_lens != self._query_len)
+        num_decodes = int(others[0]) if len(others) else len(query_lens)
+        border = int(starts[num_decodes])
+        is_decode = np.arange(len(lens)) < num_decodes
+        decode_lens, prefill_lens = np.where(is_decode, lens, 0), np.where(is_decode, 0, lens)
+        decodes = replace(
+            common,
+            num_reqs=num_decodes,
+            num_decodes=num_decodes,
+            num_tokens=border,
+            num_decode_tokens=border,
+            max_query_len=self._query_len,
+            max_seq_len=int(decode_lens.max(initial=0)),
+            query_start_loc=split.decode_starts[: decode_slots + 1],
+            seq_lens=split.decode_lens[:decode_slots],
+            block_table=common.block_table[:decode_slots],
+            query_start_loc_cpu=np.minimum(starts, border)[: decode_slots + 1],
+            seq_lens_cpu=decode_lens[:decode_slots],
+        )
+        prefills = replace(
+            common,
+            num_decodes=0,
+            num_decode_tokens=0,
+            max_query_len=int(query_lens[num_decodes:].max(initial=0)),
+            max_seq_len=int(prefill_lens.max(initial=0)),
+            query_start_loc=split.prefill_starts[: num_slots + 1],
+            seq_lens=split.prefill_lens[:num_slots],
+            query_start_loc_cpu=np.maximum(starts, border),
+            seq_lens_cpu=prefill_lens,
+        )
+        return decodes, prefills
+
+
+class SplitBackend(AttentionBackend):
+    """Two backends as one. `decode` and `prefill` make them."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        limits: BatchLimits,
+        *,
+        decode: MakeBackend,
+        prefill: MakeBackend,
+    ) -> None:
+        super().__init__(spec, device, limits)
+        self.decode = decode(spec, device, limits)
+        self.prefill = prefill(spec, device, limits)
+        self.capabilities = SplitCapabilities(self.decode.capabilities, self.prefill.capabilities)
+        # Either part alone sees rows of no request only where its own sequences end.
+        self.clears_padding = self.decode.clears_padding and self.prefill.clears_padding
+        self._query_len = 1 + spec.speculative_tokens
+        self._split = SplitBatch.make(limits.max_num_seqs, device)
+
+    def make_builder(self) -> SplitMetadataBuilder:
+        return SplitMetadataBuilder(
+            self.decode.make_builder(), self.prefill.make_builder(), self._split, self._query_len
+        )
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, SplitMetadata)
+        if metadata.prefill is not None:
+            split_batch(self._split, metadata.query_start_loc, metadata.seq_lens, decode_query_len=self._query_len)
+            self.prefill.schedule(metadata.prefill)
+        # Last, since what it writes may be read by kernels that do not wait for all before them.
+        self.decode.schedule(metadata.decode)
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, SplitMetadata)
+        self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(metadata, SplitMetadata)
+        rows = metadata.num_decode_rows
+        lse = None if lse_HT is None else lse_HT[:, :rows]
+        # Decodes first: to them the rows of prefills belong to nobody, and may be overwritten.
+        self.decode.forward(layer, query_THD[:rows], kv_cache, metadata.decode, out_THD[:rows], lse)
+        if metadata.prefill is not None:
+            self.prefill.forward(layer, query_THD, kv_cache, metadata.prefill, out_THD, lse_HT)
