@@ -180,7 +180,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Attends each query to its sequence's keys in the cache (the new ones included), into `out_THD`.
 
-        Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
+        Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise; rows before the first
+        query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
 
 
