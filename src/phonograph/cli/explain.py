@@ -21,6 +21,7 @@ from phonograph.device import KNOWN_DEVICES, DeviceSpec, known_device
 from phonograph.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
+    from phonograph.engine.matrix import BackendRows
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import Decision
     from phonograph.graphs.modes import GraphKey
@@ -40,15 +41,24 @@ def explain(
             help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5.",
         ),
     ] = None,
+    matrix: Annotated[
+        bool, Parameter(negative="", help="Print every backend in every mode instead, each with its reason.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
-    from phonograph.engine.plan import make_plan
+    from phonograph.engine.matrix import make_matrix
+    from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.models.spec import read_model_spec
     from phonograph.runner.model_runner import shape_of
 
     device = _device(config, device_name)
     model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    if matrix:
+        if batch:
+            raise ConfigError("batch", " ".join(batch), "the matrix has its own kinds of batches; give one of the two")
+        _show_matrix(make_matrix(resolve_attention(config, model, device), device), as_json=as_json)
+        return
     try:
         plan = make_plan(config, model, device)
     except BackendError as error:
@@ -205,6 +215,44 @@ def _memory_lines(plan: EnginePlan) -> list[str]:
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
         f"{memory.num_blocks * size} tokens",
     ]
+
+
+def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"backends": [_backend_facts(rows) for rows in matrix]})
+        return
+    console = Console()
+    for rows in matrix:
+        console.print(f"\n{rows.backend}", style="bold", markup=False)
+        if rows.support is None:
+            console.print(f"refused: {'; '.join(rows.refusals)}", markup=False, highlight=False)
+            continue
+        support = rows.support
+        console.print(f"{support.level.name}: {support.reason}", markup=False, highlight=False)
+        table = Table("asked", "runs as", *rows.modes[0].batches, "why")
+        for mode in rows.modes:
+            why = [reason.replace(f" ({support.reason})", "") for reason in mode.reasons[1:]]
+            asked = "the default" if mode.asked is None else mode.asked.value
+            resolved = "refused" if mode.resolved is None else mode.resolved.value
+            table.add_row(asked, resolved, *mode.batches.values(), "\n".join(why))
+        console.print(table, markup=False, highlight=False)
+
+
+def _backend_facts(rows: BackendRows) -> dict[str, Any]:
+    return {
+        "backend": rows.backend,
+        "refusals": rows.refusals,
+        "support": None if rows.support is None else {"level": rows.support.level.name, "reason": rows.support.reason},
+        "modes": [
+            {
+                "asked": None if mode.asked is None else mode.asked.value,
+                "resolved": None if mode.resolved is None else mode.resolved.value,
+                "batches": mode.batches,
+                "reasons": mode.reasons,
+            }
+            for mode in rows.modes
+        ],
+    }
 
 
 def _batch_lines(batch: ScheduledBatch, decision: Decision) -> list[str]:

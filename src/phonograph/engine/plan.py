@@ -129,6 +129,13 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
 
 
+def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
+    """What an attention backend of this configuration has to serve."""
+    return _attention_spec(
+        config, model, _dtype(config, model, device), config.block_size or _DEFAULT_BLOCK_SIZE[device.kind]
+    )
+
+
 def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:
     if config.dtype != "auto":
         return config.dtype

@@ -1,0 +1,129 @@
+"""Every backend in every mode: what a batch of each kind runs as, and why. The same functions decide for an engine.
+
+`phonograph explain --matrix` prints it, and docs/attention-matrix.md is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.families import FlashAttention3Capabilities, FlashInferCapabilities, TritonCapabilities
+from phonograph.attention.select import BUILT_IN
+from phonograph.attention.split import SplitCapabilities
+from phonograph.device import DeviceSpec, known_device
+from phonograph.engine.plan import PIECES
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphMode, Support
+from phonograph.graphs.resolve import Resolution, resolve_mode
+
+DOCUMENTED = AttentionSpec(
+    num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=64
+)
+DOCUMENTED_DEVICES = ("a100-80gb", "h200", "b200")
+DRAFTS = 3
+"""Speculative tokens of a step in the column of decodes with drafts."""
+BATCHES = ("decode", f"decode with {DRAFTS} drafts", "mixed or prefill")
+MODES = (None, GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY, GraphMode.PIECEWISE)
+"""The default, and what can be asked for. NONE is eager everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeRow:
+    """One mode of a backend. batches: by kind, how it runs; reasons: the steps from `asked` (None: by default)."""
+
+    asked: GraphMode | None
+    resolved: GraphMode | None
+    batches: dict[str, str]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendRows:
+    """One backend. refusals: why it does not serve the configuration at all; then there is no support and no mode."""
+
+    backend: str
+    refusals: tuple[str, ...]
+    support: Support | None
+    modes: tuple[ModeRow, ...]
+
+
+def make_matrix(
+    spec: AttentionSpec, device: DeviceSpec, backends: Sequence[Capabilities] | None = None
+) -> list[BackendRows]:
+    """The matrix of the built-in backends and some pairs of them, or of `backends`."""
+    if backends is None:
+        triton, flash, infer = TritonCapabilities(), FlashAttention3Capabilities(), FlashInferCapabilities()
+        pairs = (SplitCapabilities(triton, flash), SplitCapabilities(infer, flash))
+        backends = [*(one.capabilities for one in BUILT_IN), *pairs]
+    found: list[BackendRows] = []
+    for backend in backends:
+        refusals = tuple(backend.refusals(spec, device))
+        support = None if refusals else backend.graph_support(spec, device)
+        modes = () if support is None else tuple(_mode_rows(backend, spec, device))
+        found.append(BackendRows(backend=backend.label, refusals=refusals, support=support, modes=modes))
+    return found
+
+
+def markdown() -> str:
+    """docs/attention-matrix.md."""
+    spec = DOCUMENTED
+    lines = [
+        "# Attention backends and graph modes",
+        "",
+        "Written by `scripts/attention-matrix` from the values that decide in an engine; a test fails where this file "
+        f"is older than they are. The configuration: {spec.num_query_heads} query and {spec.num_kv_heads} KV heads of "
+        f"size {spec.head_size}, {spec.dtype}, blocks of {spec.block_size}, causal, no window. `phonograph explain "
+        "--matrix` prints the same for any model, and with `--device-name` for any device it knows.",
+    ]
+    for name in DOCUMENTED_DEVICES:
+        device = known_device(name)
+        lines += ["", f"## {device.name}, compute capability {'.'.join(map(str, device.capability))}"]
+        for rows in make_matrix(spec, device):
+            lines += ["", f"### {rows.backend}", ""]
+            if rows.support is None:
+                lines.append(f"Refused: {'; '.join(rows.refusals)}.")
+                continue
+            lines += [f"{rows.support.level.name}: {rows.support.reason}.", ""]
+            lines += [f"| asked | runs as | {' | '.join(BATCHES)} |", f"|---|---|{'---|' * len(BATCHES)}"]
+            for mode in rows.modes:
+                asked = "the default" if mode.asked is None else mode.asked.value
+                runs = "refused" if mode.resolved is None else mode.resolved.value
+                lines.append(f"| {asked} | {runs} | {' | '.join(mode.batches[kind] for kind in BATCHES)} |")
+            why = dict.fromkeys(_short(reason, rows.support) for mode in rows.modes for reason in mode.reasons[1:])
+            lines += ["", *(f"- {text}" for text in why)] if why else []
+    return "\n".join(lines) + "\n"
+
+
+def _mode_rows(backend: Capabilities, spec: AttentionSpec, device: DeviceSpec) -> Iterator[ModeRow]:
+    drafting = replace(spec, speculative_tokens=DRAFTS)
+    for asked in MODES:
+        try:
+            plain = resolve_mode(asked, backend.graph_support(spec, device), PIECES)
+        except ConfigError as error:
+            yield ModeRow(asked=asked, resolved=None, batches=dict.fromkeys(BATCHES, "-"), reasons=("", error.problem))
+            continue
+        support = backend.graph_support(drafting, device)
+        drafted = resolve_mode(asked, support, PIECES, speculative_tokens=DRAFTS)
+        runs = (_decode(plain), _decode(drafted), _mixed(plain))
+        yield ModeRow(
+            asked=asked,
+            resolved=plain.mode,
+            batches=dict(zip(BATCHES, runs, strict=True)),
+            reasons=tuple(str(reason) for reason in plain.reasons),
+        )
+
+
+def _decode(resolution: Resolution) -> str:
+    return "full graph" if resolution.mode.decode_full else _mixed(resolution)
+
+
+def _mixed(resolution: Resolution) -> str:
+    mode = resolution.mode
+    return "full graph" if mode.mixed_full else "pieces" if mode.piecewise else "eager"
+
+
+def _short(reason: str, support: Support) -> str:
+    """Without the reason of the support, which stands above it."""
+    return reason.replace(f" ({support.reason})", "")
