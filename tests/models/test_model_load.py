@@ -279,3 +279,53 @@ def test_json_of_index_names_what_the_files_hold(tmp_path: Path) -> None:
     weight_map = json.loads((tmp_path / load_module.INDEX_FILE).read_text())["weight_map"]
     files = load_module.weight_files(tmp_path)
     assert {name: file.name for file, names in files.items() for name in names} == weight_map
+
+
+def with_scales(folder: Path, scales: Tensors) -> Path:
+    make_checkpoint("llama3", folder)
+    file = next(folder.glob("*.safetensors"))
+    save_file({**load_file(file), **scales}, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.kv_scale", None),
+    ],
+)
+def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path / "plain")
+    spec = read_model_spec(tmp_path / "plain")
+    scales: Tensors = {}
+    for layer in range(spec.num_layers):
+        scales[f"model.layers.{layer}.{key}"] = torch.tensor(0.5 + layer)
+        if value is not None:
+            scales[f"model.layers.{layer}.{value}"] = torch.arange(1.0, 1 + spec.num_kv_heads)
+    loaded = load(with_scales(tmp_path, scales)).kv_scales
+    assert [loaded.keys[layer].tolist() for layer in range(spec.num_layers)] == [
+        [0.5 + layer] * spec.num_kv_heads for layer in range(spec.num_layers)
+    ]
+    wanted = loaded.keys[1].tolist() if value is None else [1.0 + head for head in range(spec.num_kv_heads)]
+    assert loaded.values[1].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("scale", "layers", "words"),
+    [
+        (torch.tensor(0.0), None, "above 0"),
+        (torch.tensor(torch.nan), None, "above 0"),
+        (torch.ones(7), None, "one number, or one for each"),
+        (torch.ones(1), 1, "none for the keys of layer 1"),
+        (torch.ones(1), 99, "some for layer"),
+    ],
+)
+def test_scales_that_do_not_work(scale: torch.Tensor, layers: int | None, words: str, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path / "plain")
+    count = layers if layers is not None else read_model_spec(tmp_path / "plain").num_layers
+    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(count)]
+    with pytest.raises(WeightError, match=words):
+        load(with_scales(tmp_path, {name: scale.clone() for name in names}))

@@ -15,6 +15,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.models.kv_scales import KVScales
 from phonograph.models.load import load_model
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
@@ -140,7 +141,17 @@ def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=device
     )
     scale = plan.model.head_size**-0.5
+    # A cache in another format takes keys and values as they are.
+    fp8 = plan.attention.kv_cache_dtype.startswith("float8")
+    scales = model.kv_scales if fp8 else KVScales()
     layers = [
-        AttentionLayer(index=index, scale=scale, window=window) for index, window in enumerate(plan.model.windows)
+        AttentionLayer(
+            index=index,
+            scale=scale,
+            window=window,
+            k_scale=scales.keys.get(index),
+            v_scale=scales.values.get(index),
+        )
+        for index, window in enumerate(plan.model.windows)
     ]
     return Parts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)

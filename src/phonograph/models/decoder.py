@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from phonograph.kernels.layers import rms_norm, rope, silu_and_mul
+from phonograph.models.kv_scales import KVScales
 from phonograph.models.spec import ModelSpec
 
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,7 +51,7 @@ class Decoder:
     """Weights of a model, allocated once and without contents, and its forward pass.
 
     max_positions: length of the rotary table; the model's own maximum by default.
-    `parameters` are the weights as they lie in memory, all contiguous.
+    `parameters` are the weights as they lie in memory, all contiguous; `kv_scales` those of an FP8 KV cache.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.parameters: list[torch.Tensor] = []
+        self.kv_scales = KVScales()
         self.layers = [self._make_layer() for _ in range(spec.num_layers)]
         self.final_norm = self._allocate(spec.hidden_size)
         self.lm_head_EV = self._matrix(spec.hidden_size, spec.vocab_size)

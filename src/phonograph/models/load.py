@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models.decoder import Decoder
 from phonograph.models.folder import model_folder
+from phonograph.models.kv_scales import is_kv_scale
 from phonograph.models.spec import ModelSpec
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -112,6 +113,10 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | N
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                    if is_kv_scale(name):
+                        tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                        decoder.kv_scales.take(name, tensor, decoder.spec.num_kv_heads, decoder.device)
+                        continue
                     if name not in shapes:
                         _refuse_unexpected(name, file, decoder.spec)
                         continue
@@ -125,6 +130,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | N
                         progress(len(written), len(shapes))
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
+    decoder.kv_scales.check(decoder.spec.num_layers)
     missing = [name for name in shapes if name not in written]
     if missing:
         indexed = [file.name for file, names in files.items() if missing[0] in names]
