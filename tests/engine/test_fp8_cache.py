@@ -16,11 +16,11 @@ from phonograph.models.spec import read_model_spec
 from phonograph.sampling_params import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 
 
 def answers(llm: LLM) -> list[str]:
-    questions = [llm.encode_chat([{"role": "user", "content": problem.question}]) for problem in problems(3, 20)]
+    questions = [llm.encode_chat([{"role": "user", "content": problem.question}]) for problem in problems(3, 12)]
     return [output.outputs[0].text for output in llm.generate(questions, GREEDY)]
 
 
@@ -33,7 +33,7 @@ def test_answers(kv_cache_dtype: str, device: str) -> None:
     assert fp8.plan.memory.num_blocks == 2 * plain.plan.memory.num_blocks
     same = sum(one == other for one, other in zip(answers(plain), answers(fp8), strict=True))
     # Coarser keys and values change some answers, never most of them; were they garbage, none would survive.
-    assert same >= (14 if kv_cache_dtype == "fp8_e4m3" else 8), f"{same} of 20 answers as without FP8"
+    assert same >= (8 if kv_cache_dtype == "fp8_e4m3" else 5), f"{same} of 12 answers as without FP8"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -23,9 +23,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import test_attention_decode as decode
 import test_attention_prefill as prefill
+import test_attention_projection as projection
 import test_prepare
 import test_split_batch
 import test_triton_layers as layers
@@ -70,6 +72,14 @@ def run_all(device: torch.device) -> None:
     ):
         problem = decode.Problem(case, device)
         problem.check(problem.plan())
+    ones = replace(short, batch=((1, 300), (1, 1), (1, 17), (1, 64), (0, 0)), max_query_len=1)
+    for case, norm in (
+        (replace(ones, block_size=64, head_size=128), True),
+        (replace(ones, head_size=40, num_query_heads=7, num_kv_heads=1, sinks=True, window=(40, 0)), False),
+        (replace(ones, head_size=64, num_query_heads=71, num_kv_heads=1, hnd=True), False),
+        (replace(ones, hnd=True, kv_dtype=torch.float8_e5m2, lse=False), False),
+    ):
+        projection.compare(case, device, norm=norm)
     long = prefill.Case(batch=((1, 9), (20, 1100), (33, 150), (0, 0)), num_heads=2, num_kv_heads=1, num_sms=4)
     for case in (
         long,

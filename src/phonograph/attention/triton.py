@@ -2,7 +2,7 @@
 
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
 does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
-second; lengths are read on the device.
+second; lengths are read on the device. Where all queries are one token, the launch takes the raw projection too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from phonograph.attention.backend import AttentionBackend, AttentionLayer, Atten
 from phonograph.attention.families import TritonCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
@@ -32,6 +33,8 @@ from phonograph.kernels.triton.rope_kv import write_kv
 
 Window = tuple[int, int]
 _INTERPRETER_SMS = 2
+_MOST_ROTATED = 16
+"""Query heads of a KV head up to which the attention kernel has registers for their rotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ class TritonBackend(AttentionBackend):
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
-        short, long = metadata.plans[layer.window]
+        _, long = metadata.plans[layer.window]
         # The long ones first: they are the longer launch, and the short ones' fills what its last programs leave idle.
         if metadata.has_long:
             prefill_attention(
@@ -142,6 +145,37 @@ class TritonBackend(AttentionBackend):
                 v_scale=layer.v_scale,
                 causal=metadata.causal,
             )
+        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, lse_HT, None)
+
+    def takes_projection(self, metadata: AttentionMetadata) -> bool:
+        assert isinstance(metadata, TritonMetadata)
+        group = self.spec.num_query_heads // self.spec.num_kv_heads
+        return metadata.short_query_len == 1 and not metadata.has_long and group <= _MOST_ROTATED
+
+    def forward_projection(
+        self,
+        layer: AttentionLayer,
+        qkv_TF: torch.Tensor,
+        fresh: FreshTokens,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> None:
+        assert isinstance(metadata, TritonMetadata)
+        query_THD = qkv_TF[:, : out_THD[0].numel()].unflatten(-1, out_THD.shape[1:])
+        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, None, fresh)
+
+    def _forward_short(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TritonMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None,
+        fresh: FreshTokens | None,
+    ) -> None:
+        short, _ = metadata.plans[layer.window]
         decode_attention(
             short,
             query_THD,
@@ -159,6 +193,7 @@ class TritonBackend(AttentionBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=metadata.causal,
+            fresh=fresh,
         )
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 _FEW_TOKENS = 16
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST_FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def rope_and_write_kv(
@@ -69,7 +69,7 @@ def rope_and_write_kv(
         HALF=half,
         S=kv_cache.shape[2],
         HEADS=heads,
-        LARGEST=_LARGEST.get(kv_cache.dtype, 0.0),
+        LARGEST=LARGEST_FP8.get(kv_cache.dtype, 0.0),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(1, heads * half // 128),
@@ -109,7 +109,7 @@ def write_kv(
         BLOCK=block,
         S=kv_cache.shape[2],
         HEADS=heads,
-        LARGEST=_LARGEST.get(kv_cache.dtype, 0.0),
+        LARGEST=LARGEST_FP8.get(kv_cache.dtype, 0.0),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(1, heads * block // 256),
@@ -195,16 +195,16 @@ def _rope_kernel(
                 tl.store(clear_at + D // 2, nothing, mask & (slot < 0))
         elif slot >= 0:
             key_head = head - H
-            place = _place(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
+            place = slot_place(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
             place += key_head[:, None] * cache_stride_k + d[None, :]
-            _store(place, rotated_x, k_scale_ptr, key_head, mask, LARGEST)
-            _store(place + D // 2, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
+            store_scaled(place, rotated_x, k_scale_ptr, key_head, mask, LARGEST)
+            store_scaled(place + D // 2, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
     elif slot >= 0:
         value_head = head - H - K
-        place = _place(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
+        place = slot_place(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
         place += value_head[:, None] * cache_stride_k + d[None, :]
-        _store(place, first, v_scale_ptr, value_head, mask, LARGEST)
-        _store(place + D // 2, second, v_scale_ptr, value_head, mask, LARGEST)
+        store_scaled(place, first, v_scale_ptr, value_head, mask, LARGEST)
+        store_scaled(place + D // 2, second, v_scale_ptr, value_head, mask, LARGEST)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -240,24 +240,26 @@ def _write_kernel(
     mask = (d < D)[None, :] & (head < K)[:, None]
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
     if slot >= 0:
-        place = _place(cache_ptr, slot, S, cache_stride_b, cache_stride_s) + head[:, None] * cache_stride_k + d[None, :]
+        place = (
+            slot_place(cache_ptr, slot, S, cache_stride_b, cache_stride_s) + head[:, None] * cache_stride_k + d[None, :]
+        )
         if first_head < K:
             key_at = key_ptr + token * key_stride_t + head[:, None] * key_stride_k + d[None, :]
-            _store(place, tl.load(key_at, mask, other=0.0), k_scale_ptr, head, mask, LARGEST)
+            store_scaled(place, tl.load(key_at, mask, other=0.0), k_scale_ptr, head, mask, LARGEST)
         else:
             value_at = value_ptr + token * value_stride_t + head[:, None] * value_stride_k + d[None, :]
-            _store(place + cache_stride_2, tl.load(value_at, mask, other=0.0), v_scale_ptr, head, mask, LARGEST)
+            store_scaled(place + cache_stride_2, tl.load(value_at, mask, other=0.0), v_scale_ptr, head, mask, LARGEST)
 
 
 @triton.jit
-def _place(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
+def slot_place(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
     """Where the slot's first head begins. `slot` is int64, and with it the offset."""
     block = slot // S
     return cache_ptr + block * stride_b + (slot - block * S) * stride_s
 
 
 @triton.jit
-def _store(at, x, scale_ptr, head, mask, LARGEST: tl.constexpr):
+def store_scaled(at, x, scale_ptr, head, mask, LARGEST: tl.constexpr):
     """Stores x / scale of its head (None for 1), saturated to LARGEST (0: no limit), in the cache's dtype."""
     if scale_ptr is not None:
         x = x.to(tl.float32) / tl.load(scale_ptr + head)[:, None]
