@@ -75,7 +75,8 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of a prefix seen before.")
 
     attention_backend: values.OptionalText = Field(
-        default=None, description="Attention backend by name, if not the best that fits."
+        default=None,
+        description="Attention backend by name, prefill=NAME,decode=NAME for one each, or auto for the best that fits.",
     )
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
@@ -138,8 +139,9 @@ class EngineConfig(BaseModel):
     def _check_contradictions(self) -> Self:
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
+        # A choice of its own for each part is for selection to read.
         backend = (self.attention_backend or "flash_attn").lower()
-        if self.flash_attn_version is not None and backend != "flash_attn":
+        if self.flash_attn_version is not None and "flash_attn" not in backend and backend != "auto":
             raise _contradiction(
                 self, "flash_attn_version", "attention_backend", "works with attention_backend flash_attn or none given"
             )

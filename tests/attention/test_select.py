@@ -60,6 +60,11 @@ def test_the_version_decides_before_features_do() -> None:
     assert select(None, "2", HALF, H100).capabilities.label == "flash_attn 2"
 
 
+def test_auto_is_nobody_asked_for() -> None:
+    assert select("Auto", None, HALF, H100).capabilities.label == select(None, None, HALF, H100).capabilities.label
+    assert select("auto", "2", HALF, H100).capabilities.label == "flash_attn 2"
+
+
 def test_a_refusal_names_everything_and_what_would_serve() -> None:
     spec = replace(HALF, sinks=True, head_size=100, kv_cache_dtype="float8_e5m2")
     with pytest.raises(BackendError) as caught:

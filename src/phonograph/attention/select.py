@@ -24,6 +24,8 @@ from phonograph.attention.split import SplitCapabilities, parse_parts
 from phonograph.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
+AUTO = "auto"
+"""What leaves the choice to the order of preference, as asking for nothing does."""
 ENTRY_POINTS = "phonograph.attention_backends"
 """Group of entry points of out-of-tree backends. Each leads to a `Registered`."""
 
@@ -110,8 +112,8 @@ def select(
     Whether its kernels are installed plays no part: `explain` compares what is not here, and `load` tells.
 
     Args:
-        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None leaves the choice to
-            the order of preference.
+        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None and "auto" leave the
+            choice to the order of preference.
         version: of a family that has versions; given alone, it asks for flash_attn.
 
     Raises:
@@ -119,6 +121,8 @@ def select(
         BackendError: the one asked for refuses, or all do; the message has every refusal and what would serve.
     """
     everyone = registered_backends() if registry is None else list(registry)
+    if asked is not None and asked.lower() == AUTO:
+        asked = None
     parts = parse_parts(asked) if asked is not None else None
     if parts is not None:
         return _select_parts(parts, version, spec, device, everyone)

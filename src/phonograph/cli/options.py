@@ -64,6 +64,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """The headings of the help, and the settings below each."""
 
 
+SHORTER: Mapping[str, str] = {"attention_backend": "--backend"}
+"""Flags that have a second name."""
+
+
 def takes_engine_config(command: Callable[Concatenate[EngineConfig, P], R]) -> Callable[..., R]:
     """The command with all engine flags and `--config FILE`; it gets the configuration they make."""
     return _with_engine_flags(command, EngineConfig.load)
@@ -101,6 +105,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     title = next(title for title, names in GROUPS.items() if name in names)
     default = "" if field.is_required() or field.default is None else str(field.default)
     parameter = Parameter(
+        alias=SHORTER.get(name),
         group=_group(title),
         help=field.description,
         metavar=next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON"),
