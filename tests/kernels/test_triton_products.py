@@ -333,8 +333,11 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 40])
-def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [(1, None), (8, None), (40, None), (8, _few(8, 8, 1024, 2, 4, 2)), (16, _few(16, 16, 512, 2, 8))],
+)
+def test_a_chain_replayed_with_other_contents(rows: int, config: ProductConfig | None, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
     scratch = make_scratch(device)
     weights = [_random(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
@@ -345,8 +348,8 @@ def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -
     def chain() -> None:
         before = x
         for weight, buffer in zip(weights, buffers, strict=True):
-            linear(before, weight, None, buffer, scratch=scratch)
-            linear_add(buffer, weight, None, hidden, scratch=scratch)
+            linear(before, weight, None, buffer, scratch=scratch, config=config)
+            linear_add(buffer, weight, None, hidden, scratch=scratch, config=config)
             before = buffer
 
     hidden.zero_()

@@ -14,7 +14,7 @@ weights, which the narrowest layers need to have a program for each processor, i
 Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -198,12 +198,12 @@ def _few_rows_kernel(
     if PDL:
         tl_cuda.gdc_wait()
 
-    # Needed at the end.
     if SQUARE_TILES > 0:
         square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
         square_tile = tl.arange(0, square_tiles)[:, None]
         squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
     if MODE == 1:
+        # Needed at the end.
         residual = tl.load(out_ptrs, mask, other=0.0)
     x = _read(x_ptrs, x_row < M, 0, K, BLOCK_K)
     sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, 16, 8), tl.float32)
@@ -214,6 +214,9 @@ def _few_rows_kernel(
             # Long done, but the assembler moves no load past it. It would load a few registers at a time otherwise, to
             # do with less of them, and wait for memory each time.
             tl_cuda.gdc_launch_dependents()
+        if SQUARE_TILES > 0 and step == 0:
+            # While the input is on its way.
+            factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
         sums = _add_products(sums, weights[step], x, BATCH)
         if step + 1 < steps:
             x = next_x
@@ -229,7 +232,6 @@ def _few_rows_kernel(
     if MODE == 2:
         result, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, BLOCK_N)), (0, 2, 1)))
     if SQUARE_TILES > 0:
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
         result *= factor
         if MODE == 2:
             up *= factor
