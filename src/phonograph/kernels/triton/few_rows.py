@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class FewRowsConfig(NamedTuple):
     """block_n outputs (8, 16, 32) a program, block_k columns a step, `rows` (8 or 16) padded rows.
 
-    ahead: steps whose weights are held, the first ones before the input is there; chains: sums that a warp keeps of an
-    output, since each product of the tensor cores waits for the one before it in its sum. block_k is a power of two,
-    32 * num_warps * chains or more.
+    ahead: steps that are on their way at a time, the first ones' weights before the input is there. chains: sums that a
+    warp keeps of an output, since each product of the tensor cores waits for the one before it in its sum. block_k is a
+    power of two, 32 * num_warps * chains or more.
     """
 
     rows: int
@@ -205,23 +205,22 @@ def _few_rows_kernel(
     if MODE == 1:
         # Needed at the end.
         residual = tl.load(out_ptrs, mask, other=0.0)
-    x = _read(x_ptrs, x_row < M, 0, K, BLOCK_K)
+    xs = ()
+    for step in tl.static_range(min(AHEAD, steps)):
+        xs += (_read(x_ptrs, x_row < M, step * BLOCK_K, K, BLOCK_K),)
     sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, 16, 8), tl.float32)
     for step in tl.static_range(steps):
-        if step + 1 < steps:
-            next_x = _read(x_ptrs, x_row < M, (step + 1) * BLOCK_K, K, BLOCK_K)
-        if PDL:
+        if PDL and (step == 0 or step + AHEAD <= steps):
             # Long done, but the assembler moves no load past it. It would load a few registers at a time otherwise, to
             # do with less of them, and wait for memory each time.
             tl_cuda.gdc_launch_dependents()
         if SQUARE_TILES > 0 and step == 0:
             # While the input is on its way.
             factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
-        sums = _add_products(sums, weights[step], x, BATCH)
-        if step + 1 < steps:
-            x = next_x
+        sums = _add_products(sums, weights[step], xs[step], BATCH)
         if step + AHEAD < steps:
             weights += (_read(weight_ptrs, valid_weight, (step + AHEAD) * BLOCK_K, K, BLOCK_K),)
+            xs += (_read(x_ptrs, x_row < M, (step + AHEAD) * BLOCK_K, K, BLOCK_K),)
 
     if tiles == 1:
         if ROWS == 8:
