@@ -36,6 +36,7 @@ import test_triton_sampling as sampling
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
+from phonograph.kernels.triton.few_rows import FewRowsConfig
 
 
 def find_kernels() -> dict[int, str]:
@@ -95,6 +96,9 @@ def run_all(device: torch.device) -> None:
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
+    for rows, outputs, inputs, block_n in ((3, 45, 320, 8), (9, 33, 203, 16)):
+        few_rows = FewRowsConfig(products.rows_class(rows), block_n, 128, ahead=2, num_warps=2, chains=2)
+        products.test_few_rows(rows, outputs, inputs, few_rows, True, torch.float16, device)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
