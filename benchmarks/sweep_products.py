@@ -136,12 +136,12 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | N
             shared = stages * (block_n * (1 + silu) + rows) * block_k * 2
             if shared <= MOST_SHARED and stages <= max(3, steps // splits + 1):
                 found.append(LinearConfig(rows, block_n, block_k, splits, warps, stages, prefetch))
-    if rows <= 16:
-        for block_n, block_k, ahead, warps, chains in itertools.product(
-            (8, 16, 32), (256, 512, 1024, 2048), (1, 2, 3), (2, 4, 8), (1, 2, 4)
-        ):
-            weights = block_n * block_k * ahead * (1 + silu) // (32 * warps)
-            if block_k % (32 * warps * chains) or (ahead - 1) * block_k >= inputs or not 16 <= weights <= 160:
+    if rows <= 16 and inputs <= 4096:
+        options = (8, 16, 32), (512, 1024, 2048), (1, 2, 3, 6), (4, 8, 16), (1, 2)
+        for block_n, block_k, ahead, warps, chains in itertools.product(*options):
+            # Values in a thread's registers, of weights and of the rows' side.
+            held = (block_n * (1 + silu) + rows) * min(block_k * ahead, inputs) // (32 * warps)
+            if block_k % (32 * warps * chains) or (ahead - 1) * block_k >= inputs or not 32 <= held <= 256:
                 continue
             if -(-outputs // block_n) >= 100:
                 found.append(FewRowsConfig(rows, block_n, block_k, ahead, warps, chains))
