@@ -128,6 +128,9 @@ class Arena:
         for tensor in (*self.outs, *self.lses):
             if tensor is not None:
                 tensor.fill_(torch.nan)
+        if not self.backend.clears_padding:
+            for out in self.outs:
+                out[self.end : self.num_tokens] = 0
         for plans in getattr(self, "plans", {}).values():
             for plan in plans:
                 plan.partial_out.fill_(torch.nan)

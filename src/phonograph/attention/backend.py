@@ -66,10 +66,12 @@ class Capabilities(ABC):
 
     name:    as users write it in `--attention-backend`
     version: of the kernel family ("2", "3", "4"), or ""
+    unverified: why it is taken only where its very version is asked for, or ""
     """
 
     name: str
     version: str = ""
+    unverified: str = ""
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
@@ -123,9 +125,13 @@ class AttentionBackend(ABC):
     The KV cache of a layer is `kv_cache` [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a
     view with permuted strides. Host work in `forward` counts: under piecewise graphs it runs for every layer of every
     step.
+
+    clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
+        put them there before, and they stay.
     """
 
     capabilities: Capabilities
+    clears_padding: bool = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec
@@ -170,5 +176,6 @@ class AttentionBackend(ABC):
     ) -> None:
         """Attends each query to its sequence's keys in the cache (the new ones included), into `out_THD`.
 
-        Rows of no request get zeros (and LSE -inf). `lse_HT` is float32 [H, T], natural logarithm, sinks included.
+        Rows of no request get zeros (but see `clears_padding`) and LSE -inf. `lse_HT` is float32 [H, T], natural
+        logarithm, sinks included.
         """
