@@ -1,4 +1,4 @@
-"""Stand-ins for the FlashAttention libraries: their signatures, their habits that matter here, and the oracle's numbers.
+"""Stand-ins for the FlashAttention libraries: their signatures, their habits, and the oracle's numbers.
 
 They leave rows of no request unwritten (NaN, to show), fold query heads at query length 1 as version 2 does, drop
 windows beyond the maxima, and read a plan only if it was made for exactly this launch: its entries are hashes of all

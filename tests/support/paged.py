@@ -105,9 +105,10 @@ class Arena:
             error = max(error, self._check_outputs(references))
         return error
 
-    def capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        """The graph of any batch, captured on this one."""
-        metadata = self.builder.build(self.fill(batch), key=GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs))
+    def capture(self, batch: Batch, key: GraphKey | None = None) -> torch.cuda.CUDAGraph:
+        """The graph of `key`, or else of any batch, captured on this one."""
+        key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
+        metadata = self.builder.build(self.fill(batch), key=key)
         self.poison()
         self.run(metadata)
         torch.cuda.synchronize()
