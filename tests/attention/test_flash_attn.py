@@ -27,14 +27,12 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 pytest.importorskip("triton")
 
 from phonograph.attention.flash_attn.backend import (
-    ACCUMULATOR_BYTES,
-    MAX_SPLITS,
     FlashAttention2Backend,
     FlashAttention3Backend,
     FlashAttention4Backend,
     FlashAttentionBackend,
-    split_bound,
 )
+from phonograph.attention.flash_attn.builders import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 
 Installed = Callable[..., Path]
 H100 = known_device("h100")
@@ -202,9 +200,8 @@ def test_the_plan_buffer_holds_the_largest_and_its_tail_is_zeroed(installed: Ins
         assert torch.equal(buffer[:size], call["scheduler_metadata"])
 
 
-def test_a_plan_too_large_is_refused(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_too_large_is_refused(installed: Installed) -> None:
     installed("vllm 3")
-    monkeypatch.setattr(fake_flash, "scheduler_metadata", fake_flash.scheduler_metadata)
     step = Step("3", SPEC, slots=5, tokens=6)
     step.backend._library.functions["get_scheduler_metadata"] = lambda **_: torch.zeros(34, dtype=torch.int32)
     with pytest.raises(BackendError, match="34 numbers for 5 request slots"):
@@ -450,6 +447,18 @@ def test_an_import_that_fails(installed: Installed) -> None:
     (folder / "vllm/__init__.py").write_text("raise OSError('libcudart.so.11: cannot open')")
     with pytest.raises(BackendError, match=r"vllm.vllm_flash_attn \(vllm .*\) cannot be imported: libcudart.so.11"):
         load(select("flash_attn", "3", HALF, H100))
+
+
+def test_a_compiled_part_that_does_not_load(installed: Installed) -> None:
+    folder = installed("vllm 2", "vllm 3")
+    init = folder / "vllm/vllm_flash_attn/__init__.py"
+    init.write_text(init.read_text() + "from vllm.vllm_flash_attn import flash_attn_interface\n")
+    (init.parent / "flash_attn_interface.py").write_text(
+        "FA2_UNAVAILABLE_REASON = None\nFA3_UNAVAILABLE_REASON = 'undefined symbol: _ZN3c10'\n"
+    )
+    with pytest.raises(BackendError, match="cannot be imported: undefined symbol: _ZN3c10"):
+        load(select("flash_attn", "3", HALF, H100))
+    assert load(select("flash_attn", "2", HALF, H100)) is FlashAttention2Backend
 
 
 def test_the_installed_version_is_named(installed: Installed) -> None:

@@ -32,8 +32,18 @@ from phonograph.errors import BackendError
 _PUBLISHED_KERNEL = "kernels-community/flash-attn3"
 
 
-def _open_published(module: str) -> Any:
-    return importlib.import_module(module).get_kernel(_PUBLISHED_KERNEL)
+def _import(provider: Provider) -> Any:
+    module = importlib.import_module(provider.module)
+    # vLLM's module imports without its compiled parts, and keeps what they said.
+    interface = getattr(module, "flash_attn_interface", None)
+    reason = getattr(interface, f"FA{provider.version}_UNAVAILABLE_REASON", None)
+    if reason is not None:
+        raise ImportError(reason)
+    return module
+
+
+def _fetch(provider: Provider) -> Any:
+    return importlib.import_module(provider.module).get_kernel(_PUBLISHED_KERNEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +56,7 @@ class Provider:
     modules:      other top-level modules that it needs
     block_size_multiple: pages that its kernels take
     install:      what to do where it is absent
-    open:         from the name of the module to what has the functions
+    open:         imports it and returns what has the functions
     """
 
     version: str
@@ -57,7 +67,7 @@ class Provider:
     files: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     block_size_multiple: int = 16
-    open: Callable[[str], Any] = importlib.import_module
+    open: Callable[[Provider], Any] = _import
 
     def absent(self) -> str | None:
         """Why it is not here, or None. Imports nothing."""
@@ -114,7 +124,7 @@ PROVIDERS = (
         module="kernels",
         distribution="kernels",
         library=InterfaceLibrary3,
-        open=_open_published,
+        open=_fetch,
         install=f"pip install kernels; it fetches {_PUBLISHED_KERNEL}",
     ),
     Provider(
@@ -160,7 +170,7 @@ def functions_of(version: str, *, sinks: bool = False) -> tuple[type[Library], F
         raise BackendError(f"attention backend flash_attn {version} cannot run: {missing(version)}")
     name = f"{provider.module} ({provider.distribution} {_version(provider.distribution)})"
     try:
-        module = provider.open(provider.module)
+        module = provider.open(provider)
     except Exception as error:  # whatever another package's import, or its compiled part, raises
         raise BackendError(f"attention backend flash_attn {version}: {name} cannot be imported: {error}") from error
     needs = {function: set(arguments) for function, arguments in provider.library.needs.items()}
