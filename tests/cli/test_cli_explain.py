@@ -32,7 +32,10 @@ def backend_flags(label: str) -> list[str]:
     return ["--attention-backend", name, *(["--flash-attn-version", version] if version else [])]
 
 
-def test_full_on_flash_attention_2_says_why_it_is_not(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_on_flash_attention_2_says_why_it_is_not(
+    llama: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phonograph.attention.flash_attn.providers.find_spec", lambda name: None)
     assert main(["explain", *llama, *backend_flags("flash_attn 2"), "--cudagraph-mode", "FULL"]) == 0
     out = capsys.readouterr().out
     lines = [line.split(maxsplit=1) for line in out.splitlines()]

@@ -105,9 +105,10 @@ class Arena:
             error = max(error, self._check_outputs(references))
         return error
 
-    def capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        """The graph of any batch, captured on this one."""
-        metadata = self.builder.build(self.fill(batch), key=GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs))
+    def capture(self, batch: Batch, key: GraphKey | None = None) -> torch.cuda.CUDAGraph:
+        """The graph of `key`, or else of any batch, captured on this one."""
+        key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
+        metadata = self.builder.build(self.fill(batch), key=key)
         self.poison()
         self.run(metadata)
         torch.cuda.synchronize()
@@ -128,6 +129,9 @@ class Arena:
         for tensor in (*self.outs, *self.lses):
             if tensor is not None:
                 tensor.fill_(torch.nan)
+        if not self.backend.clears_padding:
+            for out in self.outs:
+                out[self.end : self.num_tokens] = 0
         for plans in getattr(self, "plans", {}).values():
             for plan in plans:
                 plan.partial_out.fill_(torch.nan)

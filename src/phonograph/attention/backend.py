@@ -68,10 +68,12 @@ class Capabilities(ABC):
 
     name:    as users write it in `--attention-backend`
     version: of the kernel family ("2", "3", "4"), or ""
+    unverified: why it is taken only where its very version is asked for, or ""
     """
 
     name: str
     version: str = ""
+    unverified: str = ""
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
@@ -132,11 +134,13 @@ class AttentionBackend(ABC):
     The KV cache of a layer is `kv_cache` [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a
     view with permuted strides. Host work in `forward` counts: under piecewise graphs it runs for every layer of every
     step.
+
+    clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
+        put them there before, and they stay.
     """
 
     capabilities: Capabilities
-    clears_padding = True
-    """Whether `forward` writes zeros to rows of no request; where not, the engine does it before."""
+    clears_padding: bool = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec

@@ -12,13 +12,13 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
-from phonograph.attention.families import (
+from phonograph.attention.families import FlashInferCapabilities, TritonCapabilities
+from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
     FlashAttention4Capabilities,
-    FlashInferCapabilities,
-    TritonCapabilities,
 )
+from phonograph.attention.flash_attn.providers import functions_of
 from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.split import SplitCapabilities, parse_parts
 from phonograph.device import DeviceSpec
@@ -63,6 +63,30 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
+def _flash_attn_2() -> type[AttentionBackend]:
+    from phonograph.attention.flash_attn.backend import FlashAttention2Backend
+
+    return _with_its_library(FlashAttention2Backend)
+
+
+def _flash_attn_3() -> type[AttentionBackend]:
+    from phonograph.attention.flash_attn.backend import FlashAttention3Backend
+
+    return _with_its_library(FlashAttention3Backend)
+
+
+def _flash_attn_4() -> type[AttentionBackend]:
+    from phonograph.attention.flash_attn.backend import FlashAttention4Backend
+
+    return _with_its_library(FlashAttention4Backend)
+
+
+def _with_its_library(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """Imports the library now, so that one which does not fit is known before a model is loaded."""
+    functions_of(backend.capabilities.version)
+    return backend
+
+
 def _unwritten() -> type[AttentionBackend]:
     raise AssertionError("a backend whose kernels are missing was loaded")
 
@@ -71,9 +95,9 @@ def _unwritten() -> type[AttentionBackend]:
 # that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
 BUILT_IN = (
     Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
-    Registered(capabilities=FlashAttention3Capabilities(), loader=_unwritten, automatic=True),
-    Registered(capabilities=FlashAttention4Capabilities(), loader=_unwritten, automatic=True),
-    Registered(capabilities=FlashAttention2Capabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashAttention3Capabilities(), loader=_flash_attn_3, automatic=True),
+    Registered(capabilities=FlashAttention4Capabilities(), loader=_flash_attn_4, automatic=True),
+    Registered(capabilities=FlashAttention2Capabilities(), loader=_flash_attn_2, automatic=True),
     Registered(capabilities=FlashInferCapabilities(), loader=_unwritten, automatic=True),
     Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
 )
@@ -132,11 +156,16 @@ def select(
     for candidate in candidates:
         label = candidate.capabilities.label
         refusals = candidate.capabilities.refusals(spec, device)
+        unverified = candidate.capabilities.unverified
+        if unverified and version is None:
+            refusals = [*refusals, f"it is unverified ({unverified}); it runs where its version is asked for"]
         if refusals:
             rejected[label] = refusals
             reasons.append(f"{label} refuses: {'; '.join(refusals)}")
             continue
         reasons.append(f"{label} serves this configuration on {device.name}")
+        if unverified:
+            reasons.append(f"{label} is unverified: {unverified}")
         missing = candidate.capabilities.missing()
         if missing is not None:
             reasons.append(f"{label} cannot run here: {missing}")
@@ -145,6 +174,7 @@ def select(
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
     others = [other.capabilities for other in everyone if not other.capabilities.refusals(spec, device)]
+    others = [other for other in others if not other.unverified]
     would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
     raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import AttentionSpec, Capabilities
-from phonograph.attention.families import FlashAttention3Capabilities, FlashInferCapabilities, TritonCapabilities
+from phonograph.attention.families import FlashInferCapabilities, TritonCapabilities
+from phonograph.attention.flash_attn.capabilities import FlashAttention3Capabilities
 from phonograph.attention.select import BUILT_IN
 from phonograph.attention.split import SplitCapabilities
 from phonograph.device import DeviceSpec, known_device

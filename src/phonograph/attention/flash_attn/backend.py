@@ -1,0 +1,117 @@
+"""FlashAttention as backends, one for each version, with the plan of a step in one persistent buffer.
+
+What differs between versions is in their builders, what differs between packages in `Library`; neither is known here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.flash_attn.builders import (
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+    Version2Builder,
+    Version3Builder,
+    Version4Builder,
+)
+from phonograph.attention.flash_attn.capabilities import (
+    FlashAttention2Capabilities,
+    FlashAttention3Capabilities,
+    FlashAttention4Capabilities,
+)
+from phonograph.attention.flash_attn.providers import make_library
+from phonograph.attention.metadata import AttentionMetadata
+from phonograph.errors import BackendError
+from phonograph.kernels.triton.rope_kv import write_kv
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """What all versions share.
+
+    Raises:
+        BackendError: when it is made: the library is not here, or does not take what this spec needs.
+    """
+
+    clears_padding = False
+    builder: type[FlashAttentionMetadataBuilder]
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        super().__init__(spec, device, limits)
+        self._library = make_library(self.capabilities.version, spec)
+        # A semaphore and four numbers for each request slot, in vectors of a multiple of four. No graph has more slots
+        # than there are sequences; tokens, of which a graph may have more, are counted to be safe from other layouts.
+        slots = max(limits.max_num_seqs, limits.max_num_tokens)
+        self._plan = torch.zeros(1 + -(-slots // 4) * 16, dtype=torch.int32, device=device)
+        if spec.lse:
+            self._token_numbers = torch.arange(limits.max_num_tokens, dtype=torch.int32, device=device)
+            self._no_keys = torch.tensor(-torch.inf, device=device)
+
+    def make_builder(self) -> FlashAttentionMetadataBuilder:
+        return self.builder(self.spec, self.limits)
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        """Makes the library's plan where it has one, into the one buffer that eager steps, graphs and pieces share.
+
+        A graph's own memory would not do: pieces are followed by attention outside, when later pieces may have reused
+        it. The buffer's rest is zeroed each time, as blocks of the launch would act on entries of an earlier plan.
+        """
+        assert isinstance(metadata, FlashAttentionMetadata)
+        if not metadata.planned:
+            return
+        made = self._library.schedule(metadata.launch, self.spec.windows[0])
+        if made is None:
+            return
+        size = made.shape[0]
+        if size > self._plan.shape[0]:
+            raise BackendError(
+                f"attention backend {self.capabilities.label}: its schedule has {size} numbers for "
+                f"{metadata.launch.seq_lens.shape[0]} request slots; one semaphore and four for each are known"
+            )
+        metadata.plan.part = self._plan[:size]
+        metadata.plan.part.copy_(made)
+        self._plan[size:].zero_()
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, FlashAttentionMetadata)
+        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(metadata, FlashAttentionMetadata)
+        launch, plan = metadata.launch, metadata.plan.part if metadata.planned else None
+        key_BSKD, value_BSKD = kv_cache.unbind(0)
+        lse = self._library.attend(layer, query_THD, key_BSKD, value_BSKD, launch, plan, out_THD)
+        if lse is not None and lse_HT is not None:
+            # The library's tensor is new, and what it has for rows of no request is whatever lay there.
+            real = self._token_numbers[: lse_HT.shape[1]] < launch.query_start_loc[-1:]
+            torch.where(real, lse.view_as(lse_HT), self._no_keys, out=lse_HT)
+
+
+class FlashAttention2Backend(FlashAttentionBackend):
+    capabilities = FlashAttention2Capabilities()
+    builder = Version2Builder
+
+
+class FlashAttention3Backend(FlashAttentionBackend):
+    capabilities = FlashAttention3Capabilities()
+    builder = Version3Builder
+
+
+class FlashAttention4Backend(FlashAttentionBackend):
+    capabilities = FlashAttention4Capabilities()
+    builder = Version4Builder

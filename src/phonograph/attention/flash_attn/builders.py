@@ -1,0 +1,172 @@
+"""What a launch of FlashAttention freezes, decided for each version by a builder of its own.
+
+The tensors of a batch are persistent, so metadata made for a graph stays right as it is: a block table that changes is
+written in place, and there is nothing to refresh in metadata that exists, as peers do when groups share it.
+
+Neither drafting nor batch invariance has a setting in this engine. A draft's step would want builds without a plan, and
+batch invariance one split without a plan (`Numbers(num_splits=1, planned=False)`), since splits depend on the batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.flash_attn.libraries import Launch
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.errors import BackendError
+from phonograph.graphs.modes import GraphKey, GraphSet
+
+MAX_SPLITS = 32
+"""Parts that the keys of a sequence are cut into at most."""
+ACCUMULATOR_BYTES = 128 << 20
+"""What the partial results of one launch may take, float32 [splits, H, T, D]: a graph keeps them in its pool."""
+_HEURISTIC_SPLITS = 128
+"""The most that the library's own choice comes to."""
+
+
+def split_bound(num_tokens: int, spec: AttentionSpec) -> int:
+    """The bound on splits for steps of `num_tokens` padded tokens: the same in capture, replay and eager runs.
+
+    MAX_SPLITS, or fewer where the partial results would outgrow ACCUMULATOR_BYTES; 1 where that leaves less than 2. It
+    depends on the shape alone, so that a replay can never need more room than its capture set aside.
+    """
+    fitting = ACCUMULATOR_BYTES // _accumulator_bytes(num_tokens, spec)
+    return min(MAX_SPLITS, fitting) if fitting >= 2 else 1
+
+
+def _accumulator_bytes(num_tokens: int, spec: AttentionSpec) -> int:
+    """Of one split."""
+    return 4 * max(num_tokens, 1) * spec.num_query_heads * spec.head_size
+
+
+class Plan:
+    """The plan of one graph (or of eager steps): the part of the persistent buffer that it fills; None until it did.
+
+    How long it is follows from the graph's shape, and is known once `schedule` ran for it. It outlives the metadata of
+    a step, since a replay of pieces runs attention with metadata for which `schedule` ran in the capture only.
+    """
+
+    def __init__(self) -> None:
+        self.part: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashAttentionMetadata(AttentionMetadata):
+    """planned: whether `schedule` makes a plan, and launches read it."""
+
+    launch: Launch
+    slot_mapping: torch.Tensor
+    plan: Plan
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a launch freezes: as Launch and FlashAttentionMetadata have it."""
+
+    max_query_len: int
+    max_seq_len: int
+    num_splits: int = 0
+    planned: bool = False
+
+
+class FlashAttentionMetadataBuilder(MetadataBuilder):
+    """Wraps the batch's own tensors: all that is built are a few numbers, by key the same each time."""
+
+    def __init__(self, spec: AttentionSpec, limits: BatchLimits) -> None:
+        self.spec = spec
+        self.limits = limits
+        self._plans: dict[GraphKey | None, Plan] = {}
+
+    @abstractmethod
+    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers: ...
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> FlashAttentionMetadata:
+        """The metadata of one step.
+
+        Raises:
+            BackendError: a batch without a causal mask for a model with ALiBi, whose bias on later keys is another one.
+        """
+        if self.spec.alibi and not common.causal:
+            raise BackendError(
+                "attention backend flash_attn: ALiBi without a causal mask; its bias falls to both sides"
+            )
+        numbers = self.numbers(common, key)
+        return FlashAttentionMetadata(
+            launch=Launch(
+                query_start_loc=common.query_start_loc,
+                seq_lens=common.seq_lens,
+                block_table=common.block_table,
+                max_query_len=numbers.max_query_len,
+                max_seq_len=numbers.max_seq_len,
+                causal=common.causal,
+                num_splits=numbers.num_splits,
+            ),
+            slot_mapping=common.slot_mapping,
+            plan=self._plans.setdefault(key, Plan()),
+            planned=numbers.planned,
+        )
+
+    def _longest_query(self, key: GraphKey) -> int:
+        if key.graphs is GraphSet.DECODE:
+            return key.query_len
+        return min(key.num_tokens, self.limits.max_model_len)
+
+
+class Version2Builder(FlashAttentionMetadataBuilder):
+    """Version 2 must not be told that the longest query is 1, unless every slot has a token: it then folds query heads
+    into the query, takes token i for slot i's, and fails where there are fewer tokens than slots.
+
+    It is told no splits: they are its own choice, from shapes and upper bounds.
+    """
+
+    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+        if key is None or key.graphs is GraphSet.PIECEWISE:
+            # Between pieces attention runs outside the graph too, and exact numbers make smaller grids.
+            max_query_len, max_seq_len = max(common.max_query_len, 1), max(common.max_seq_len, 1)
+        else:
+            max_query_len, max_seq_len = self._longest_query(key), self.limits.max_model_len
+        mixed_graph = key is not None and key.graphs is GraphSet.MIXED
+        if mixed_graph or common.slot_mapping.shape[0] != common.seq_lens.shape[0]:
+            max_query_len = max(max_query_len, 2)
+        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
+
+
+class Version3Builder(FlashAttentionMetadataBuilder):
+    """Version 3 plans ahead of time where all layers have one window; its plan is then part of every step.
+
+    With a plan, eager steps are launched as captured ones are, only with exact maxima: a plan saves each layer a
+    kernel, and the bound on splits keeps their memory within the same budget. Without one, a number of splits would be
+    taken as it is and not as a bound: graphs then have one split, and eager steps the library's choice where the
+    largest one fits the budget.
+    """
+
+    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+        num_tokens = common.slot_mapping.shape[0]
+        planned = len(self.spec.windows) == 1
+        if planned:
+            num_splits = split_bound(num_tokens, self.spec)
+        else:
+            fits = _HEURISTIC_SPLITS * _accumulator_bytes(num_tokens, self.spec) <= ACCUMULATOR_BYTES
+            num_splits = 0 if key is None and fits else 1
+        return Numbers(
+            max_query_len=max(common.max_query_len, 1) if key is None else self._longest_query(key),
+            max_seq_len=max(common.max_seq_len, 1) if key is None else self.limits.max_model_len,
+            num_splits=num_splits,
+            planned=planned,
+        )
+
+
+class Version4Builder(FlashAttentionMetadataBuilder):
+    """Version 4 has no plan, so it runs with one split."""
+
+    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+        return Numbers(
+            max_query_len=max(common.max_query_len, 1) if key is None else self._longest_query(key),
+            max_seq_len=max(common.max_seq_len, 1) if key is None else self.limits.max_model_len,
+            num_splits=1,
+        )

@@ -1,0 +1,147 @@
+"""What each version of FlashAttention can do, as far as our adapter passes it on: pure, without the libraries.
+
+Limits are those of the libraries' code. Where a limit is the adapter's own, or was not tried, the refusal says so.
+"""
+
+from __future__ import annotations
+
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities
+from phonograph.attention.declaration import Declaration
+from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import GraphSupport, Support
+
+_MAX_HEADS_WITH_SINKS = 64
+_OF_THE_CONTRACT = {
+    AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
+    "our backends are not given",
+    AttentionKind.ENCODER_DECODER: "encoder_decoder attention; its kernels would take keys of another length than the "
+    "queries' own sequence, which our batches do not have",
+}
+
+
+class _FlashAttentionCapabilities(Capabilities):
+    name = "flash_attn"
+    _declared: Declaration
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        found = self._declared.refusals(spec, device)
+        provider = provider_of(self.version)
+        if provider is not None and spec.block_size % provider.block_size_multiple and not spec.block_size % 16:
+            found.append(
+                f"block size {spec.block_size}; {provider.module}, which provides it here, takes multiples of "
+                f"{provider.block_size_multiple}"
+            )
+        if spec.kind in _OF_THE_CONTRACT:
+            found.append(_OF_THE_CONTRACT[spec.kind])
+        if spec.sinks and self._declared.sinks and spec.num_query_heads > _MAX_HEADS_WITH_SINKS:
+            found.append(
+                f"attention sinks with {spec.num_query_heads} query heads; its kernels take sinks of "
+                f"{_MAX_HEADS_WITH_SINKS} at most"
+            )
+        return found
+
+    def missing(self) -> str | None:
+        return missing(self.version)
+
+
+class FlashAttention2Capabilities(_FlashAttentionCapabilities):
+    version = "2"
+    _declared = Declaration(
+        min_capability=(8, 0),
+        head_size_multiple=8,
+        max_head_size=256,
+        block_size_multiple=16,
+        kinds=tuple(AttentionKind),
+        alibi=True,
+    )
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        found = super().refusals(spec, device)
+        if spec.alibi and spec.kind is not AttentionKind.DECODER:
+            found.append(f"ALiBi in {spec.kind.value} attention; its bias falls with the distance to both sides")
+        return found
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        # Its host code folds where all of these hold; dropout, the last of its conditions, never happens here.
+        unfolded = [
+            why
+            for why, holds in (
+                ("as many KV heads as query heads", spec.num_query_heads == spec.num_kv_heads),
+                ("a window in every layer", all(_is_window(window) for window in spec.windows)),
+                ("ALiBi", spec.alibi),
+            )
+            if holds
+        ]
+        if unfolded:
+            return Support(
+                GraphSupport.UNIFORM_BATCH,
+                f"provisional: with {' and '.join(unfolded)} its host code never folds query heads into the query, so "
+                "one routine that reads query_start_loc serves every batch and mixed graphs should be right too; more "
+                "is not declared before phonograph verify has replayed them",
+            )
+        return Support(
+            GraphSupport.UNIFORM_BATCH,
+            f"at query length 1 its host code folds the {spec.num_query_heads // spec.num_kv_heads} query heads of a "
+            "KV head into the query dimension (more query heads than KV heads, no window, no dropout, no ALiBi, head "
+            "size a multiple of 8) and sets query_start_loc to null: a graph captured so ignores query_start_loc and "
+            "is wrong for a mixed batch. A graph captured at a longer query length takes the other branch, which "
+            "serves uniform and mixed batches alike, but not decodes as fast",
+        )
+
+
+class FlashAttention3Capabilities(_FlashAttentionCapabilities):
+    version = "3"
+    _declared = Declaration(
+        capabilities=(9,),
+        kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
+        head_size_multiple=8,
+        max_head_size=256,
+        block_size_multiple=16,
+        kinds=tuple(AttentionKind),
+        sinks=True,
+    )
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        found = super().refusals(spec, device)
+        if spec.kv_cache_dtype == "float8_e4m3fn":
+            found.append(
+                "KV cache dtype float8_e4m3fn; its kernels take queries of the dtype of the cache, so queries would "
+                "have to be quantized; not in the adapter yet"
+            )
+        return found
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        routine = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
+        if len(spec.windows) > 1:
+            return Support(
+                GraphSupport.ALWAYS,
+                f"{routine}; its ahead-of-time schedule is off, as it needs one window for all layers and these have "
+                f"{len(spec.windows)}, so it runs with one split: without the schedule a bound on splits would be "
+                "taken as their number",
+            )
+        return Support(
+            GraphSupport.ALWAYS,
+            f"{routine}; its ahead-of-time schedule is made inside the graph in a persistent buffer with a zeroed "
+            "tail, and a bound on splits, the same at capture and replay, keeps them within the captured scratch",
+        )
+
+
+class FlashAttention4Capabilities(_FlashAttentionCapabilities):
+    version = "4"
+    unverified = "no run of it was ever compared with the reference"
+    _declared = Declaration(
+        capabilities=(9, 10), head_sizes=(64, 96, 128), block_size_multiple=16, kinds=tuple(AttentionKind), sinks=True
+    )
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        return Support(
+            GraphSupport.ALWAYS,
+            "one routine reads query_start_loc and seq_lens for decode and prefill alike; it has no ahead-of-time "
+            "schedule, so the number of splits is held at one. Provisional until phonograph verify has replayed it",
+        )
+
+
+def _is_window(window: tuple[int, int]) -> bool:
+    """Whether a causal query sees less than all keys before it, or looks ahead."""
+    return window[0] != UNBOUNDED or window[1] > 0

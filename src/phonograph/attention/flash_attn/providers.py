@@ -1,0 +1,221 @@
+"""Who can provide FlashAttention, in which version, and how to tell: the one place that knows packages by name.
+
+Whether a provider is here is seen from files, without importing it, as capabilities must be cheap. It is imported when
+its backend is loaded, and then its functions must take what we pass: packages of the same name differ in that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from phonograph.attention.backend import AttentionSpec
+from phonograph.attention.flash_attn.libraries import (
+    CuteLibrary4,
+    Functions,
+    InterfaceLibrary3,
+    Library,
+    PackageLibrary2,
+    VllmLibrary2,
+    VllmLibrary3,
+    VllmLibrary4,
+)
+from phonograph.errors import BackendError
+
+_PUBLISHED_KERNEL = "kernels-community/flash-attn3"
+
+
+def _import(provider: Provider) -> Any:
+    module = importlib.import_module(provider.module)
+    # vLLM's module imports without its compiled parts, and keeps what they said.
+    interface = getattr(module, "flash_attn_interface", None)
+    reason = getattr(interface, f"FA{provider.version}_UNAVAILABLE_REASON", None)
+    if reason is not None:
+        raise ImportError(reason)
+    return module
+
+
+def _fetch(provider: Provider) -> Any:
+    return importlib.import_module(provider.module).get_kernel(_PUBLISHED_KERNEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """One package that has one version.
+
+    module:       where the functions are
+    distribution: whose version an error names
+    files:        patterns under the folder of the top-level package, each of which must be there
+    modules:      other top-level modules that it needs
+    block_size_multiple: pages that its kernels take
+    install:      what to do where it is absent
+    open:         imports it and returns what has the functions
+    """
+
+    version: str
+    module: str
+    distribution: str
+    library: type[Library]
+    install: str
+    files: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    block_size_multiple: int = 16
+    open: Callable[[Provider], Any] = _import
+
+    def absent(self) -> str | None:
+        """Why it is not here, or None. Imports nothing."""
+        package = self.module.partition(".")[0]
+        found = _spec(package)
+        if found is None:
+            return f"{package} is not installed ({self.install})"
+        folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+        for pattern in self.files:
+            if not any(any(folder.glob(pattern)) for folder in folders):
+                return f"{package} is installed without {package}/{pattern} ({self.install})"
+        for module in self.modules:
+            if _spec(module) is None:
+                return f"{package} is installed without {module} ({self.install})"
+        return None
+
+
+# Of several for a version the first that is here is taken: those that write into the output we give come first.
+PROVIDERS = (
+    Provider(
+        version="2",
+        module="vllm.vllm_flash_attn",
+        distribution="vllm",
+        library=VllmLibrary2,
+        files=("vllm_flash_attn/_vllm_fa2_C*.so",),
+        install="pip install vllm",
+    ),
+    Provider(
+        version="2",
+        module="flash_attn",
+        distribution="flash-attn",
+        library=PackageLibrary2,
+        modules=("flash_attn_2_cuda",),
+        block_size_multiple=256,
+        install="pip install flash-attn; with a block size that is a multiple of 256",
+    ),
+    Provider(
+        version="3",
+        module="vllm.vllm_flash_attn",
+        distribution="vllm",
+        library=VllmLibrary3,
+        files=("vllm_flash_attn/_vllm_fa3_C*.so",),
+        install="pip install vllm",
+    ),
+    Provider(
+        version="3",
+        module="flash_attn_interface",
+        distribution="flash-attn-3",
+        library=InterfaceLibrary3,
+        install="build it from hopper/ of the flash-attention repository",
+    ),
+    Provider(
+        version="3",
+        module="kernels",
+        distribution="kernels",
+        library=InterfaceLibrary3,
+        open=_fetch,
+        install=f"pip install kernels; it fetches {_PUBLISHED_KERNEL}",
+    ),
+    Provider(
+        version="4",
+        module="vllm.vllm_flash_attn",
+        distribution="vllm",
+        library=VllmLibrary4,
+        files=("vllm_flash_attn/cute/interface.py",),
+        install="pip install vllm",
+    ),
+    Provider(
+        version="4",
+        module="flash_attn.cute",
+        distribution="flash-attn-4",
+        library=CuteLibrary4,
+        files=("cute/interface.py",),
+        install="pip install flash-attn-4",
+    ),
+)
+
+
+def provider_of(version: str) -> Provider | None:
+    """The provider that `version` would be loaded from here."""
+    return next((one for one in PROVIDERS if one.version == version and one.absent() is None), None)
+
+
+def missing(version: str) -> str | None:
+    """What is absent where nobody here provides `version`, and what to install; None where somebody does."""
+    reasons = [one.absent() for one in PROVIDERS if one.version == version]
+    if None in reasons:
+        return None
+    return f"nothing here provides FlashAttention {version}: {'; or '.join(reason for reason in reasons if reason)}"
+
+
+def functions_of(version: str, *, sinks: bool = False) -> tuple[type[Library], Functions]:
+    """Imports the provider of `version` and checks that its functions take what we pass.
+
+    Raises:
+        BackendError: there is none, it cannot be imported, or its functions are others than those we know.
+    """
+    provider = provider_of(version)
+    if provider is None:
+        raise BackendError(f"attention backend flash_attn {version} cannot run: {missing(version)}")
+    name = f"{provider.module} ({provider.distribution} {_version(provider.distribution)})"
+    try:
+        module = provider.open(provider)
+    except Exception as error:  # whatever another package's import, or its compiled part, raises
+        raise BackendError(f"attention backend flash_attn {version}: {name} cannot be imported: {error}") from error
+    needs = {function: set(arguments) for function, arguments in provider.library.needs.items()}
+    if sinks:
+        function, argument = provider.library.sink
+        needs[function].add(argument)
+    functions: Functions = {}
+    for function, arguments in needs.items():
+        found = getattr(module, function, None)
+        if found is None:
+            raise BackendError(_unfit(version, name, f"has no function {function}"))
+        lacking = sorted(arguments - _arguments(found))
+        if lacking:
+            raise BackendError(_unfit(version, name, f"has {function} without the argument {', '.join(lacking)}"))
+        functions[function] = found
+    return provider.library, functions
+
+
+def make_library(version: str, spec: AttentionSpec) -> Library:
+    """The library that provides `version` here, for one KV group.
+
+    Raises:
+        BackendError: as `functions_of`.
+    """
+    library, functions = functions_of(version, sinks=spec.sinks)
+    return library(functions, spec)
+
+
+def _unfit(version: str, name: str, problem: str) -> str:
+    return f"attention backend flash_attn {version}: {name} {problem}; another version of the package is needed"
+
+
+def _arguments(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _spec(module: str) -> Any:
+    try:
+        return find_spec(module)
+    except ValueError:  # a module that was made by hand has none
+        return None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return installed_version(distribution)
+    except PackageNotFoundError:
+        return "of unknown version"
