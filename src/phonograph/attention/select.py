@@ -63,6 +63,14 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
+def _flashinfer() -> type[AttentionBackend]:
+    from phonograph.attention.flashinfer.backend import FlashInferBackend
+    from phonograph.attention.flashinfer.library import load_library
+
+    load_library()  # an installation that does not fit is told of before weights are loaded
+    return FlashInferBackend
+
+
 def _unwritten() -> type[AttentionBackend]:
     raise AssertionError("a backend whose kernels are missing was loaded")
 
@@ -74,7 +82,7 @@ BUILT_IN = (
     Registered(capabilities=FlashAttention3Capabilities(), loader=_unwritten, automatic=True),
     Registered(capabilities=FlashAttention4Capabilities(), loader=_unwritten, automatic=True),
     Registered(capabilities=FlashAttention2Capabilities(), loader=_unwritten, automatic=True),
-    Registered(capabilities=FlashInferCapabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True),
     Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
 )
 
