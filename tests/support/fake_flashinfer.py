@@ -1,14 +1,15 @@
-"""FlashInfer's two wrappers without FlashInfer: its signatures (0.6.14), its checks, its arithmetic of sizes, and the oracle.
+"""FlashInfer's wrappers without FlashInfer: its signatures (0.6.14), its checks, its arithmetic of sizes, the oracle.
 
-What a graph freezes is frozen here: `run` appends a launch to `launches`, which holds addresses and sizes of the plan
-at that time, and which a test may launch again. All else a launch reads where the kernels do: FA2 the index buffers,
-FA3 the list of work in the integer workspace. Memory of nobody is poisoned.
+What a graph freezes is frozen here: within `recording`, `run` keeps a launch with the addresses of that time, and
+within `replaying` it launches those instead. All else a launch reads where the kernels do: FA2 the index buffers, FA3
+the list of work in the integer workspace.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,9 @@ from phonograph.attention.oracle import dense_attention
 
 NUM_SMS = 2
 _INF = 5e4
-launches: list[Callable[[], None]] = []
+Launch = tuple[Callable[[], None], torch.Tensor | None]
+_recorded: list[Launch] | None = None
+_replayed: Iterator[Launch] | None = None
 plans: list[object] = []
 """Wrappers in the order in which they were planned."""
 
@@ -29,9 +32,29 @@ def install(monkeypatch) -> ModuleType:
     module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    launches.clear()
     plans.clear()
     return module
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+@contextmanager
+def replaying(recorded: list[Launch]) -> Iterator[None]:
+    global _replayed
+    _replayed = iter(recorded)
+    try:
+        yield
+        assert next(_replayed, None) is None
+    finally:
+        _replayed = None
 
 
 class _Wrapper:
@@ -137,6 +160,12 @@ class _Wrapper:
             integers.take(4 * words)
 
     def _run(self, q, cache, q_scale, k_scale, out, lse, return_lse, enable_pdl):
+        if _replayed is not None:
+            launch, frozen_lse = next(_replayed)
+            launch()
+            if lse is not None:  # a temporary, which in a graph stays where it is
+                lse.copy_(frozen_lse)
+            return
         assert enable_pdl is False
         assert (lse is not None) == return_lse
         assert q.shape[0] == self.rows, "q does not match the plan"
@@ -153,7 +182,9 @@ class _Wrapper:
         def launch() -> None:
             self._launch(q, keys, values, out, lse, scale, *frozen)
 
-        launches.append(launch)
+        if _recorded is not None:
+            assert self.in_graph
+            _recorded.append((launch, lse))
         launch()
 
     def _launch(
@@ -254,8 +285,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_len_per_req=1,
     ):
         lens = seq_lens
-        # A page of lengths of sequences without pages is never read.
-        last_page_len = torch.where(lens > 0, last_page_len, 0).int()
         self._planned(
             torch.arange(len(last_page_len) + 1, dtype=torch.int32),
             indptr,

@@ -94,13 +94,13 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         host.fill(common, slots, num_decodes=num_decodes, num_rows=num_rows, page_size=size)
         if key.query_len == 1:
             return (planner.decode(host, slots),)
-        prefill = planner.prefill(host, slots, num_rows, max_query_len=longest, causal=causal)
         if key.graphs is GraphSet.DECODE:
-            return (prefill,)
+            return (planner.prefill(host, slots, num_rows, max_query_len=longest, causal=causal),)
         assert self._sizes.routine == "fa3", "FA2 merges partial results from row 0 on, where the decodes are"
         # Decodes get rows 0 to `num_decodes`, and zeros the rows behind, which prefills then fill. Slots beyond the
         # tokens are empty.
-        return planner.decode(host, min(slots, num_rows)), prefill
+        decodes = planner.decode(host, min(slots, num_rows))
+        return decodes, planner.prefill(host, slots, num_rows, max_query_len=longest, causal=causal)
 
 
 class FlashInferBackend(AttentionBackend):

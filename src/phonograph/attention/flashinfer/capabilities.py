@@ -57,5 +57,5 @@ class FlashInferCapabilities(Capabilities):
 
 
 def prefill_routine(spec: AttentionSpec, capability: tuple[int, int]) -> str:
-    """Its implementation of prefill, as its wrappers name it. FA3 is for Hopper, and reads FP8 caches for FP8 queries."""
+    """Its implementation of prefill, as its wrappers name it. FA3 is for Hopper; its FP8 caches want FP8 queries."""
     return "fa3" if capability[0] == 9 and not spec.kv_cache_dtype.startswith("float8") else "fa2"

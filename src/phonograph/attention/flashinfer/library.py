@@ -79,8 +79,9 @@ def load_library() -> Library:
     except Exception as error:  # whatever an import of native code raises
         raise BackendError(f"{PACKAGE} {version} cannot be imported: {error}") from error
     for (name, method), used in _USED.items():
-        function = getattr(getattr(module, name, None), method, None)
-        if function is None:
+        wrapper = getattr(module, name, None)
+        function = getattr(wrapper, method, None)
+        if wrapper is None or function is None:
             raise BackendError(f"{PACKAGE} {version} has no {name}.{method}; the adapter was written for 0.6.14")
         lacking = [argument for argument in used.split() if argument not in inspect.signature(function).parameters]
         if lacking:

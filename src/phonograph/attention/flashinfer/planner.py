@@ -1,8 +1,8 @@
 """FlashInfer's wrappers: one for each shape that a graph can have, two for eager steps; and their plans.
 
 What a wrapper's `run` puts into a graph, in the library's graph mode, are launches whose grids and addresses follow
-from slots and tokens alone; all else they read from its integer workspace and from the index buffers, which `plan` rewrites
-on the stream, behind the step before and ahead of the replay. Three things keep that true:
+from slots and tokens alone; all else they read from its integer workspace and from the index buffers, which `plan`
+rewrites on the stream, behind the step before and ahead of the replay. Three things keep that true:
 
 - *Kernels are made at the first plan of a kind* (by nvcc and ninja, cached on disk), so in `build`, which no capture
   contains. The runner also runs each kind of graph eagerly first, so that they are loaded.
