@@ -12,7 +12,7 @@ import pytest
 import torch
 from paged import Arena, Batch
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
@@ -27,6 +27,7 @@ pytest.importorskip("triton")
 from phonograph.attention.flashinfer import backend as module
 from phonograph.attention.flashinfer import planner, staging
 from phonograph.attention.flashinfer.backend import FlashInferBackend
+from phonograph.attention.split_backend import SplitBackend
 from phonograph.kernels.triton import page_indices as pages
 from phonograph.kernels.triton.page_indices import page_indices
 
@@ -109,15 +110,18 @@ class FakeGraph:
 
 
 class FakeArena(Arena):
-    def capture(self, batch: Batch) -> FakeGraph:
-        metadata = self.builder.build(self.fill(batch), key=self.graph_key)
+    def capture(self, batch: Batch, key: GraphKey | None = None) -> FakeGraph:
+        self.captured = key or self.graph_key
+        metadata = self.builder.build(self.fill(batch), key=self.captured)
         self.poison()
         return FakeGraph(self, metadata)
 
 
-def arena_of(key: GraphKey, spec: AttentionSpec = TINY, causal: bool = True) -> FakeArena:
+def arena_of(
+    key: GraphKey, spec: AttentionSpec = TINY, causal: bool = True, backend: MakeBackend = FlashInferBackend
+) -> FakeArena:
     arena = FakeArena(
-        FlashInferBackend,
+        backend,
         spec,
         CPU,
         causal=causal,
@@ -236,6 +240,30 @@ def common(query_lens: list[int], lens: list[int], slots: int, rows: int) -> Com
 LIMITS = BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=128)
 
 
+PARTS: list[Batch] = [
+    [(1, 40), (1, 1), (3, 20), (8, 33)],
+    [(13, 13)],
+    [(1, 90)],
+    [(1, 3), (1, 16), (1, 17), (1, 1)],
+    [(2, 40), (5, 90)],
+    [(1, 1), (12, 77)],
+]
+
+
+@pytest.mark.usefixtures("quick_pages")
+def test_both_parts_of_a_split_batch() -> None:
+    """Decodes by the decode wrapper, prefills by FA3, which leaves the rows before its first query alone."""
+    key = GraphKey(GraphSet.MIXED, 13, 4)
+
+    def split(spec, device, limits):
+        return SplitBackend(spec, device, limits, decode=FlashInferBackend, prefill=FlashInferBackend)
+
+    arena = arena_of(key, backend=split)
+    graph = arena.capture(PARTS[1])
+    for batch in PARTS:
+        arena.check(batch, graph)
+
+
 def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
     builder = FlashInferBackend(TINY, CPU, LIMITS).make_builder()
 
@@ -246,20 +274,15 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
     eight = parts(GraphKey(GraphSet.DECODE, 8, 8, 1), 8, 8)
     mixed = parts(GraphKey(GraphSet.MIXED, 4, 8), 8, 4)
     more = parts(GraphKey(GraphSet.MIXED, 20, 8), 8, 20)
-    assert [(part.first, part.end) for part in (*four, *eight, *mixed)] == [(0, 4), (0, 8), (0, 4), (0, 4)]
-    assert four[0].wrapper is not eight[0].wrapper
-    # As many decodes fit into four tokens as into four slots, and into 20 tokens as many as there are slots.
-    assert mixed[0].wrapper is four[0].wrapper and more[0].wrapper is eight[0].wrapper
-    assert mixed[1].wrapper is not more[1].wrapper
+    assert [(part.first, part.end) for part in (*four, *eight, *mixed, *more)] == [(0, 4), (0, 8), (0, 4), (0, 20)]
+    wrappers = [part.wrapper for part in (*four, *eight, *mixed, *more)]
     again = parts(GraphKey(GraphSet.MIXED, 4, 8), 8, 4)
-    assert [part.wrapper for part in again] == [part.wrapper for part in mixed]
-
-    wrappers = [four[0].wrapper, eight[0].wrapper, mixed[1].wrapper, more[1].wrapper]
+    assert again[0].wrapper is mixed[0].wrapper
     assert len({wrapper.floats.data_ptr() for wrapper in wrappers}) == 1
     assert len({wrapper.integers.data_ptr() for wrapper in wrappers}) == 4
     assert len({wrapper.indices.data_ptr() for wrapper in wrappers}) == 1
     addresses = [(w.pages.data_ptr(), w.last_page.data_ptr(), w.integers.data_ptr()) for w in wrappers]
-    assert addresses[0][:2] == addresses[1][:2] and addresses[2][:2] == addresses[3][:2] != addresses[0][:2]
+    assert len({address[:2] for address in addresses}) == 1
     parts(GraphKey(GraphSet.DECODE, 4, 4, 1), 4, 4)
     parts(None, 2, 2)
     assert addresses == [(w.pages.data_ptr(), w.last_page.data_ptr(), w.integers.data_ptr()) for w in wrappers]
@@ -272,12 +295,12 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
         (None, [1, 1, 5], 3, 7, [(False, 0, 2), (False, 2, 7)]),
         (None, [5], 1, 5, [(False, 0, 5)]),
         (None, [], 2, 0, []),
-        (None, [], 2, 3, [(False, 0, 3)]),
-        (GraphKey(GraphSet.PIECEWISE, 10, 8), [1, 4], 8, 10, [(False, 0, 1), (False, 1, 10)]),
+        (None, [], 2, 3, []),
+        (GraphKey(GraphSet.PIECEWISE, 10, 8), [1, 4], 8, 10, [(False, 0, 1), (False, 1, 5)]),
+        # A prefill of one token behind others is a prefill.
+        (GraphKey(GraphSet.PIECEWISE, 10, 8), [4, 1], 8, 10, [(False, 0, 5)]),
         (GraphKey(GraphSet.DECODE, 8, 2, 4), [4], 2, 8, [(True, 0, 8)]),
-        # A last query of one token does not make it a decode.
-        (GraphKey(GraphSet.DECODE, 8, 2, 4), [1], 2, 8, [(True, 0, 8)]),
-        (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 10, [(True, 0, 8), (True, 0, 10)]),
+        (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 10, [(True, 0, 10)]),
     ],
 )
 def test_what_runs_on_which_rows(
@@ -292,9 +315,8 @@ def test_what_runs_on_which_rows(
 def test_a_plan_is_made_from_the_hosts_lengths() -> None:
     builder = FlashInferBackend(TINY, CPU, LIMITS).make_builder()
     metadata = builder.build(common([1, 1, 5, 2], [16, 1, 33, 2], 8, 12), key=GraphKey(GraphSet.MIXED, 12, 8))
-    decode, prefill = (part.wrapper for part in metadata.parts)
-    assert decode.pages.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2]
-    assert prefill.queries.tolist() == [2, 2, 2, 7, 9, 9, 9, 9, 9, 12]
+    (prefill,) = (part.wrapper for part in metadata.parts)
+    assert prefill.queries.tolist() == [0, 1, 2, 7, 9, 9, 9, 9, 9, 12]
     assert prefill.pages.tolist() == [0, 1, 2, 5, 6, 6, 6, 6, 6, 6]
     assert prefill.last_page.tolist() == [16, 1, 1, 2, 0, 0, 0, 0, 0]
 

@@ -162,8 +162,10 @@ class _Wrapper:
     def _run(self, q, cache, q_scale, k_scale, out, lse, return_lse, enable_pdl):
         if _replayed is not None:
             launch, frozen_lse = next(_replayed)
-            launch()
             if lse is not None:  # a temporary, which in a graph stays where it is
+                frozen_lse.copy_(lse)
+            launch()
+            if lse is not None:
                 lse.copy_(frozen_lse)
             return
         assert enable_pdl is False
@@ -320,8 +322,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
     ):
-        assert v_scale is None and not args
+        assert not args
         self._run(q, paged_kv_cache, q_scale, k_scale, out, lse, return_lse, enable_pdl)
+        if v_scale is not None:
+            out *= v_scale
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -422,5 +426,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf=None,
         skip_softmax_threshold_scale_factor=None,
     ):
-        assert v_scale is None and not args
+        assert not args
         self._run(q, paged_kv_cache, q_scale, k_scale, out, lse, return_lse, enable_pdl)
+        if v_scale is not None:
+            out *= v_scale

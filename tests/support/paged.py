@@ -57,7 +57,6 @@ class Arena:
         self.rng = np.random.default_rng(seed)
         self.free = np.arange(first_block, num_blocks)
         limits = BatchLimits(max_num_seqs=num_reqs, max_num_tokens=num_tokens, max_model_len=max_keys)
-        self.graph_key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
         self.backend = backend_class(spec, device, limits)
         self.builder = self.backend.make_builder()
         layer = make_layer(spec, 0, spec.windows[0], device, torch.Generator().manual_seed(seed))
@@ -101,15 +100,17 @@ class Arena:
             written = self.bytes.clone()
             self.bytes.copy_(before)
             self.poison()
-            self.builder.build(common, key=self.graph_key)
+            self.builder.build(common, key=self.captured)
             graph.replay()
             assert torch.equal(self.bytes, written), "the graph left another cache"
             error = max(error, self._check_outputs(references))
         return error
 
-    def capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        """The graph of any batch of `graph_key`, captured on this one."""
-        metadata = self.builder.build(self.fill(batch), key=self.graph_key)
+    def capture(self, batch: Batch, key: GraphKey | None = None) -> torch.cuda.CUDAGraph:
+        """The graph of `key`, or else of any batch, captured on this one."""
+        key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
+        self.captured = key
+        metadata = self.builder.build(self.fill(batch), key=key)
         self.poison()
         self.run(metadata)
         torch.cuda.synchronize()
@@ -130,6 +131,9 @@ class Arena:
         for tensor in (*self.outs, *self.lses):
             if tensor is not None:
                 tensor.fill_(torch.nan)
+        if not self.backend.clears_padding:
+            for out in self.outs:
+                out[self.end : self.num_tokens] = 0
         for plans in getattr(self, "plans", {}).values():
             for plan in plans:
                 plan.partial_out.fill_(torch.nan)

@@ -102,6 +102,8 @@ def _check(backend: AttentionBackend, layer: AttentionLayer, shape: BatchShape, 
     problem = _write_problem(spec, layer, batch, before)
     num_tokens = batch.query.shape[0]
     out_THD = torch.full_like(batch.query, torch.nan)
+    if not backend.clears_padding:
+        out_THD[common.num_tokens :] = 0
     lse_HT = torch.full((spec.num_query_heads, num_tokens), torch.nan, device=backend.device) if spec.lse else None
     backend.forward(layer, batch.query, batch.kv_cache, metadata, out_THD, lse_HT)
 

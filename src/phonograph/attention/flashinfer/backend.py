@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
-from phonograph.attention.flashinfer.staging import HostPlans
+from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
 from phonograph.attention.flashinfer.workspace import Sizes
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.errors import BackendError
@@ -33,7 +34,7 @@ _LEAST_LSE = -4.9e4
 class FlashInferMetadata(AttentionMetadata):
     """Tensors of CommonMetadata by the same names, where page numbers go, and what runs on which rows, in order.
 
-    num_rows: rows of the batch with its padding
+    end: rows behind it are of no request, and no part runs on them
     """
 
     seq_lens: torch.Tensor
@@ -41,7 +42,7 @@ class FlashInferMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     indices: torch.Tensor
     parts: tuple[Part, ...]
-    num_rows: int
+    end: int
 
 
 class FlashInferMetadataBuilder(MetadataBuilder):
@@ -63,50 +64,60 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         self._host_plans = HostPlans(limits.max_num_seqs, device)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> FlashInferMetadata:
-        num_rows = common.slot_mapping.shape[0]
+        if key is None or key.graphs is GraphSet.PIECEWISE:
+            parts, end = self._eager(common), common.num_tokens
+        else:
+            # As one part of a split batch, decodes come with the rows of all.
+            end = min(key.num_tokens, common.slot_mapping.shape[0])
+            parts = (self._in_graph(common, key, end),)
         return FlashInferMetadata(
             seq_lens=common.seq_lens,
             block_table=common.block_table,
             slot_mapping=common.slot_mapping,
             indices=self._planner.indices,
-            parts=self._parts(common, key, num_rows),
-            num_rows=num_rows,
+            parts=parts,
+            end=end,
         )
 
-    def _parts(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> tuple[Part, ...]:
-        host = self._host_plans.take()
-        causal = common.causal or self._spec.windows[0][1] == 0
-        size = self._spec.block_size
-        planner, longest = self._planner, common.max_query_len
-        if key is None or key.graphs is GraphSet.PIECEWISE:
-            host.fill(common, common.num_reqs, num_decodes=common.num_decodes, num_rows=num_rows, page_size=size)
-            return planner.eager(
-                host,
-                num_seqs=common.num_reqs,
-                num_decodes=common.num_decodes,
-                rows=num_rows,
-                max_query_len=longest,
-                causal=causal,
-            )
+    def _eager(self, common: CommonMetadata) -> tuple[Part, ...]:
+        num_seqs = common.num_reqs
+        others = np.flatnonzero(np.diff(common.query_start_loc_cpu[: num_seqs + 1]) != 1)
+        return self._planner.eager(
+            self._host_plan(common, num_seqs, common.num_tokens),
+            num_seqs,
+            num_decodes=int(others[0]) if len(others) else num_seqs,
+            max_query_len=common.max_query_len,
+            causal=self._causal(common),
+        )
+
+    def _in_graph(self, common: CommonMetadata, key: GraphKey, num_rows: int) -> Part:
         slots = len(common.seq_lens_cpu)
-        # With speculation a query of one token in a decode graph is one like the others.
-        num_decodes = common.num_decodes if key.query_len <= 1 else 0
-        host.fill(common, slots, num_decodes=num_decodes, num_rows=num_rows, page_size=size)
+        host = self._host_plan(common, slots, num_rows)
         if key.query_len == 1:
-            return (planner.decode(host, slots),)
-        if key.graphs is GraphSet.DECODE:
-            return (planner.prefill(host, slots, num_rows, max_query_len=longest, causal=causal),)
-        assert self._sizes.routine == "fa3", "FA2 merges partial results from row 0 on, where the decodes are"
-        # Decodes get rows 0 to `num_decodes`, and zeros the rows behind, which prefills then fill. Slots beyond the
-        # tokens are empty.
-        decodes = planner.decode(host, min(slots, num_rows))
-        return decodes, planner.prefill(host, slots, num_rows, max_query_len=longest, causal=causal)
+            return self._planner.decode(host, slots)
+        assert self._sizes.routine == "fa3" or key.graphs is GraphSet.DECODE, "FA2 is not declared for mixed graphs"
+        return self._planner.prefill(
+            host, slots, num_rows, max_query_len=common.max_query_len, causal=self._causal(common)
+        )
+
+    def _host_plan(self, common: CommonMetadata, num_seqs: int, num_rows: int) -> HostPlan:
+        host = self._host_plans.take()
+        host.fill(common, num_seqs, num_rows=num_rows, page_size=self._spec.block_size)
+        return host
+
+    def _causal(self, common: CommonMetadata) -> bool:
+        return common.causal or self._spec.windows[0][1] == 0
 
 
 class FlashInferBackend(AttentionBackend):
-    """Raises BackendError at the first run of a layer whose scales differ from head to head."""
+    """Raises BackendError at the first run of a layer whose scales differ from head to head.
+
+    A mixed graph is one FA3 launch a layer, which splits no sequence and takes a tile for each query head of a decode.
+    Where many decodes run beside prefills, `prefill=flashinfer,decode=flashinfer` gives them the decode wrapper.
+    """
 
     capabilities = FlashInferCapabilities()
+    clears_padding = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         super().__init__(spec, device, limits)
@@ -141,13 +152,12 @@ class FlashInferBackend(AttentionBackend):
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
-        assert metadata.num_rows == query_THD.shape[0], "the metadata is of another batch"
         keys, values = kv_cache.unbind(0)
         if self.spec.layout is KVLayout.HND:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         k_scale = self._scale(layer, "k_scale", layer.k_scale)
         v_scale = self._scale(layer, "v_scale", layer.v_scale)
-        lse_TH = None if lse_HT is None else lse_HT.new_empty(lse_HT.shape[::-1])
+        lse_TH = None if lse_HT is None else self._base_2(lse_HT, metadata.end)
         for part in metadata.parts:
             rows = slice(part.first, part.end)
             part.wrapper.run(
@@ -155,17 +165,22 @@ class FlashInferBackend(AttentionBackend):
                 (keys, values),
                 q_scale=layer.scale,
                 k_scale=k_scale,
+                v_scale=v_scale,
                 out=out_THD[rows],
                 lse=None if lse_TH is None else lse_TH[rows],
                 return_lse=lse_TH is not None,
                 # Some of its blocks end without waiting for the kernel before, on which ours after it would rely.
                 enable_pdl=False,
             )
-        if v_scale is not None:
-            # Not by the wrappers: each would multiply all of its rows, and parts overlap.
-            out_THD.mul_(v_scale)
         if lse_HT is not None and lse_TH is not None:
-            lse_HT.copy_(lse_TH.t().mul(math.log(2)).masked_fill(lse_TH.t() < _LEAST_LSE, -math.inf))
+            lse_HT.copy_((lse_TH * math.log(2)).masked_fill_(lse_TH < _LEAST_LSE, -math.inf).t())
+
+    def _base_2(self, lse_HT: torch.Tensor, end: int) -> torch.Tensor:
+        """[T, H] for the wrappers to write to. Rows before the first query are another launch's, and stay."""
+        lse_TH = torch.empty_like(lse_HT.t(), memory_format=torch.contiguous_format)
+        torch.mul(lse_HT.t(), 1 / math.log(2), out=lse_TH)
+        lse_TH[end:] = -math.inf
+        return lse_TH
 
     def _scale(self, layer: AttentionLayer, name: str, scale_K: torch.Tensor | None) -> float | None:
         """The one scale of all heads, read from the device once for each layer."""

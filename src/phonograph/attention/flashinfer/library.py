@@ -17,7 +17,7 @@ PACKAGE = "flashinfer-python"
 _DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 _COMMON_PLAN = "window_left logits_soft_cap q_data_type kv_data_type sm_scale seq_lens"
-_RUN = "q paged_kv_cache q_scale k_scale out lse return_lse enable_pdl"
+_RUN = "q paged_kv_cache q_scale k_scale v_scale out lse return_lse enable_pdl"
 _USED = {
     (_DECODE, "__init__"): "float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "
     "paged_kv_indices_buffer paged_kv_last_page_len_buffer backend",
@@ -45,6 +45,7 @@ class Wrapper(Protocol):
         *,
         q_scale: float,
         k_scale: float | None,
+        v_scale: float | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
         return_lse: bool,

@@ -8,8 +8,8 @@ rewrites on the stream, behind the step before and ahead of the replay. Three th
   contains. The runner also runs each kind of graph eagerly first, so that they are loaded.
 - *A wrapper's own pinned copy of its plan* is overwritten by its next plan while the device may not have read it, so a
   fence is recorded behind each plan and waited for before the next.
-- *Rows of no request* are the queries of a slot without keys, for which the kernels write zeros. So the last entry of
-  the query offsets always is the number of rows, which `run` checks, and which fixes the sizes at the first plan.
+- *Rows of no request* are, in a graph, the queries of a slot without keys, for which the kernels write zeros. So the
+  last query offset always is the number of rows, which `run` checks, and which fixes the sizes at the first plan.
 
 Memory: `Sizes.floats` once, `Sizes.*_integers` on the device and pinned for each wrapper of a graph, 16 MiB of each for
 the two eager ones, and int32 page numbers of max_num_seqs sequences of max_model_len tokens.
@@ -49,7 +49,6 @@ class Planner:
     ) -> None:
         self._library, self._spec, self._sizes = library, spec, sizes
         slots = limits.max_num_seqs
-        self._max_num_seqs = slots
 
         def zeros(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=device)
@@ -57,7 +56,6 @@ class Planner:
         # Zeros, so that what was never written is a page that exists.
         self.indices = zeros(slots * -(-limits.max_model_len // spec.block_size))
         self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
-        self._decode_pages, self._decode_last_page = zeros(slots + 1), zeros(slots)
         self._floats = torch.zeros(sizes.floats(), dtype=torch.uint8, device=device)
         self._fences: dict[int, Fence] = {}
         self._decode: dict[int, Wrapper] = {}
@@ -66,14 +64,14 @@ class Planner:
         self._eager_prefill = self._make_prefill()
 
     def decode(self, host: HostPlan, slots: int) -> Part:
-        """Plans the decodes among the first `slots` sequences, for a graph: a row each, zeros for all but decodes."""
+        """Plans `slots` sequences of a row each, for a graph; those without keys get zeros."""
         if slots not in self._decode:
             self._decode[slots] = self._make_decode(
                 self._sizes.decode_integers(slots),
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=self._decode_pages[: slots + 1],
+                paged_kv_indptr_buffer=self._pages[: slots + 1],
                 paged_kv_indices_buffer=self.indices,
-                paged_kv_last_page_len_buffer=self._decode_last_page[:slots],
+                paged_kv_last_page_len_buffer=self._last_page[:slots],
             )
         self._plan_decode(self._decode[slots], host, slots, in_graph=True)
         return Part(self._decode[slots], 0, slots)
@@ -99,24 +97,25 @@ class Planner:
         return Part(wrapper, 0, rows)
 
     def eager(
-        self, host: HostPlan, *, num_seqs: int, num_decodes: int, rows: int, max_query_len: int, causal: bool
+        self, host: HostPlan, num_seqs: int, *, num_decodes: int, max_query_len: int, causal: bool
     ) -> tuple[Part, ...]:
-        """Plans a batch at its actual size: decodes, then the rest with the padding, each where there are any."""
+        """Plans a batch at its actual size: sequences of one row, which come first, then the rest."""
         parts: list[Part] = []
         if num_decodes:
             self._plan_decode(self._eager_decode, host, num_decodes, in_graph=False)
             parts.append(Part(self._eager_decode, 0, num_decodes))
-        if rows > num_decodes:
-            host.queries[num_decodes : num_seqs + 2] -= num_decodes
+        first, end = int(host.queries[num_decodes]), int(host.queries[num_seqs])
+        if end > first:
+            host.queries[num_decodes : num_seqs + 1] -= first
             self._plan_prefill(
                 self._eager_prefill,
                 host,
-                slice(num_decodes, num_seqs + 1),
+                slice(num_decodes, num_seqs),
                 max_query_len=max_query_len,
                 causal=causal,
                 in_graph=False,
             )
-            parts.append(Part(self._eager_prefill, num_decodes, rows))
+            parts.append(Part(self._eager_prefill, first, end))
         return tuple(parts)
 
     def _make_decode(self, integers: int | None = None, **buffers: Any) -> Wrapper:
@@ -141,10 +140,10 @@ class Planner:
         self._plan(
             wrapper,
             host,
-            host.decode_pages[: slots + 1],
+            host.pages[: slots + 1],
             self._indices(in_graph),
             host.last_page[:slots],
-            seq_lens=host.decode_lens[:slots],
+            seq_lens=host.lens[:slots],
         )
 
     def _plan_prefill(

@@ -34,47 +34,35 @@ class Fence:
 class HostPlan:
     """One step's lengths as the library wants them, int32, for n <= N sequences and a slot of padding behind them.
 
+    queries    [N+2]  running sum of query lengths; the padding slot has the rows of no request
     pages      [N+2]  running sum of pages, from 0; the padding slot has none
     last_page  [N+1]  keys in the last page, 0 where there are none
     lens       [N+1]  keys
-    decode_pages [N+1], decode_lens [N]  the same for decodes alone: none from `num_decodes` on
-    queries    [N+2]  running sum of query lengths; the padding slot has the rows of no request
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         def pinned(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
 
+        self.queries = pinned(max_num_seqs + 2)
         self.pages = pinned(max_num_seqs + 2)
         self.last_page = pinned(max_num_seqs + 1)
         self.lens = pinned(max_num_seqs + 1)
-        self.decode_pages = pinned(max_num_seqs + 1)
-        self.decode_lens = pinned(max_num_seqs)
-        self.queries = pinned(max_num_seqs + 2)
         self.fence = Fence(device)
 
-    def fill(self, common: CommonMetadata, num_seqs: int, *, num_decodes: int, num_rows: int, page_size: int) -> None:
-        """Takes the first `num_seqs` sequences of a batch of `num_rows` rows.
-
-        Queries of decodes are left out of `queries`, which begins at the first row behind them.
-        """
+    def fill(self, common: CommonMetadata, num_seqs: int, *, num_rows: int, page_size: int) -> None:
+        """Takes the first `num_seqs` sequences of a batch, in `num_rows` rows with its padding."""
         lens = common.seq_lens_cpu[:num_seqs]
-        pages, last_page = self.pages.numpy(), self.last_page.numpy()
+        queries, pages = self.queries.numpy(), self.pages.numpy()
+        queries[: num_seqs + 1] = common.query_start_loc_cpu[: num_seqs + 1]
+        queries[num_seqs + 1] = num_rows
         pages[0] = 0
         np.cumsum(-(-lens // page_size), out=pages[1 : num_seqs + 1])
         pages[num_seqs + 1] = pages[num_seqs]
+        last_page, lengths = self.last_page.numpy(), self.lens.numpy()
         last_page[:num_seqs] = np.where(lens > 0, (lens - 1) % page_size + 1, 0)
-        last_page[num_seqs] = 0
-        lengths = self.lens.numpy()
         lengths[:num_seqs] = lens
-        lengths[num_seqs] = 0
-        decode_pages, decode_lens = self.decode_pages.numpy(), self.decode_lens.numpy()
-        np.minimum(pages[: num_seqs + 1], pages[num_decodes], out=decode_pages[: num_seqs + 1])
-        decode_lens[:num_decodes] = lens[:num_decodes]
-        decode_lens[num_decodes:num_seqs] = 0
-        queries = self.queries.numpy()
-        np.maximum(common.query_start_loc_cpu[: num_seqs + 1], num_decodes, out=queries[: num_seqs + 1])
-        queries[num_seqs + 1] = num_rows
+        last_page[num_seqs] = lengths[num_seqs] = 0
 
 
 class HostPlans:
