@@ -18,11 +18,11 @@ from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities,
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.gpu
 
 from phonograph.attention.flashinfer.backend import FlashInferBackend
 from phonograph.attention.split_backend import SplitBackend
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 FULL = (-1, -1)
 LLAMA = AttentionSpec(

@@ -134,13 +134,21 @@ class Uniform(TritonCapabilities):
         return Support(GraphSupport.ALWAYS, "reads query_start_loc at longer queries")
 
 
+class Never(TritonCapabilities):
+    name = "never"
+
+    def graph_support(self, spec: AttentionSpec, device: object) -> Support:
+        return Support(GraphSupport.NEVER, "says so")
+
+
 @pytest.mark.parametrize(
     ("decode", "prefill", "level"),
     [
         (Uniform(), Uniform(), GraphSupport.ALWAYS),
         (TritonCapabilities(), Uniform(), GraphSupport.ALWAYS),
         (FlashInferCapabilities(), TritonCapabilities(), GraphSupport.ALWAYS),
-        (TritonCapabilities(), FlashInferCapabilities(), GraphSupport.UNIFORM_BATCH),
+        (TritonCapabilities(), FlashInferCapabilities(), GraphSupport.ALWAYS),
+        (TritonCapabilities(), Never(), GraphSupport.UNIFORM_BATCH),
     ],
 )
 def test_support_is_that_of_the_parts(decode: Capabilities, prefill: Capabilities, level: GraphSupport) -> None:
