@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, KVLayout
-from phonograph.attention.families import FlashInferCapabilities, TritonCapabilities
 from phonograph.attention.flash_attn import providers
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
     FlashAttention4Capabilities,
 )
+from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.reference import ReferenceCapabilities
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.device import known_device
 from phonograph.graphs.modes import GraphSupport
 
@@ -149,7 +150,10 @@ def test_levels_and_mechanisms() -> None:
     assert level is GraphSupport.ALWAYS
     assert "schedule is off" in reason
     assert "no ahead-of-time schedule" in support(FA4, "b200")[1]
-    assert support(FLASHINFER)[0] is GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(FLASHINFER)[0] is GraphSupport.ALWAYS
+    level, reason = support(FLASHINFER, "a100-80gb")
+    assert level is GraphSupport.UNIFORM_BATCH
+    assert "FA2" in reason and "no mixed graphs" in reason
     assert support(TRITON)[0] is GraphSupport.ALWAYS
     assert support(REFERENCE, "cpu")[0] is GraphSupport.ALWAYS
     assert support(REFERENCE, "h100")[0] is GraphSupport.NEVER
@@ -157,4 +161,4 @@ def test_levels_and_mechanisms() -> None:
 
 def test_only_the_reference_and_our_own_need_nothing_else() -> None:
     assert REFERENCE.missing() is None
-    assert all(capabilities.missing() for capabilities in (FA2, FA3, FA4, FLASHINFER))
+    assert all(capabilities.missing() for capabilities in (FA2, FA3, FA4))

@@ -102,7 +102,7 @@ def test_unknown_names(asked: str | None, version: str | None, setting: str, par
 
 def test_loading() -> None:
     assert load(select(None, None, FLOAT, CPU)) is ReferenceBackend
-    for asked, why in (("flash_attn", "nothing here provides FlashAttention 3"), ("flashinfer", "not in this version")):
+    for asked, why in (("flash_attn", "nothing here provides FlashAttention 3"), ("flashinfer", "flashinfer-python")):
         selection = select(asked, None, HALF, H100)
         assert "cannot run here" in selection.reasons[-1]
         with pytest.raises(BackendError, match=f"{selection.capabilities.label} cannot run: .*{why}"):

@@ -12,10 +12,11 @@ import torch
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape
-from phonograph.attention.families import FlashInferCapabilities, TritonCapabilities
+from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
 from phonograph.attention.split import SplitCapabilities
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.device import known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
@@ -134,13 +135,21 @@ class Uniform(TritonCapabilities):
         return Support(GraphSupport.ALWAYS, "reads query_start_loc at longer queries")
 
 
+class Never(TritonCapabilities):
+    name = "never"
+
+    def graph_support(self, spec: AttentionSpec, device: object) -> Support:
+        return Support(GraphSupport.NEVER, "says so")
+
+
 @pytest.mark.parametrize(
     ("decode", "prefill", "level"),
     [
         (Uniform(), Uniform(), GraphSupport.ALWAYS),
         (TritonCapabilities(), Uniform(), GraphSupport.ALWAYS),
         (FlashInferCapabilities(), TritonCapabilities(), GraphSupport.ALWAYS),
-        (TritonCapabilities(), FlashInferCapabilities(), GraphSupport.UNIFORM_BATCH),
+        (TritonCapabilities(), FlashInferCapabilities(), GraphSupport.ALWAYS),
+        (TritonCapabilities(), Never(), GraphSupport.UNIFORM_BATCH),
     ],
 )
 def test_support_is_that_of_the_parts(decode: Capabilities, prefill: Capabilities, level: GraphSupport) -> None:

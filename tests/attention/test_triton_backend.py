@@ -11,9 +11,9 @@ import torch
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape
-from phonograph.attention.families import TritonCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.device import known_device
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 

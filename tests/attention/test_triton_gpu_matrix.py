@@ -19,8 +19,8 @@ from paged import Arena, Batch, attend
 
 from phonograph.attention.backend import AttentionSpec, KVLayout
 from phonograph.attention.conformance_batch import make_layer
-from phonograph.attention.families import TritonCapabilities
 from phonograph.attention.oracle import dense_attention
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.device import known_device
 
 pytest.importorskip("triton")

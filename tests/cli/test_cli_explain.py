@@ -15,7 +15,7 @@ BACKENDS = {
     "flash_attn 2": "UNIFORM_BATCH",
     "flash_attn 3": "ALWAYS",
     "flash_attn 4": "ALWAYS",
-    "flashinfer": "UNIFORM_SINGLE_TOKEN_DECODE",
+    "flashinfer": "ALWAYS",
     "triton": "ALWAYS",
     "reference": "NEVER",
 }

@@ -12,15 +12,16 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
-from phonograph.attention.families import FlashInferCapabilities, TritonCapabilities
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
     FlashAttention4Capabilities,
 )
 from phonograph.attention.flash_attn.providers import functions_of
+from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.split import SplitCapabilities, parse_parts
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
@@ -87,8 +88,12 @@ def _with_its_library(backend: type[AttentionBackend]) -> type[AttentionBackend]
     return backend
 
 
-def _unwritten() -> type[AttentionBackend]:
-    raise AssertionError("a backend whose kernels are missing was loaded")
+def _flashinfer() -> type[AttentionBackend]:
+    from phonograph.attention.flashinfer.backend import FlashInferBackend
+    from phonograph.attention.flashinfer.library import load_library
+
+    load_library()  # an installation that does not fit is told of before weights are loaded
+    return FlashInferBackend
 
 
 # In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
@@ -98,7 +103,7 @@ BUILT_IN = (
     Registered(capabilities=FlashAttention3Capabilities(), loader=_flash_attn_3, automatic=True),
     Registered(capabilities=FlashAttention4Capabilities(), loader=_flash_attn_4, automatic=True),
     Registered(capabilities=FlashAttention2Capabilities(), loader=_flash_attn_2, automatic=True),
-    Registered(capabilities=FlashInferCapabilities(), loader=_unwritten, automatic=True),
+    Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True),
     Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
 )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
-from phonograph.attention.families import TritonCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_decode import (

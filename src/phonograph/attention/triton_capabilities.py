@@ -47,30 +47,3 @@ class TritonCapabilities(Capabilities):
 
     def missing(self) -> str | None:
         return None if find_spec("triton") else "the package triton is not installed; it comes with torch for CUDA"
-
-
-class FlashInferCapabilities(Capabilities):
-    name = "flashinfer"
-    _declared = Declaration(
-        min_capability=(8, 0),
-        kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        head_sizes=(64, 128, 256),
-        block_size_multiple=16,
-        left_window_only=True,
-    )
-
-    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        found = self._declared.refusals(spec, device)
-        if len(spec.windows) > 1:
-            found.append(f"{len(spec.windows)} windows in one KV group; a plan of its wrappers holds one")
-        return found
-
-    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        return Support(
-            GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-            "it plans on the host: a decode wrapper for each captured batch size keeps its plan in persistent index "
-            "buffers and takes one token a query; its prefill plan is made anew for each batch, so no graph holds it",
-        )
-
-    def missing(self) -> str:
-        return _NO_ADAPTER

@@ -1,0 +1,198 @@
+"""FlashInfer as a backend: decodes and prefills each through a wrapper, planned in `build` from the host's lengths.
+
+The device's tensors still hold the step before when `build` runs, so lengths come from their host copies, and page
+numbers, which the host does not have, are laid out by a kernel at the head of the step (`schedule`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
+from phonograph.attention.flashinfer.library import Library, load_library
+from phonograph.attention.flashinfer.planner import Part, Planner
+from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
+from phonograph.attention.flashinfer.workspace import Sizes
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.errors import BackendError
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.triton.page_indices import page_indices
+from phonograph.kernels.triton.rope_kv import write_kv
+
+_NO_GPU = (9, 0), 2
+"""Capability and multiprocessors that tests without a GPU pretend."""
+_LEAST_LSE = -4.9e4
+"""Its kernels write -5e4 for minus infinity, in base 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashInferMetadata(AttentionMetadata):
+    """Tensors of CommonMetadata by the same names, where page numbers go, and what runs on which rows, in order.
+
+    end: rows behind it are of no request, and no part runs on them
+    """
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    indices: torch.Tensor
+    parts: tuple[Part, ...]
+    end: int
+
+
+class FlashInferMetadataBuilder(MetadataBuilder):
+    """Plans the wrappers that the coming step runs.
+
+    A replay reads whatever plan is in the buffers, so each has to be planned for: the runner builds exactly once for
+    what it runs next, capture and verification included, and refuses to replay what nothing was built for.
+    """
+
+    def __init__(self, library: Library, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        capability, num_sms = _NO_GPU
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        routine = prefill_routine(spec, capability)
+        self._spec = spec
+        self._sizes = Sizes(spec=spec, limits=limits, routine=routine, num_sms=num_sms)
+        self._planner = Planner(library, spec, limits, device, self._sizes)
+        self._host_plans = HostPlans(limits.max_num_seqs, device)
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> FlashInferMetadata:
+        if key is None or key.graphs is GraphSet.PIECEWISE:
+            parts, end = self._eager(common), common.num_tokens
+        else:
+            # As one part of a split batch, decodes come with the rows of all.
+            end = min(key.num_tokens, common.slot_mapping.shape[0])
+            parts = (self._in_graph(common, key, end),)
+        return FlashInferMetadata(
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            slot_mapping=common.slot_mapping,
+            indices=self._planner.indices,
+            parts=parts,
+            end=end,
+        )
+
+    def _eager(self, common: CommonMetadata) -> tuple[Part, ...]:
+        num_seqs = common.num_reqs
+        others = np.flatnonzero(np.diff(common.query_start_loc_cpu[: num_seqs + 1]) != 1)
+        return self._planner.eager(
+            self._host_plan(common, num_seqs, common.num_tokens),
+            num_seqs,
+            num_decodes=int(others[0]) if len(others) else num_seqs,
+            max_query_len=common.max_query_len,
+            causal=self._causal(common),
+        )
+
+    def _in_graph(self, common: CommonMetadata, key: GraphKey, num_rows: int) -> Part:
+        slots = len(common.seq_lens_cpu)
+        host = self._host_plan(common, slots, num_rows)
+        if key.query_len == 1:
+            return self._planner.decode(host, slots)
+        assert self._sizes.routine == "fa3" or key.graphs is GraphSet.DECODE, "FA2 is not declared for mixed graphs"
+        return self._planner.prefill(
+            host, slots, num_rows, max_query_len=common.max_query_len, causal=self._causal(common)
+        )
+
+    def _host_plan(self, common: CommonMetadata, num_seqs: int, num_rows: int) -> HostPlan:
+        host = self._host_plans.take()
+        host.fill(common, num_seqs, num_rows=num_rows, page_size=self._spec.block_size)
+        return host
+
+    def _causal(self, common: CommonMetadata) -> bool:
+        return common.causal or self._spec.windows[0][1] == 0
+
+
+class FlashInferBackend(AttentionBackend):
+    """Raises BackendError at the first run of a layer whose scales differ from head to head.
+
+    A mixed graph is one FA3 launch a layer, which splits no sequence and takes a tile for each query head of a decode.
+    Where many decodes run beside prefills, `prefill=flashinfer,decode=flashinfer` gives them the decode wrapper.
+    """
+
+    capabilities = FlashInferCapabilities()
+    clears_padding = False
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        super().__init__(spec, device, limits)
+        self._library = load_library()
+        self._scales: dict[tuple[int, str], tuple[torch.Tensor, float]] = {}
+
+    def make_builder(self) -> FlashInferMetadataBuilder:
+        return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits)
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, FlashInferMetadata)
+        page_indices(metadata.block_table, metadata.seq_lens, metadata.indices, page_size=self.spec.block_size)
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, FlashInferMetadata)
+        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(metadata, FlashInferMetadata)
+        keys, values = kv_cache.unbind(0)
+        if self.spec.layout is KVLayout.HND:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        k_scale = self._scale(layer, "k_scale", layer.k_scale)
+        v_scale = self._scale(layer, "v_scale", layer.v_scale)
+        lse_TH = None if lse_HT is None else self._base_2(lse_HT, metadata.end)
+        for part in metadata.parts:
+            rows = slice(part.first, part.end)
+            part.wrapper.run(
+                query_THD[rows],
+                (keys, values),
+                q_scale=layer.scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=out_THD[rows],
+                lse=None if lse_TH is None else lse_TH[rows],
+                return_lse=lse_TH is not None,
+                # Some of its blocks end without waiting for the kernel before, on which ours after it would rely.
+                enable_pdl=False,
+            )
+        if lse_HT is not None and lse_TH is not None:
+            lse_HT.copy_((lse_TH * math.log(2)).masked_fill_(lse_TH < _LEAST_LSE, -math.inf).t())
+
+    def _base_2(self, lse_HT: torch.Tensor, end: int) -> torch.Tensor:
+        """[T, H] for the wrappers to write to. Rows before the first query are another launch's, and stay."""
+        lse_TH = torch.empty_like(lse_HT.t(), memory_format=torch.contiguous_format)
+        torch.mul(lse_HT.t(), 1 / math.log(2), out=lse_TH)
+        lse_TH[end:] = -math.inf
+        return lse_TH
+
+    def _scale(self, layer: AttentionLayer, name: str, scale_K: torch.Tensor | None) -> float | None:
+        """The one scale of all heads, read from the device once for each layer."""
+        if scale_K is None:
+            return None
+        known = self._scales.get((layer.index, name))
+        if known is None or known[0] is not scale_K:
+            heads: list[float] = scale_K.tolist()
+            if len(set(heads)) > 1:
+                raise BackendError(
+                    f"attention backend flashinfer: {name} of layer {layer.index} differs from head to head "
+                    f"({min(heads):.3g} to {max(heads):.3g}); its wrappers take one for a layer, triton takes both"
+                )
+            known = self._scales[layer.index, name] = scale_K, heads[0]
+        return known[1]

@@ -1,0 +1,61 @@
+"""What FlashInfer can do, and which of its routines does it; nothing here imports it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.declaration import Declaration
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import GraphSupport, Support
+
+
+class FlashInferCapabilities(Capabilities):
+    """Page sizes: its kernels divide by the page size at run time, so any multiple of ours serves.
+
+    FP8 caches: a scale is one number to its wrappers, so layers whose heads differ in theirs are refused at their first
+    run (`BackendError`); the spec does not say which scales there will be.
+    """
+
+    name = "flashinfer"
+    _declared = Declaration(
+        min_capability=(8, 0),
+        kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        head_sizes=(64, 128, 256),
+        block_size_multiple=16,
+        left_window_only=True,
+    )
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        found = self._declared.refusals(spec, device)
+        if len(spec.windows) > 1:
+            found.append(f"{len(spec.windows)} windows in one KV group; a plan of its wrappers holds one")
+        return found
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        plans = (
+            "each step is planned on the host into buffers that graphs read, and in its graph mode the sizes of a plan "
+            "depend on tokens and slots alone"
+        )
+        if prefill_routine(spec, device.capability) == "fa3":
+            return Support(
+                GraphSupport.ALWAYS,
+                f"{plans}: a decode wrapper for each number of slots, and its FA3 prefill, whose blocks take their "
+                "work from a list in such a buffer, for each number of tokens",
+            )
+        return Support(
+            GraphSupport.UNIFORM_BATCH,
+            f"{plans}, so decode graphs of any query length are right; here its prefill is FA2, which in a graph "
+            "splits the keys of every batch and needs float32 scratch for each padded tile of each query head (0.7 GB "
+            "at 2048 tokens and 256 slots of 32 heads of 128), so no mixed graphs",
+        )
+
+    def missing(self) -> str | None:
+        if find_spec("flashinfer") is None:
+            return "the package flashinfer is not installed: pip install flashinfer-python"
+        return None
+
+
+def prefill_routine(spec: AttentionSpec, capability: tuple[int, int]) -> str:
+    """Its implementation of prefill, as its wrappers name it. FA3 is for Hopper; its FP8 caches want FP8 queries."""
+    return "fa3" if capability[0] == 9 and not spec.kv_cache_dtype.startswith("float8") else "fa2"

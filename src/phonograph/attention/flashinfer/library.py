@@ -1,0 +1,93 @@
+"""Imports FlashInfer and holds it to the interface that the adapter was written for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module, metadata
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from phonograph.errors import BackendError
+
+PACKAGE = "flashinfer-python"
+
+# What the adapter passes by name, or counts on in this order.
+_DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+_PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
+_COMMON_PLAN = "window_left logits_soft_cap q_data_type kv_data_type sm_scale seq_lens"
+_RUN = "q paged_kv_cache q_scale k_scale v_scale out lse return_lse enable_pdl"
+_USED = {
+    (_DECODE, "__init__"): "float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "
+    "paged_kv_indices_buffer paged_kv_last_page_len_buffer backend",
+    (_DECODE, "plan"): "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size " + _COMMON_PLAN,
+    (_DECODE, "run"): _RUN,
+    (_DECODE, "reset_workspace_buffer"): "float_workspace_buffer int_workspace_buffer",
+    (_PREFILL, "__init__"): "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf "
+    "paged_kv_indices_buf paged_kv_last_page_len_buf backend",
+    (_PREFILL, "plan"): "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads "
+    "head_dim_qk page_size causal max_token_per_sequence " + _COMMON_PLAN,
+    (_PREFILL, "run"): _RUN,
+    (_PREFILL, "reset_workspace_buffer"): "float_workspace_buffer int_workspace_buffer",
+}
+
+
+class Wrapper(Protocol):
+    """What decode and prefill wrappers have in common."""
+
+    def plan(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        q_scale: float,
+        k_scale: float | None,
+        v_scale: float | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        enable_pdl: bool,
+    ) -> object: ...
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None: ...
+
+
+class Library(NamedTuple):
+    """The wrappers' classes, and the version that they come from."""
+
+    version: str
+    decode: Callable[..., Wrapper]
+    prefill: Callable[..., Wrapper]
+
+
+def load_library() -> Library:
+    """Imports the library, which compiles nothing yet.
+
+    Raises:
+        BackendError: it cannot be imported, or lacks an argument that the adapter passes.
+    """
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        version = "of unknown version"
+    try:
+        module = import_module("flashinfer")
+    except Exception as error:  # whatever an import of native code raises
+        raise BackendError(f"{PACKAGE} {version} cannot be imported: {error}") from error
+    for (name, method), used in _USED.items():
+        wrapper = getattr(module, name, None)
+        function = getattr(wrapper, method, None)
+        if wrapper is None or function is None:
+            raise BackendError(f"{PACKAGE} {version} has no {name}.{method}; the adapter was written for 0.6.14")
+        lacking = [argument for argument in used.split() if argument not in inspect.signature(function).parameters]
+        if lacking:
+            raise BackendError(
+                f"{PACKAGE} {version}: {name}.{method} does not take {', '.join(lacking)}; the adapter was written for "
+                "0.6.14"
+            )
+    return Library(version=version, decode=getattr(module, _DECODE), prefill=getattr(module, _PREFILL))

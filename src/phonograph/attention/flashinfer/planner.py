@@ -1,0 +1,199 @@
+"""FlashInfer's wrappers: one for each shape that a graph can have, two for eager steps; and their plans.
+
+What a wrapper's `run` puts into a graph, in the library's graph mode, are launches whose grids and addresses follow
+from slots and tokens alone; all else they read from its integer workspace and from the index buffers, which `plan`
+rewrites on the stream, behind the step before and ahead of the replay. Three things keep that true:
+
+- *Kernels are made at the first plan of a kind* (by nvcc and ninja, cached on disk), so in `build`, which no capture
+  contains. The runner also runs each kind of graph eagerly first, so that they are loaded.
+- *A wrapper's own pinned copy of its plan* is overwritten by its next plan while the device may not have read it, so a
+  fence is recorded behind each plan and waited for before the next.
+- *Rows of no request* are, in a graph, the queries of a slot without keys, for which the kernels write zeros. So the
+  last query offset always is the number of rows, which `run` checks, and which fixes the sizes at the first plan.
+
+Memory: `Sizes.floats` once, `Sizes.*_integers` on the device and pinned for each wrapper of a graph, 16 MiB of each for
+the two eager ones, and int32 page numbers of max_num_seqs sequences of max_model_len tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.flashinfer.library import PACKAGE, Library, Wrapper
+from phonograph.attention.flashinfer.staging import Fence, HostPlan
+from phonograph.attention.flashinfer.workspace import Sizes
+from phonograph.errors import BackendError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A planned wrapper and the rows of the batch that it runs on (and may write)."""
+
+    wrapper: Wrapper
+    first: int
+    end: int
+
+
+class Planner:
+    """Owns wrappers and the buffers that they share, which is right since one stream runs everything.
+
+    indices: page numbers of the batch; `page_indices` fills it at the head of each step
+    """
+
+    def __init__(
+        self, library: Library, spec: AttentionSpec, limits: BatchLimits, device: torch.device, sizes: Sizes
+    ) -> None:
+        self._library, self._spec, self._sizes = library, spec, sizes
+        slots = limits.max_num_seqs
+
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=device)
+
+        # Zeros, so that what was never written is a page that exists.
+        self.indices = zeros(slots * -(-limits.max_model_len // spec.block_size))
+        self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
+        self._floats = torch.zeros(sizes.floats(), dtype=torch.uint8, device=device)
+        self._fences: dict[int, Fence] = {}
+        self._decode: dict[int, Wrapper] = {}
+        self._prefill: dict[tuple[int, int], Wrapper] = {}
+        self._eager_decode = self._make_decode()
+        self._eager_prefill = self._make_prefill()
+
+    def decode(self, host: HostPlan, slots: int) -> Part:
+        """Plans `slots` sequences of a row each, for a graph; those without keys get zeros."""
+        if slots not in self._decode:
+            self._decode[slots] = self._make_decode(
+                self._sizes.decode_integers(slots),
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=self._pages[: slots + 1],
+                paged_kv_indices_buffer=self.indices,
+                paged_kv_last_page_len_buffer=self._last_page[:slots],
+            )
+        self._plan_decode(self._decode[slots], host, slots, in_graph=True)
+        return Part(self._decode[slots], 0, slots)
+
+    def prefill(self, host: HostPlan, slots: int, rows: int, *, max_query_len: int, causal: bool) -> Part:
+        """Plans `slots` sequences and the padding behind them, in `rows` rows, for a graph.
+
+        FA3 leaves rows before the first query alone; with FA2 there are none, as it merges from row 0 on.
+        """
+        if (slots, rows) not in self._prefill:
+            self._prefill[slots, rows] = self._make_prefill(
+                self._sizes.prefill_integers(rows, slots + 1),
+                use_cuda_graph=True,
+                qo_indptr_buf=self._queries[: slots + 2],
+                paged_kv_indptr_buf=self._pages[: slots + 2],
+                paged_kv_indices_buf=self.indices,
+                paged_kv_last_page_len_buf=self._last_page[: slots + 1],
+            )
+        wrapper = self._prefill[slots, rows]
+        self._plan_prefill(
+            wrapper, host, slice(0, slots + 1), max_query_len=max_query_len, causal=causal, in_graph=True
+        )
+        return Part(wrapper, 0, rows)
+
+    def eager(
+        self, host: HostPlan, num_seqs: int, *, num_decodes: int, max_query_len: int, causal: bool
+    ) -> tuple[Part, ...]:
+        """Plans a batch at its actual size: sequences of one row, which come first, then the rest."""
+        parts: list[Part] = []
+        if num_decodes:
+            self._plan_decode(self._eager_decode, host, num_decodes, in_graph=False)
+            parts.append(Part(self._eager_decode, 0, num_decodes))
+        first, end = int(host.queries[num_decodes]), int(host.queries[num_seqs])
+        if end > first:
+            host.queries[num_decodes : num_seqs + 1] -= first
+            self._plan_prefill(
+                self._eager_prefill,
+                host,
+                slice(num_decodes, num_seqs),
+                max_query_len=max_query_len,
+                causal=causal,
+                in_graph=False,
+            )
+            parts.append(Part(self._eager_prefill, first, end))
+        return tuple(parts)
+
+    def _make_decode(self, integers: int | None = None, **buffers: Any) -> Wrapper:
+        # Tensor cores for every group: the kernels without have plans that lose count of sequences without keys.
+        wrapper = self._library.decode(
+            self._floats, self._spec.layout.value, use_tensor_cores=True, backend="fa2", **buffers
+        )
+        return self._made(wrapper, integers)
+
+    def _make_prefill(self, integers: int | None = None, **buffers: Any) -> Wrapper:
+        wrapper = self._library.prefill(self._floats, self._spec.layout.value, backend=self._sizes.routine, **buffers)
+        return self._made(wrapper, integers)
+
+    def _made(self, wrapper: Wrapper, integers: int | None) -> Wrapper:
+        if integers is not None:
+            wrapper.reset_workspace_buffer(
+                self._floats, torch.zeros(integers, dtype=torch.uint8, device=self._floats.device)
+            )
+        return wrapper
+
+    def _plan_decode(self, wrapper: Wrapper, host: HostPlan, slots: int, *, in_graph: bool) -> None:
+        self._plan(
+            wrapper,
+            host,
+            host.pages[: slots + 1],
+            self._indices(in_graph),
+            host.last_page[:slots],
+            seq_lens=host.lens[:slots],
+        )
+
+    def _plan_prefill(
+        self, wrapper: Wrapper, host: HostPlan, slots: slice, *, max_query_len: int, causal: bool, in_graph: bool
+    ) -> None:
+        ends = slice(slots.start, slots.stop + 1)
+        self._plan(
+            wrapper,
+            host,
+            host.queries[ends],
+            host.pages[ends],
+            self._indices(in_graph),
+            host.last_page[slots],
+            seq_lens=host.lens[slots],
+            causal=causal,
+            max_token_per_sequence=max_query_len,
+        )
+
+    def _indices(self, in_graph: bool) -> torch.Tensor:
+        """A graph's wrapper has the buffer and would only copy; an eager one takes it for its own."""
+        return self.indices[:0] if in_graph else self.indices
+
+    def _plan(self, wrapper: Wrapper, host: HostPlan, *lengths: torch.Tensor, **others: Any) -> None:
+        spec = self._spec
+        fence = self._fences.get(id(wrapper))
+        if fence is not None:
+            fence.wait()
+        try:
+            wrapper.plan(
+                *lengths,
+                spec.num_query_heads,
+                spec.num_kv_heads,
+                spec.head_size,
+                spec.block_size,
+                # Layers bring their scale as a factor of this one.
+                sm_scale=1.0,
+                window_left=spec.windows[0][0],
+                logits_soft_cap=spec.softcap,
+                q_data_type=getattr(torch, spec.dtype),
+                kv_data_type=getattr(torch, spec.kv_cache_dtype),
+                **others,
+            )
+        except Exception as error:
+            if fence is not None:
+                raise
+            raise BackendError(
+                f"{PACKAGE} {self._library.version} cannot plan (its first plan of a kind makes kernels, with nvcc and "
+                f"ninja): {error}"
+            ) from error
+        if fence is None:
+            fence = self._fences[id(wrapper)] = Fence(self._floats.device)
+        fence.record()
+        host.fence.record()

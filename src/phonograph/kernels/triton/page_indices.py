@@ -1,0 +1,60 @@
+"""Page numbers of a batch laid end to end, from its block table: what libraries with paged KV caches index.
+
+It runs on the device at the head of a step, since only there the step's block table is known in time.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+_MAX_PARTS = 8
+"""Programs for one sequence."""
+
+
+def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: torch.Tensor, *, page_size: int) -> None:
+    """Writes ceil(seq_len / page_size) entries of each row of the block table to `out`, row after row.
+
+    Sequences of no keys have no pages. All int32; what lies behind the last page is left as it is.
+    """
+    num_reqs, max_pages = block_table_RN.shape
+    if num_reqs == 0:
+        return
+    assert block_table_RN.stride(1) == 1
+    parts = min(_MAX_PARTS, triton.cdiv(max_pages, _BLOCK))
+    _kernel[(num_reqs, parts)](
+        block_table_RN,
+        seq_lens_R,
+        out,
+        block_table_RN.stride(0),
+        page_size=page_size,
+        PARTS=parts,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _kernel(
+    block_table,
+    seq_lens,
+    out,
+    stride,
+    page_size: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    start = tl.zeros((), tl.int32)
+    for first in range(0, row, BLOCK):
+        lens = tl.load(seq_lens + first + at, mask=first + at < row, other=0)
+        start += tl.sum((lens + page_size - 1) // page_size)
+    pages = (tl.load(seq_lens + row) + page_size - 1) // page_size
+    for first in range(tl.program_id(1) * BLOCK, pages, PARTS * BLOCK):
+        here = first + at < pages
+        page = tl.load(block_table + row.to(tl.int64) * stride + first + at, mask=here)
+        tl.store(out + start + first + at, page, mask=here)
