@@ -121,9 +121,12 @@ def support(capabilities: Capabilities, device: str = "h100", **changes: object)
 
 def test_flash_attention_2_says_when_it_folds() -> None:
     level, reason = support(FA2)
-    assert level is GraphSupport.UNIFORM_BATCH
+    assert level is GraphSupport.ALWAYS
+    assert "two launches, decodes and prefills" in reason
     assert "folds the 4 query heads" in reason
-    assert "ignores query_start_loc" in reason
+    assert "would be wrong for a mixed batch" in reason
+    ragged = FA2.ragged_support(SPEC, known_device("h100"))
+    assert ragged.level is GraphSupport.ALWAYS and "query length above 1" in ragged.reason
     # A layer without a window still folds, so a window must be in all of them.
     assert "folds the 4" in support(FA2, windows=((-1, -1), (7, 0)))[1]
 
@@ -139,8 +142,8 @@ def test_flash_attention_2_says_when_it_folds() -> None:
 )
 def test_flash_attention_2_says_when_it_does_not_fold(changes: dict[str, object], why: str) -> None:
     level, reason = support(FA2, **changes)
-    assert level is GraphSupport.UNIFORM_BATCH
-    assert reason.startswith(f"provisional: with {why} its host code never folds")
+    assert level is GraphSupport.ALWAYS
+    assert f": with {why} its host code never folds" in reason
 
 
 def test_levels_and_mechanisms() -> None:

@@ -61,7 +61,7 @@ def test_the_version_decides_before_features_do() -> None:
     selection = select("flash_attn", None, alibi, H100)
     assert selection.capabilities.label == "flash_attn 2"
     assert selection.rejected["flash_attn 3"] == ["ALiBi; it takes no slopes"]
-    assert selection.capabilities.graph_support(alibi, H100).level is GraphSupport.UNIFORM_BATCH
+    assert selection.capabilities.graph_support(alibi, H100).level is GraphSupport.ALWAYS
     assert select("flash_attn", "2", HALF, H100).capabilities.version == "2"
     assert select(None, "2", HALF, H100).capabilities.label == "flash_attn 2"
 

@@ -12,7 +12,7 @@ GIB = 1024**3
 
 # What each backend supports, and what the modes become there: from the table of docs/architecture.md, by hand.
 BACKENDS = {
-    "flash_attn 2": "UNIFORM_BATCH",
+    "flash_attn 2": "ALWAYS",
     "flash_attn 3": "ALWAYS",
     "flash_attn 4": "ALWAYS",
     "flashinfer": "ALWAYS",
@@ -21,8 +21,6 @@ BACKENDS = {
 }
 RESULTS = {
     "ALWAYS": {None: "FULL", "FULL": "FULL"},
-    "UNIFORM_BATCH": {None: "FULL_AND_PIECEWISE", "FULL": "FULL_AND_PIECEWISE"},
-    "UNIFORM_SINGLE_TOKEN_DECODE": {None: "FULL_AND_PIECEWISE", "FULL": "FULL_AND_PIECEWISE"},
     "NEVER": {None: "PIECEWISE", "FULL_DECODE_ONLY": "PIECEWISE", "FULL_AND_PIECEWISE": "PIECEWISE"},
 }
 
@@ -32,20 +30,26 @@ def backend_flags(label: str) -> list[str]:
     return ["--attention-backend", name, *(["--flash-attn-version", version] if version else [])]
 
 
-def test_full_on_flash_attention_2_says_why_it_is_not(
+def test_full_on_flash_attention_2_names_the_two_launches(
     llama: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phonograph.attention.flash_attn.providers.find_spec", lambda name: None)
     assert main(["explain", *llama, *backend_flags("flash_attn 2"), "--cudagraph-mode", "FULL"]) == 0
     out = capsys.readouterr().out
     lines = [line.split(maxsplit=1) for line in out.splitlines()]
-    assert ["mode", "FULL_AND_PIECEWISE"] in [[word.strip() for word in line] for line in lines]
+    assert ["mode", "FULL"] in [[word.strip() for word in line] for line in lines]
     words = " ".join(out.split())
-    assert (
-        "FULL: asked for - FULL -> FULL_AND_PIECEWISE: support is UNIFORM_BATCH, and mixed batches need ALWAYS" in words
-    )
+    assert "a mixed graph has two launches, decodes and prefills" in words
     assert "folds the 4 query heads of a KV head into the query dimension" in words
     assert "cannot run here" in words
+
+
+def test_full_where_mixed_graphs_do_not_work_says_why_it_is_not(run_json: Any, llama: list[str]) -> None:
+    flags = [flag if flag != "h200" else "a100-80gb" for flag in llama]
+    assert flags != llama
+    (facts,) = run_json("explain", *flags, *backend_flags("flashinfer"), "--cudagraph-mode", "FULL")
+    assert facts["mode"]["resolved"] == "FULL_AND_PIECEWISE"
+    assert "FULL -> FULL_AND_PIECEWISE: support is UNIFORM_BATCH" in facts["mode"]["reasons"][-1]
 
 
 @pytest.mark.parametrize("label", BACKENDS)
@@ -86,7 +90,7 @@ def test_memory_is_that_of_the_model(run_json: Any, llama: list[str]) -> None:
 @pytest.mark.parametrize(
     ("label", "batch", "mode", "graph"),
     [
-        ("flash_attn 2", "1@65536,5@5", "PIECEWISE", "piecewise[6 tokens, 256 slots]"),
+        ("flash_attn 2", "1@65536,5@5", "FULL", "mixed[6 tokens, 256 slots]"),
         ("flash_attn 3", "1@65536,5@5", "FULL", "mixed[6 tokens, 256 slots]"),
         ("flash_attn 2", "1@9,1@70,1@3", "FULL", "decode[4 tokens, 4 slots]"),
         ("flash_attn 3", "8192@8192", "NONE", None),
@@ -116,7 +120,7 @@ def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[s
     (facts,) = run_json("explain", *flags, "--batch", "1@50,3@9")
     uniform, mixed = facts["batches"]
     assert uniform["mode"] == "FULL" and "uniform batch of query length 3" in uniform["reason"]
-    assert mixed["mode"] == "PIECEWISE"
+    assert mixed["mode"] == "FULL" and mixed["graph"].startswith("mixed")
     assert all(tokens % 3 == 0 for tokens in facts["captures"]["decode"])
 
 

@@ -7,7 +7,7 @@ support are decided in different places and can disagree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 
@@ -35,22 +35,25 @@ ENTRY_POINTS = "phonograph.attention_backends"
 class Registered:
     """A backend that can be chosen. `loader` imports its class; it is called only where `missing()` is None.
 
-    automatic: may be chosen without being asked for
+    automatic:   may be chosen without being asked for
+    part_loader: imports what is one part of a split batch, where `loader` makes both
     """
 
     capabilities: Capabilities
     loader: Callable[[], MakeBackend]
     automatic: bool = False
+    part_loader: Callable[[], MakeBackend] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was chosen; `rejected` has the refusals of those looked at before, by label."""
+    """What was chosen; `rejected` has the refusals of those looked at before, by label; loaders as in `Registered`."""
 
     capabilities: Capabilities
     reasons: tuple[str, ...]
     rejected: dict[str, list[str]]
     loader: Callable[[], MakeBackend]
+    part_loader: Callable[[], MakeBackend] | None = None
 
 
 def _reference() -> type[AttentionBackend]:
@@ -64,7 +67,13 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
-def _flash_attn_2() -> type[AttentionBackend]:
+def _flash_attn_2() -> MakeBackend:
+    from phonograph.attention.split_backend import SplitBackend
+
+    return partial(SplitBackend, decode=_flash_attn_2_part(), prefill=_flash_attn_2_part())
+
+
+def _flash_attn_2_part() -> type[AttentionBackend]:
     from phonograph.attention.flash_attn.backend import FlashAttention2Backend
 
     return _with_its_library(FlashAttention2Backend)
@@ -102,7 +111,9 @@ BUILT_IN = (
     Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
     Registered(capabilities=FlashAttention3Capabilities(), loader=_flash_attn_3, automatic=True),
     Registered(capabilities=FlashAttention4Capabilities(), loader=_flash_attn_4, automatic=True),
-    Registered(capabilities=FlashAttention2Capabilities(), loader=_flash_attn_2, automatic=True),
+    Registered(
+        capabilities=FlashAttention2Capabilities(), loader=_flash_attn_2, automatic=True, part_loader=_flash_attn_2_part
+    ),
     Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True),
     Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
 )
@@ -175,7 +186,11 @@ def select(
         if missing is not None:
             reasons.append(f"{label} cannot run here: {missing}")
         return Selection(
-            capabilities=candidate.capabilities, reasons=tuple(reasons), rejected=rejected, loader=candidate.loader
+            capabilities=candidate.capabilities,
+            reasons=tuple(reasons),
+            rejected=rejected,
+            loader=candidate.loader,
+            part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
     others = [other.capabilities for other in everyone if not other.capabilities.refusals(spec, device)]
@@ -216,7 +231,8 @@ def _select_parts(
         # Here, since it imports triton, which machines without a GPU need not have.
         from phonograph.attention.split_backend import SplitBackend
 
-        return partial(SplitBackend, decode=load(chosen["decode"]), prefill=load(chosen["prefill"]))
+        parts = {part: load(replace(one, loader=one.part_loader or one.loader)) for part, one in chosen.items()}
+        return partial(SplitBackend, **parts)
 
     return Selection(
         capabilities=capabilities,

@@ -1,8 +1,4 @@
-"""What the kernel families of others, and our own to come, can do: declared before their kernels are here.
-
-So `explain` can compare them for any device today, and asking to run one says what is missing. Every number is a fact
-of those libraries' documents and code; what was not tried here says that it is provisional.
-"""
+"""What our own kernels can do, apart from them: answering needs neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilit
 from phonograph.attention.declaration import Declaration
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphSupport, Support
-
-_NO_ADAPTER = "its adapter is not in this version of Phonograph; it is declared, so that explain knows it"
 
 
 class TritonCapabilities(Capabilities):

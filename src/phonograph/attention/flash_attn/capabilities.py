@@ -73,20 +73,25 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
             )
             if holds
         ]
-        if unfolded:
-            return Support(
-                GraphSupport.UNIFORM_BATCH,
-                f"provisional: with {' and '.join(unfolded)} its host code never folds query heads into the query, so "
-                "one routine that reads query_start_loc serves every batch and mixed graphs should be right too; more "
-                "is not declared before phonograph verify has replayed them",
-            )
+        group = spec.num_query_heads // spec.num_kv_heads
+        why = (
+            f"with {' and '.join(unfolded)} its host code never folds query heads into the query, but one launch for "
+            "both would be slow"
+            if unfolded
+            else f"at query length 1 its host code folds the {group} query heads of a KV head into the query dimension "
+            "(more query heads than KV heads, no window, no dropout, no ALiBi, head size a multiple of 8) and sets "
+            "query_start_loc to null, so that a graph captured so would be wrong for a mixed batch"
+        )
         return Support(
-            GraphSupport.UNIFORM_BATCH,
-            f"at query length 1 its host code folds the {spec.num_query_heads // spec.num_kv_heads} query heads of a "
-            "KV head into the query dimension (more query heads than KV heads, no window, no dropout, no ALiBi, head "
-            "size a multiple of 8) and sets query_start_loc to null: a graph captured so ignores query_start_loc and "
-            "is wrong for a mixed batch. A graph captured at a longer query length takes the other branch, which "
-            "serves uniform and mixed batches alike, but not decodes as fast",
+            GraphSupport.ALWAYS,
+            "a mixed graph has two launches, decodes and prefills, each with its own frozen bound on query lengths: "
+            f"{why}",
+        )
+
+    def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        return Support(
+            GraphSupport.ALWAYS,
+            "captured at a query length above 1, one routine reads query_start_loc and seq_lens for every batch",
         )
 
 
