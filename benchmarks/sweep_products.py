@@ -127,15 +127,20 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | N
     found: list[ProductConfig | None] = [None]
     tiles = [(16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 1), (32, 128, 2), (32, 256, 2), (32, 256, 4)]
     tiles += [(32, 512, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8)]
-    for (block_n, block_k, warps), splits in itertools.product(tiles, (1,) if silu else (1, 2, 3, 4, 6, 8)):
-        steps, programs = -(-inputs // block_k), -(-outputs // block_n) * splits
+    # Many rows are several tiles of the same weights.
+    sides = (rows,) if rows <= 64 else (64, 128)
+    splittings = (1,) if silu else (1, 2, 3, 4, 6, 8)
+    for (block_n, block_k, warps), splits, side in itertools.product(tiles, splittings, sides):
+        steps, programs = -(-inputs // block_k), -(-outputs // block_n) * -(-rows // side) * splits
+        if side > 64 and warps < 4:
+            continue
         too_few, too_many = programs * (1 + silu) < 100, splits > 1 and programs > 800
         if block_k > inputs or splits > steps or too_few or too_many:
             continue
         for stages, prefetch in ((3, 512), (4, 512), (5, 256), (4, 0)):
-            shared = stages * (block_n * (1 + silu) + rows) * block_k * 2
+            shared = stages * (block_n * (1 + silu) + side) * block_k * 2
             if shared <= MOST_SHARED and stages <= max(3, steps // splits + 1):
-                found.append(LinearConfig(rows, block_n, block_k, splits, warps, stages, prefetch))
+                found.append(LinearConfig(side, block_n, block_k, splits, warps, stages, prefetch))
     if rows <= 16 and inputs <= 4096:
         options = (8, 16, 32), (512, 1024, 2048), (1, 2, 3, 6), (4, 8, 16), (1, 2)
         for block_n, block_k, ahead, warps, chains in itertools.product(*options):
