@@ -24,7 +24,7 @@ from phonograph.attention.select import Registered
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 
-SPLIT = 64
+SPLIT = 128
 """Keys of one split."""
 
 

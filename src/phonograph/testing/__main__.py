@@ -21,7 +21,9 @@ app = App(
 
 @app.default
 def verify_backend(
-    name: Annotated[str, Parameter(help="Name of a registered backend, or of its version: flash_attn, 'flash_attn 3'.")],
+    name: Annotated[
+        str, Parameter(help="Name of a registered backend, or of its version: flash_attn, 'flash_attn 3'.")
+    ],
     *,
     device: Annotated[str, Parameter(help="cpu, cuda or auto.")] = "auto",
     seed: Annotated[int, Parameter(help="Seed of the batches' contents.")] = 0,

@@ -36,7 +36,7 @@ class Experiment:
 
 def limits_for(device_type: str) -> BatchLimits:
     """Odd numbers, a query longer than any tile, and on a GPU contexts that its kernels split."""
-    return BatchLimits(max_num_seqs=7, max_num_tokens=160, max_model_len=320 if device_type == "cpu" else 2048)
+    return BatchLimits(max_num_seqs=7, max_num_tokens=160, max_model_len=256 if device_type == "cpu" else 2048)
 
 
 def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
@@ -49,11 +49,12 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
     full = batch("full", even, [medium - 3 * index for index in range(len(even))])
     short = batch("short contexts", even, even)
     long = batch("long contexts", even, [longest - 37 * index for index in range(len(even))])
+    one = batch("one sequence", [key.num_tokens], [200])
     few = batch("few", [even[0], even[-1]], [medium - 11, medium])
     return [
         Experiment(
             name="frozen contents",
-            cause="it has the lengths of the captured one, so the graph froze contents: a block table, slots, positions",
+            cause="it has the lengths of the captured one, so the graph froze contents: a block table, slots, lengths",
             captured=full,
             after=full,
         ),
@@ -67,8 +68,8 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
         ),
         Experiment(
             name="stale split count",
-            cause="only its contexts are longer, so the graph froze a number of splits, or a grid or a loop bound, made "
-            "of the captured max_seq_len; the bound is max_model_len, or the schedule is to be made in schedule()",
+            cause="only its contexts are longer, so the graph froze a number of splits, a grid or a loop bound made of "
+            "the captured max_seq_len; the bound is max_model_len, or the schedule is to be made in schedule()",
             captured=short,
             after=long,
         ),
@@ -83,7 +84,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
             name="stale sequence count",
             cause="it has more sequences than the captured batch, so the graph froze num_reqs; empty slots are to be "
             "served as slots of length 0",
-            captured=few if uniform else batch("one sequence", [key.num_tokens], [200]),
+            captured=few if uniform else one,
             after=full,
         ),
         Experiment(
@@ -91,7 +92,8 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
             cause="it has fewer sequences than the ones before, so entries of theirs were left behind the present ones "
             "and acted on; a builder clears the tail of what it refills",
             captured=full,
-            before=(full,),
+            # In the last of them a mixed graph's rows all belong to the first slot, which `few` fills too.
+            before=(full,) if uniform else (full, one),
             after=few,
         ),
     ]

@@ -1,7 +1,7 @@
 """Memory with fixed addresses for one batch at a time, as the engine has it, and poisoned wherever a batch has nothing.
 
 As on a GPU, the batch's tensors get their contents at the head of the step, inside the graph (`prepare`). So while a
-builder runs they still hold the step before, and only the host copies are of the present one.
+builder runs they hold something else, and only the host copies are of the batch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from phonograph.attention.conformance_batch import BatchShape, PagedBatch, make_
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
 
-POISON_BYTE = 0xFF
-"""Makes a NaN in every floating-point format, one that no arithmetic makes."""
+POISON = 0x7FAB
+"""As 16 bits, once or twice: in float16, bfloat16 and float32 a signalling NaN, which no arithmetic makes."""
+_NAN_BYTE = 0xFF
+"""Makes a NaN in every format of a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poison:
     """Where NaN is put: cache slots that hold no token, padding rows of the inputs, a graph's scratch.
 
-    batch: the batch's tensors still hold the step before while a builder runs
+    batch: while a builder runs, the batch's tensors do not hold the batch yet, but an empty one
     """
 
     cache: bool = True
@@ -101,15 +103,18 @@ class Inputs:
         if not poison.cache:
             cache = cache.float().nan_to_num(0.0).to(cache.dtype)
         for target in self.caches:
-            target.view(torch.uint8).fill_(POISON_BYTE if poison.cache else 0)
+            target.view(torch.uint8).fill_(_NAN_BYTE if poison.cache else 0)
             target[:, : cache.shape[1]] = cache
         for out_THD in self.outs_THD:
-            out_THD.view(torch.uint8).fill_(POISON_BYTE)
+            out_THD.view(torch.int16).fill_(POISON)
             if not clears_padding:
                 out_THD[common.num_tokens :] = 0
         for lse_HT in self.lses_HT or []:
-            lse_HT.view(torch.uint8).fill_(POISON_BYTE)
-        if not poison.batch:
+            lse_HT.view(torch.int16).fill_(POISON)
+        if poison.batch:
+            for static, _ in self._steps:
+                static.zero_()
+        else:
             self.prepare()
         starts, lens, table, slots = (static for static, _ in self._steps)
         num_slots = len(common.seq_lens)

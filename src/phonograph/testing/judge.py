@@ -11,7 +11,7 @@ from phonograph.attention.backend import AttentionLayer, AttentionSpec
 from phonograph.attention.conformance import TOLERANCE
 from phonograph.attention.conformance_batch import PagedBatch, quantized
 from phonograph.attention.oracle import dense_attention
-from phonograph.testing.inputs import POISON_BYTE, Inputs
+from phonograph.testing.inputs import POISON, Inputs
 from phonograph.testing.rig import Outputs
 
 # A write may divide by a scale or multiply by its reciprocal: one FP8 value in many is then its neighbour.
@@ -43,12 +43,11 @@ def judge(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) 
         where = f"layer {index} (window {layer.window})"
         wrong = wrong or (f"{where}: {problem}" if problem else "")
         nobody = out_THD[batch.common.num_tokens :]
-        is_poison = (nobody.contiguous().view(torch.uint8) == POISON_BYTE).unflatten(-1, (-1, nobody.element_size()))
-        untouched = is_poison.all(-1)
+        untouched = (nobody.view(torch.int16) == POISON).flatten(1).any(1)
         if untouched.any():
-            left = left or f"{where}: {int(untouched.any(-1).any(-1).sum())} of {len(nobody)} were not written"
+            left = left or f"{where}: {int(untouched.sum())} of {len(nobody)} were not written"
         elif not bool((nobody == 0).all()):
-            rows = int((nobody != 0).any(-1).any(-1).sum())
+            rows = int((nobody != 0).flatten(1).any(1).sum())
             dirty = dirty or f"{where}: {rows} of {len(nobody)} hold something other than zeros"
         if lse_HT is not None and not bool((lse_HT[:, batch.common.num_tokens :] == -torch.inf).all()):
             dirty = dirty or f"{where}: their LSE is not -inf"
@@ -104,7 +103,9 @@ def _attended(
         keys, values = (
             _dequantized(stored[plane][slots], scale) for plane, scale in ((0, layer.k_scale), (1, layer.v_scale))
         )
-        expected, expected_lse = dense_attention(_float64(batch.query[tokens]), keys, values, layer, causal=common.causal)
+        expected, expected_lse = dense_attention(
+            _float64(batch.query[tokens]), keys, values, layer, causal=common.causal
+        )
         size = float(np.linalg.norm(expected)) or 1.0
         error = float(np.linalg.norm(_float64(out_THD[tokens]) - expected)) / size
         if lse_HT is not None:

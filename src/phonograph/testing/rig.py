@@ -1,4 +1,4 @@
-"""Runs a backend as the engine does: schedule and forward of all layers in one graph, metadata built before each run."""
+"""Runs a backend as the engine does: metadata built before each run, schedule and all layers in one graph."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Rig:
             return self.builder.build(common, key=key)
 
     def capture(self, key: GraphKey, batch: PagedBatch) -> AttentionMetadata:
-        """Captures `key` on a batch of its shape, after one eager run that loads what kernels need.
+        """Captures `key` on a batch of its shape, on a GPU after one eager run that loads what kernels need.
 
         Raises:
             CaptureError: the backend did what a graph cannot hold.
         """
-        self._run(key, batch, ALL_POISON)
+        if self.inputs.device.type == "cuda":
+            self._run(key, batch, ALL_POISON)
         metadata = self.build(batch, key)
 
         def step() -> tuple[torch.Tensor, ...]:
