@@ -5,5 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "out_of_tree_backend"
-sys.path.insert(0, str(EXAMPLE))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "out_of_tree_backend"))

@@ -34,13 +34,13 @@ class Narrow(DenseCapabilities):
         return Support(self.level, "it says so")
 
 
-class Softcapped(Narrow):
-    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        return super().refusals(replace(spec, softcap=0.0), device)
-
-
 class DecodesOnly(Narrow):
     level = GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+class Softcapped(DecodesOnly):
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        return super().refusals(replace(spec, softcap=0.0), device)
 
 
 class Sample(DenseBackend):
@@ -229,7 +229,9 @@ def test_the_sample_without_a_fault() -> None:
     # Every kind of graph that it declares was looked at, for every fault that this kind can have.
     graphs = [check for check in report.checks if check.name == "stale split count"]
     assert [check.subject.split("[")[0] for check in graphs] == ["decode", "mixed"]
-    skipped = {check.name for check in report.checks if check.outcome is Outcome.NOT_APPLICABLE and "[" in check.subject}
+    skipped = {
+        check.name for check in report.checks if check.outcome is Outcome.NOT_APPLICABLE and "[" in check.subject
+    }
     assert skipped == {"stale max query length", "stale decode count"}
 
 
