@@ -16,6 +16,7 @@ from phonograph.attention.conformance_batch import BatchShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 Lengths = Sequence[int]
+FROZEN, TAIL = "frozen contents", "unzeroed metadata tail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
     few = batch("few", [even[0], even[-1]], [medium - 11, medium])
     return [
         Experiment(
-            name="frozen contents",
+            name=FROZEN,
             cause="it has the lengths of the captured one, so the graph froze contents: a block table, slots, lengths",
             captured=full,
             after=full,
@@ -88,7 +89,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
             after=full,
         ),
         Experiment(
-            name="unzeroed metadata tail",
+            name=TAIL,
             cause="it has fewer sequences than the ones before, so entries of theirs were left behind the present ones "
             "and acted on; a builder clears the tail of what it refills",
             captured=full,

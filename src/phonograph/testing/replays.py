@@ -10,7 +10,7 @@ from phonograph.attention.conformance_batch import BatchShape, PagedBatch
 from phonograph.errors import CaptureError
 from phonograph.graphs.modes import GraphKey
 from phonograph.testing.addresses import moved, tensors_of
-from phonograph.testing.experiments import Experiment, batch, describe, experiments, random_batches
+from phonograph.testing.experiments import FROZEN, TAIL, Experiment, batch, describe, experiments, random_batches
 from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
 from phonograph.testing.judge import Verdict, difference, judge
 from phonograph.testing.report import Check, failed, not_applicable, passed
@@ -26,7 +26,6 @@ REFUSED, MOVED, SHAPE, PADDING, UNWRITTEN, EARLY, UNLIKE, RANDOM = (
     "replay unlike eager",
     "wrong on a random batch",
 )
-TAIL = "unzeroed metadata tail"
 _RANDOM_BATCHES = 3
 _PADDING_CAUSE = "forward writes zeros to rows of no request, or declares clears_padding = False"
 # What a wrong run is tried again without, to learn what it read.
@@ -50,47 +49,46 @@ _TRIALS = (
 
 @dataclass(slots=True)
 class _Found:
-    """Failures by name, and why checks were not made."""
+    """Failures by name, and why checks were not made.
+
+    root: a failure that would show in every later run too, under a wrong name
+    """
 
     failures: dict[str, str] = field(default_factory=dict[str, str])
     skipped: dict[str, str] = field(default_factory=dict[str, str])
+    root: str | None = None
+    clears_padding: bool = True
 
-    def fail(self, name: str, text: str) -> None:
+    def fail(self, name: str, text: str, *, is_root: bool = False) -> None:
         self.failures.setdefault(name, text)
+        if is_root:
+            self.root = self.root or name
 
 
 def check_graph(make: MakeBackend, inputs: Inputs, key: GraphKey, others: list[GraphKey], where: str) -> list[Check]:
     """All checks of one graph, beside `others` of the same backend; `where` says which configuration it is of."""
     found = _Found()
     directed = experiments(key, inputs.limits)
-    names = [SHAPE, EARLY, REFUSED, MOVED, *(one.name for one in directed), PADDING, UNWRITTEN, UNLIKE, RANDOM]
-    for one in directed:
-        if one.skipped:
-            found.skipped[one.name] = one.skipped
-    full = directed[0].captured
-    attempts: list[Callable[[], None]] = [
-        lambda: _eager(make, inputs, key, [full, directed[-1].after], found),
-        lambda: _capture(make, inputs, key, full, others, found),
-        *(lambda one=one: _direct(make, inputs, key, one, found) for one in directed if not one.skipped),
-        lambda: _random(make, inputs, key, full, others, found),
+    full, few = directed[0].captured, directed[-1].after
+    attempts: list[tuple[str, Callable[[], None]]] = [
+        (SHAPE, lambda: _eager(make, inputs, key, [full, few], found)),
+        (REFUSED, lambda: _capture(make, inputs, key, full, others, found)),
+        *((one.name, lambda one=one: _direct(make, inputs, key, one, found)) for one in directed if not one.skipped),
+        (RANDOM, lambda: _random(make, inputs, key, full, others, found)),
     ]
-    # A fault of these kinds would show in every later attempt, under a wrong name.
-    roots = {SHAPE, EARLY, REFUSED, MOVED, UNWRITTEN, directed[0].name}
-    tried = [SHAPE, REFUSED, *(one.name for one in directed if not one.skipped), RANDOM]
-    for name, attempt in zip(tried, attempts, strict=True):
-        root = next((one for one in found.failures if one in roots or (one == PADDING and name == REFUSED)), None)
-        if root is not None and (root != PADDING or "right without" in found.failures[root]):
-            found.skipped.setdefault(name, f"not tried: {root} would show in it too")
-            continue
-        if name == RANDOM and found.failures:
-            found.skipped[name] = f"not tried: {next(iter(found.failures))} may show in it too"
+    found.skipped = {one.name: one.skipped for one in directed if one.skipped}
+    for name, attempt in attempts:
+        root = next(iter(found.failures), None) if name == RANDOM else found.root
+        if root is not None:
+            found.skipped[name] = f"not tried: {root} may show in it too"
             continue
         try:
             attempt()
         except Exception as error:  # whatever a backend raises
-            found.fail(name, f"raised {type(error).__name__}: {error}")
-    if not Rig(make, inputs).clears_padding:
+            found.fail(name, f"raised {type(error).__name__}: {error}", is_root=name in (SHAPE, REFUSED))
+    if not found.clears_padding:
         found.skipped[PADDING] = "the backend declares that the engine clears its padding"
+    names = [SHAPE, EARLY, REFUSED, MOVED, *(one.name for one in directed), PADDING, UNWRITTEN, UNLIKE, RANDOM]
     return [_as_check(name, f"{key}{where}", found) for name in names]
 
 
@@ -107,6 +105,7 @@ def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchS
     for shape in shapes:
         drawn = inputs.draw(shape, key)
         rig = Rig(make, inputs)
+        found.clears_padding = rig.clears_padding
         verdict = _judged(rig, drawn, rig.eager(key, drawn), key)
         text = f"eager on {describe(shape)}: "
         if verdict.wrong:
@@ -118,7 +117,7 @@ def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchS
                 SHAPE,
                 "without any graph, so the metadata that build makes for this key are wrong",
             )
-            found.fail(name, f"{text}{verdict.wrong}; {cause}")
+            found.fail(name, f"{text}{verdict.wrong}; {cause}", is_root=True)
         if verdict.left or verdict.dirty:
             found.fail(PADDING, f"{text}rows of no request: {verdict.left or verdict.dirty}; {_PADDING_CAUSE}")
 
@@ -131,7 +130,7 @@ def _capture(
     try:
         captured = rig.capture(key, inputs.draw(shape, key))
     except CaptureError as error:
-        found.fail(REFUSED, f"on {describe(shape)}: {error}")
+        found.fail(REFUSED, f"on {describe(shape)}: {error}", is_root=True)
         return
     first = tensors_of(captured, inputs.device)
     for other in others:
@@ -145,6 +144,7 @@ def _capture(
             MOVED,
             f"metadata {', '.join(paths[:4])} has another address in a later build for the same graph, which still "
             "reads the captured one; what build returns for a graph is to live in buffers that later builds refill",
+            is_root=True,
         )
 
 
@@ -167,7 +167,8 @@ def _direct(make: MakeBackend, inputs: Inputs, key: GraphKey, experiment: Experi
             name, cause = _explained(
                 lambda poison: rig.replay(key, drawn, poison), inputs, drawn, key, only=(UNWRITTEN,)
             ) or (name, cause)
-        found.fail(name, f"{text}{verdict.wrong}; {cause}")
+        # Where lengths do not differ, or the name is another's, all other replays have the fault too.
+        found.fail(name, f"{text}{verdict.wrong}; {cause}", is_root=name != experiment.name or name == FROZEN)
         return
     _look_at_padding(verdict, text, found)
     _same_as_eager(make, inputs, key, drawn, replayed, text, found)

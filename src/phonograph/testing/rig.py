@@ -36,6 +36,9 @@ class Rig:
         self.clears_padding = bool(getattr(self.backend, "clears_padding", True))
         self.runtime: GraphRuntime = CudaRuntime(inputs.device) if inputs.device.type == "cuda" else TapeRuntime()
         self._graphs: dict[GraphKey, CapturedGraph] = {}
+        if inputs.device.type == "cuda":
+            # The inputs may still be in use on the stream of another rig.
+            torch.cuda.synchronize(inputs.device)
 
     def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
         """Loads a batch and builds its metadata, as before any run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from phonograph.testing.replays import PADDING, UNWRITTEN, check_graph
 from phonograph.testing.report import Check, ConformanceReport, Outcome, failed, not_applicable, passed
 from phonograph.testing.specs import SPECULATIVE_TOKENS, base_specs, spec_text
 
-MISSING, REFUSES, LOADING, SUPPORT = "missing", "refuses everything", "loading", "graph support"
+MISSING, REFUSES, LOADING, SUPPORT, LOST = "missing", "refuses everything", "loading", "graph support", "lost device"
 
 
 def check_conformance(
@@ -54,8 +54,16 @@ def check_conformance(
         return report
     bases = list(specs) or base_specs(capabilities, device_spec)
     make = _loaded(registered, bases, device_spec, report)
-    for base in bases if make is not None else []:
-        report.checks += _check_spec(make, registered, base, device_spec, seed)  # pyright: ignore[reportArgumentType]
+    if make is None:
+        return report
+    try:
+        for base in bases:
+            for check in _check_spec(make, registered, base, device_spec, seed):
+                report.checks.append(check)
+    except RuntimeError as error:
+        # Not a backend's own: theirs are checks. A kernel may have lost the device, and nothing runs on it any more.
+        text = f"nothing could be run after the check before this one: {error}"
+        report.checks.append(failed(LOST, capabilities.label, text))
     return report
 
 
@@ -79,8 +87,8 @@ def _loaded(
     """What makes the backend, or None with the reason in the report."""
     capabilities = registered.capabilities
     missing = capabilities.missing()
-    refused = [f"{spec_text(one)}: {'; '.join(capabilities.refusals(one, device))}" for one in bases]
-    refused = [text for text, one in zip(refused, bases, strict=True) if capabilities.refusals(one, device)]
+    refusals = [(one, capabilities.refusals(one, device)) for one in bases]
+    refused = [f"{spec_text(one)}: {'; '.join(reasons)}" for one, reasons in refusals if reasons]
     if missing is not None:
         report.checks.append(failed(MISSING, capabilities.label, f"nothing can be run here: {missing}"))
         return None
@@ -104,25 +112,26 @@ def _loaded(
 
 def _check_spec(
     make: MakeBackend, registered: Registered, base: AttentionSpec, device_spec: DeviceSpec, seed: int
-) -> list[Check]:
+) -> Iterator[Check]:
     device = torch.device(device_spec.kind)
     capabilities = registered.capabilities
     numerics = check_numerics(make, base, device)
     if numerics.outcome is Outcome.FAILED:
-        text = f"not tried: {NUMERICS} would show in it too"
+        # What is wrong because of something read that is nobody's has a name of its own, which these runs find.
         graphs = _check_graphs(make, registered, base, device_spec, seed)
-        # A wrong read has a name of its own, which the runs at a graph's shape find.
-        named = [one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN)]
-        return [*named[:1], numerics, not_applicable(UNDECLARED, "", text)]
+        yield from (one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN))
+        yield numerics
+        yield not_applicable(UNDECLARED, "", f"not tried: {NUMERICS} would show in it too")
+        return
+    yield numerics
     checks, most = check_features(make, capabilities, base, device_spec, device)
-    checks = [numerics, *checks]
-    checks += _check_graphs(make, registered, base, device_spec, seed)
+    yield from checks
+    yield from _check_graphs(make, registered, base, device_spec, seed)
     if most != base:
-        checks += _check_graphs(make, registered, most, device_spec, seed, where=", all features")
+        yield from _check_graphs(make, registered, most, device_spec, seed, where=", all features")
     speculative = replace(base, speculative_tokens=SPECULATIVE_TOKENS)
     if not base.speculative_tokens and not capabilities.refusals(speculative, device_spec):
-        checks += _check_graphs(make, registered, speculative, device_spec, seed, only_uniform=True)
-    return checks
+        yield from _check_graphs(make, registered, speculative, device_spec, seed, only_decodes=True)
 
 
 def _check_graphs(
@@ -133,23 +142,23 @@ def _check_graphs(
     seed: int,
     *,
     where: str = "",
-    only_uniform: bool = False,
-) -> list[Check]:
-    """Every kind of graph that the declared level allows."""
+    only_decodes: bool = False,
+) -> Iterator[Check]:
+    """The largest graph of every kind that the declared level allows; with all features the last kind only."""
     if spec.kind is not AttentionKind.DECODER:
-        return [not_applicable(SUPPORT, spec.kind.value, "graphs are captured of decoders")]
+        yield not_applicable(SUPPORT, spec.kind.value, "graphs are captured of decoders")
+        return
     support = registered.capabilities.graph_support(spec, device_spec)
     keys = _keys(spec, support.level, device_spec.kind)
     if not keys:
-        return [not_applicable(SUPPORT, f"query length {1 + spec.speculative_tokens}", support.reason)]
+        yield not_applicable(SUPPORT, f"query length {1 + spec.speculative_tokens}", support.reason)
+        return
     inputs = Inputs(spec, torch.device(device_spec.kind), limits_for(device_spec.kind), seed)
-    largest = {key.graphs: key for key in reversed(keys)}
-    chosen = [key for key in keys if key in largest.values() and not (only_uniform and key.graphs is GraphSet.MIXED)]
-    checks: list[Check] = []
-    # With all features the graph of any batch is the one that holds most of them.
-    for key in chosen[-1:] if where else chosen:
-        checks += check_graph(make, inputs, key, [other for other in keys if other != key], where)
-    return checks
+    largest = list({key.graphs: key for key in reversed(keys)}.values())[::-1]
+    if only_decodes:
+        largest = largest[:1]
+    for key in largest[-1:] if where else largest:
+        yield from check_graph(make, inputs, key, [other for other in keys if other != key], where)
 
 
 def _keys(spec: AttentionSpec, level: GraphSupport, device_type: str) -> list[GraphKey]:
