@@ -29,7 +29,7 @@ class Check:
 
     def __str__(self) -> str:
         mark = {Outcome.PASSED: "ok", Outcome.FAILED: "FAILED", Outcome.NOT_APPLICABLE: "-"}[self.outcome]
-        return f"{mark:<7}{self.name:<42} {self.subject:<34} {self.text}".rstrip()
+        return f"{mark:<7}{self.name:<42} {self.subject:<42} {self.text}".rstrip()
 
 
 def passed(name: str, subject: str, text: str = "") -> Check:
