@@ -15,7 +15,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import Registered
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.testing import ConformanceReport, Outcome, check_conformance
+from phonograph.testing import ConformanceReport, Outcome, check_conformance, suite
 
 PLAIN = AttentionSpec(
     num_query_heads=4, num_kv_heads=2, head_size=32, dtype="float32", kv_cache_dtype="float32", block_size=16
@@ -164,6 +164,24 @@ class StaleSequenceCount(Sample):
         return rows.masked_fill(~present_T.view(-1, *[1] * (rows.dim() - 1)), nobodys)
 
 
+class StaleDecodeCount(Sample):
+    """The first sequences have one token, as long as there are as many decodes as in the captured batch."""
+
+    class builder(DenseMetadataBuilder):
+        def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DenseMetadata:
+            self.num_decodes = common.num_decodes
+            return super().build(common, key=key)
+
+    def make_builder(self) -> DenseMetadataBuilder:
+        self.made = super().make_builder()
+        return self.made
+
+    def schedule(self, metadata: Any) -> None:
+        super().schedule(metadata)
+        is_decode_T = metadata.sequence_T < self.made.num_decodes  # type: ignore[attr-defined]
+        metadata.place_T.masked_fill_(is_decode_T, 0)
+
+
 class OrderHangsOnSplits(Sample):
     """Right within rounding, but in another order than eager for contexts longer than the captured."""
 
@@ -195,9 +213,10 @@ def report_of(backend: type[Sample], capabilities: Narrow | None = None) -> Conf
         (MovedBuffer, "moved buffer", "sequence_T, place_T"),
         (IgnoresSoftcap, "undeclared feature: softcap", "accepted, but not computed"),
         (LeavesPadding, "NaN in padding", "were not written"),
+        (StaleDecodeCount, "stale decode count", "num_decodes"),
     ],
 )
-def test_the_six_faults_have_names(backend: type[Sample], fault: str, words: str) -> None:
+def test_every_failure_has_the_name_of_the_fault(backend: type[Sample], fault: str, words: str) -> None:
     report = report_of(backend)
     assert not report.ok
     assert {check.name for check in report.failures} == {fault}, str(report)
@@ -311,6 +330,17 @@ def test_a_loader_that_raises() -> None:
     report = check_conformance(Registered(capabilities=Narrow(), loader=loader), device="cpu")
     assert [check.name for check in report.failures] == ["loading"]
     assert "libdense.so" in report.failures[0].text
+
+
+def test_a_device_that_is_lost_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(suite, "Inputs", lost)
+    report = report_of(Sample)
+    assert [check.name for check in report.failures] == ["lost device"]
+    # What was found before it is kept.
+    assert "wrong numerics" in [check.name for check in report.checks if check.outcome is Outcome.PASSED]
 
 
 def test_padding_that_the_engine_clears() -> None:
