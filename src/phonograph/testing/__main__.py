@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -25,7 +25,7 @@ def verify_backend(
         str, Parameter(help="Name of a registered backend, or of its version: flash_attn, 'flash_attn 3'.")
     ],
     *,
-    device: Annotated[str, Parameter(help="cpu, cuda or auto.")] = "auto",
+    device: Annotated[Literal["cpu", "cuda", "auto"], Parameter(help="Where to run it.")] = "auto",
     seed: Annotated[int, Parameter(help="Seed of the batches' contents.")] = 0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON, one line, for programs.")] = False,
 ) -> int:

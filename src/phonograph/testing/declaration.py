@@ -16,20 +16,20 @@ from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.testing.report import Check, failed, passed
 
 _HARMLESS = {"phonograph", "torch", "numpy"} | set(sys.stdlib_module_names)
-_PLAIN = AttentionSpec(
+PLAIN = AttentionSpec(
     num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
 )
 # No kernel has these, so each must be refused, or run.
 _ODD = (
-    replace(_PLAIN, head_size=100, block_size=3),
-    replace(_PLAIN, num_query_heads=5, sinks=True, alibi=True),
-    replace(_PLAIN, dtype="int4", kv_cache_dtype="int4"),
+    replace(PLAIN, head_size=100, block_size=3),
+    replace(PLAIN, num_query_heads=5, sinks=True, alibi=True),
+    replace(PLAIN, dtype="int4", kv_cache_dtype="int4"),
 )
 
 
 def check_declaration(capabilities: Capabilities, device: DeviceSpec) -> list[Check]:
     """Asks for every known device, twice."""
-    questions = [(spec, one) for spec in (_PLAIN, *_ODD) for one in (device, *KNOWN_DEVICES.values())]
+    questions = [(spec, one) for spec in (PLAIN, *_ODD) for one in (device, *KNOWN_DEVICES.values())]
     label = capabilities.label
     try:
         with _imports(type(capabilities).__module__.split(".")[0]) as imported:

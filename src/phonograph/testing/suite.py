@@ -12,7 +12,7 @@ from phonograph.attention.select import Registered, registered_backends
 from phonograph.device import DeviceSpec
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
-from phonograph.testing.declaration import check_declaration
+from phonograph.testing.declaration import PLAIN, check_declaration
 from phonograph.testing.experiments import limits_for
 from phonograph.testing.features import NUMERICS, UNDECLARED, check_features, check_numerics
 from phonograph.testing.inputs import Inputs
@@ -87,13 +87,13 @@ def _loaded(
     """What makes the backend, or None with the reason in the report."""
     capabilities = registered.capabilities
     missing = capabilities.missing()
-    refusals = [(one, capabilities.refusals(one, device)) for one in bases]
+    refusals = [(one, capabilities.refusals(one, device)) for one in bases or [PLAIN]]
     refused = [f"{spec_text(one)}: {'; '.join(reasons)}" for one, reasons in refusals if reasons]
     if missing is not None:
         report.checks.append(failed(MISSING, capabilities.label, f"nothing can be run here: {missing}"))
         return None
     if refused or not bases:
-        text = ". ".join(refused) or "none of the plain configurations that were tried is accepted"
+        text = ". ".join(refused) or "no configuration that was tried is accepted"
         report.checks.append(failed(REFUSES, capabilities.label, f"on {device.name}: {text}"))
         return None
     try:
