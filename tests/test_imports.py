@@ -43,6 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE | {"engine", ROOT},
     "evaluation": BELOW_ENGINE | {"engine", ROOT},
+    "testing": BELOW_RUNNER | {"engine"},
     "cli": BELOW_ENGINE | {"engine", "server", "evaluation", ROOT},
     "__main__": frozenset({"cli"}),
     ROOT: BELOW_ENGINE | {"engine"},

@@ -1,0 +1,213 @@
+"""A backend outside the tree, in plain torch operators: masked dense attention over gathered pages, in key splits.
+
+It shows what a backend needs to run inside a graph, on the tape and on CUDA: nothing is read by the host, every bound
+that a graph freezes holds for all batches of its key, and what depends on the batch is made in `schedule`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionLayer,
+    AttentionSpec,
+    BatchLimits,
+    Capabilities,
+)
+from phonograph.attention.declaration import Declaration
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.select import Registered
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
+
+SPLIT = 128
+"""Keys of one split."""
+
+
+class DenseCapabilities(Capabilities):
+    name = "dense"
+    _declared = Declaration(
+        devices=("cpu", "cuda"),
+        dtypes=("float32", "float16", "bfloat16"),
+        kv_dtypes=("float32", "float16", "bfloat16"),
+        kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
+    )
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        return self._declared.refusals(spec, device)
+
+    def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        return Support(GraphSupport.ALWAYS, "its schedule is made by operators in the graph, its bounds are the key's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMetadata(AttentionMetadata):
+    """The batch's tensors, and the schedule: for each row its sequence (-1: nobody's) and its place in the query.
+
+    max_query_len, num_splits: bounds that a graph freezes
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    sequence_T: torch.Tensor
+    place_T: torch.Tensor
+    max_query_len: int
+    num_splits: int
+    causal: bool
+
+
+class DenseMetadataBuilder(MetadataBuilder):
+    """One schedule buffer serves all graphs: each step makes it anew."""
+
+    def __init__(self, device: torch.device, limits: BatchLimits) -> None:
+        self._limits = limits
+        self._schedule = torch.zeros(2, limits.max_num_tokens, dtype=torch.int64, device=device)
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DenseMetadata:
+        sequence_T, place_T = self._schedule[:, : common.slot_mapping.shape[0]]
+        return DenseMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            slot_mapping=common.slot_mapping,
+            sequence_T=sequence_T,
+            place_T=place_T,
+            max_query_len=self.max_query_len(common, key),
+            num_splits=self.num_splits(common, key),
+            causal=common.causal,
+        )
+
+    def max_query_len(self, common: CommonMetadata, key: GraphKey | None) -> int:
+        if key is None:
+            return max(1, common.max_query_len)
+        return key.query_len if key.graphs is GraphSet.DECODE else key.num_tokens
+
+    def num_splits(self, common: CommonMetadata, key: GraphKey | None) -> int:
+        """Of the longest sequence there may be: one that a later batch of the graph has may be longer than today's."""
+        longest = common.max_seq_len if key is None else self._limits.max_model_len
+        return max(1, -(-longest // SPLIT))
+
+
+class DenseBackend(AttentionBackend):
+    capabilities = DenseCapabilities()
+
+    def make_builder(self) -> DenseMetadataBuilder:
+        return DenseMetadataBuilder(self.device, self.limits)
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        assert isinstance(metadata, DenseMetadata)
+        starts = metadata.query_start_loc.long()
+        row_T = torch.arange(len(metadata.sequence_T), device=self.device)
+        # Of the empty slots that begin where a row does, the row belongs to none.
+        sequence_T = torch.searchsorted(starts[1:], row_T, right=True)
+        is_nobodys = row_T >= starts[-1]
+        metadata.sequence_T.copy_(sequence_T.masked_fill(is_nobodys, -1))
+        metadata.place_T.copy_(row_T - starts[sequence_T.clamp(max=len(starts) - 2)])
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, DenseMetadata)
+        slot_T = metadata.slot_mapping
+        # torch cannot write nowhere: rows without a slot write once more what row 0 does, or what is there already.
+        valid_T = slot_T >= 0
+        target_T = torch.where(valid_T, slot_T, slot_T[:1]).clamp(min=0)
+        block_T, offset_T = target_T // self.spec.block_size, target_T % self.spec.block_size
+        mask_T11 = valid_T[:, None, None]
+        for plane, new_TKD in zip(kv_cache, (key_TKD, value_TKD), strict=True):
+            first = torch.where(mask_T11[:1], new_TKD[:1], plane[block_T[:1], offset_T[:1]])
+            plane.index_put_((block_T, offset_T), torch.where(mask_T11, new_TKD[: len(slot_T)], first))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        """Queries are laid out by sequence and place [R, Q], attended there split by split, and put back in rows."""
+        assert isinstance(metadata, DenseMetadata)
+        starts, lens_R = metadata.query_start_loc.long(), metadata.seq_lens.long()
+        place_Q = torch.arange(metadata.max_query_len, device=self.device)
+        row_RQ = (starts[:-1, None] + place_Q).clamp(max=len(query_THD) - 1)
+        position_RQ = (lens_R - starts[1:] + starts[:-1])[:, None] + place_Q
+        # [R, K, G, Q, D]: rows of others among them are computed in vain, and NaN stays in its row.
+        query = query_THD[row_RQ].float().unflatten(2, (self.spec.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        largest = torch.full(query.shape[:-1], -torch.inf, device=self.device)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(query)
+        for split in range(metadata.num_splits):
+            key_W = torch.arange(split * SPLIT, (split + 1) * SPLIT, device=self.device)
+            keys, values = self._gathered(kv_cache, metadata, key_W)
+            logits = torch.einsum("rkgqd,rwkd->rkgqw", query, keys) * layer.scale
+            if layer.softcap:
+                logits = layer.softcap * torch.tanh(logits / layer.softcap)
+            seen_RQW = self._seen(layer, metadata, key_W, position_RQ, lens_R)
+            logits = logits.masked_fill(~seen_RQW[:, None, None], -torch.inf)
+            higher = torch.maximum(largest, logits.amax(-1))
+            finite = higher.masked_fill(higher == -torch.inf, 0.0)
+            weights, rescale = torch.exp(logits - finite[..., None]), torch.exp(largest - finite)
+            total = total * rescale + weights.sum(-1)
+            summed = summed * rescale[..., None] + torch.einsum("rkgqw,rwkd->rkgqd", weights, values)
+            largest = higher
+        result_RQHD = (summed / total.clamp(min=1e-30)[..., None]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        self._put(metadata, result_RQHD, out_THD)
+        if lse_HT is not None:
+            lse_RQH = (largest + total.log()).permute(0, 3, 1, 2).flatten(2)
+            lse_HT.copy_(self._rows(metadata, lse_RQH, -torch.inf).T)
+
+    def _put(self, metadata: DenseMetadata, result_RQHD: torch.Tensor, out_THD: torch.Tensor) -> None:
+        out_THD.copy_(self._rows(metadata, result_RQHD, 0.0))
+
+    def _rows(self, metadata: DenseMetadata, result_RQ: torch.Tensor, nobodys: float) -> torch.Tensor:
+        """Results by sequence and place as rows, with `nobodys` in those of no request."""
+        num_slots, max_query_len = result_RQ.shape[:2]
+        sequence_T = metadata.sequence_T
+        rows = result_RQ[sequence_T.clamp(0, num_slots - 1), metadata.place_T.clamp(0, max_query_len - 1)]
+        return rows.masked_fill((sequence_T < 0).view(-1, *[1] * (rows.dim() - 1)), nobodys)
+
+    def _gathered(
+        self, kv_cache: torch.Tensor, metadata: DenseMetadata, key_W: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, W, K, D] of a split, zeros where a sequence has none: what lies there may be NaN."""
+        table = metadata.block_table
+        block_W, offset_W = key_W // self.spec.block_size, key_W % self.spec.block_size
+        blocks_RW = table[:, block_W.clamp(max=table.shape[1] - 1)].long()
+        absent = (key_W >= metadata.seq_lens[:, None])[:, :, None, None]
+        keys, values = (plane[blocks_RW, offset_W].float().masked_fill(absent, 0.0) for plane in kv_cache)
+        return keys, values
+
+    def _seen(
+        self,
+        layer: AttentionLayer,
+        metadata: DenseMetadata,
+        key_W: torch.Tensor,
+        position_RQ: torch.Tensor,
+        lens_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """Which keys of a split each query attends to, as [R, Q, W]."""
+        position, (left, right) = position_RQ[:, :, None], layer.window
+        seen = (key_W < lens_R[:, None, None]).expand(*position_RQ.shape, -1)
+        seen = seen & (key_W <= position) if metadata.causal else seen
+        seen = seen & (key_W >= position - left) if left >= 0 else seen
+        return seen & (key_W <= position + right) if right >= 0 else seen
+
+
+def _load() -> type[DenseBackend]:
+    """A backend with a kernel library imports it here, and not before."""
+    return DenseBackend
+
+
+REGISTERED = Registered(capabilities=DenseCapabilities(), loader=_load)

@@ -1,0 +1,14 @@
+"""For those who write an attention backend: a conformance suite that runs one as the engine would, and names faults.
+
+    report = check_conformance("my_backend", device="cuda")
+    assert report.ok, str(report)
+
+From a shell: `python -m phonograph.testing my_backend --device cuda`.
+"""
+
+from __future__ import annotations
+
+from phonograph.testing.report import Check, ConformanceReport, Outcome
+from phonograph.testing.suite import check_conformance
+
+__all__ = ["Check", "ConformanceReport", "Outcome", "check_conformance"]

@@ -1,0 +1,86 @@
+"""Does a backend compute what its capabilities accept? A feature accepted and ignored is a wrong answer, quietly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, MakeBackend
+from phonograph.attention.conformance import CaseResult, check_backend
+from phonograph.attention.conformance_batch import BatchShape, batch_shapes
+from phonograph.device import DeviceSpec
+from phonograph.testing.report import Check, failed, not_applicable, passed
+from phonograph.testing.specs import everything, spec_text, variations
+
+NUMERICS = "wrong numerics"
+UNDECLARED = "undeclared feature"
+
+
+def check_numerics(make: MakeBackend, base: AttentionSpec, device: torch.device) -> Check:
+    """The plain configuration on every batch of the suite, eager and unpadded by any graph."""
+    problem = _problem(make, base, device, batch_shapes(base.block_size, base.kind))
+    if problem:
+        return failed(NUMERICS, spec_text(base), f"{problem}; nothing is asked of it here beyond plain attention")
+    return passed(NUMERICS, spec_text(base))
+
+
+def check_features(
+    make: MakeBackend, capabilities: Capabilities, base: AttentionSpec, device_spec: DeviceSpec, device: torch.device
+) -> tuple[list[Check], AttentionSpec]:
+    """`base` with one thing changed at a time, then with all features at once, where accepted.
+
+    Returns:
+        The checks, and a configuration with as many features as work: `base` where one or their combination fails.
+    """
+    checks: list[Check] = []
+    for variation in variations(base, capabilities, device_spec):
+        name = f"{UNDECLARED}: {variation.name}"
+        if variation.refusals:
+            checks.append(not_applicable(name, "", f"refused: {'; '.join(variation.refusals)}"))
+            continue
+        checks.append(_check(make, name, variation.name, variation.spec, device))
+    if any(check.name.startswith(UNDECLARED) and check.text.startswith("accepted") for check in checks):
+        return checks, base
+    most = everything(base, capabilities, device_spec)
+    if most.spec == base:
+        return checks, base
+    together = _check(make, f"{UNDECLARED}: all together", most.name, most.spec, device)
+    return [*checks, together], base if together.text else most.spec
+
+
+def _check(make: MakeBackend, name: str, feature: str, spec: AttentionSpec, device: torch.device) -> Check:
+    problem = _problem(make, spec, device, _shapes(spec))
+    if not problem:
+        return passed(name, "")
+    return failed(
+        name,
+        "",
+        f"accepted, but not computed: {feature}: {problem}; refusals() is to name it, with the reason",
+    )
+
+
+def _shapes(spec: AttentionSpec) -> list[BatchShape]:
+    """Few batches, as there are many configurations: decodes, mixed, uniform, and not causal."""
+    shapes = batch_shapes(spec.block_size, spec.kind)
+    if spec.kind is not AttentionKind.DECODER:
+        return shapes
+    query_len, size = 1 + spec.speculative_tokens, spec.block_size
+    uniform = BatchShape(name="uniform", query_lens=(query_len,) * 3, seq_lens=(query_len, size + 5, 2 * size))
+    return [*(shape for shape in shapes if shape.name in ("decodes", "mixed", "not causal")), uniform]
+
+
+def _problem(make: MakeBackend, spec: AttentionSpec, device: torch.device, shapes: Sequence[BatchShape]) -> str:
+    """The first batch that is wrong, or ""."""
+    try:
+        # A backend's class, or what else makes one: it is only called.
+        results = check_backend(make, spec, device, shapes=shapes)  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # whatever a backend raises
+        return f"raised {type(error).__name__}: {error}"
+    return next((str(result) for result in results if not result.passed and not _is_about_padding(result)), "")
+
+
+def _is_about_padding(result: CaseResult) -> bool:
+    """Rows of no request have a check of their own, which knows what the backend declares about them."""
+    right = result.out_error <= result.tolerance
+    return right and "of no request" in result.problem

@@ -1,0 +1,165 @@
+"""Memory with fixed addresses for one batch at a time, as the engine has it, and poisoned wherever a batch has nothing.
+
+As on a GPU, the batch's tensors get their contents at the head of the step, inside the graph (`prepare`). So while a
+builder runs they hold something else, and only the host copies are of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.graphs.modes import GraphKey
+from phonograph.kernels.projection import FreshTokens
+
+POISON = 0x7FAB
+"""As 16 bits, once or twice: in float16, bfloat16 and float32 a signalling NaN, which no arithmetic makes."""
+_NAN_BYTE = 0xFF
+"""Makes a NaN in every format of a cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poison:
+    """Where NaN is put: cache slots that hold no token, padding rows of the inputs, a graph's scratch.
+
+    batch: while a builder runs, the batch's tensors do not hold the batch yet, but an empty one
+    """
+
+    cache: bool = True
+    padding: bool = True
+    scratch: bool = True
+    batch: bool = True
+
+
+ALL_POISON = Poison()
+
+
+class Inputs:
+    """The persistent tensors of a step with a few layers, on one device. Layers share the batch, not the cache."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, seed: int) -> None:
+        self.spec = spec
+        self.device = device
+        self.limits = limits
+        self.generator = torch.Generator().manual_seed(seed)
+        first = make_layer(spec, 0, spec.windows[0], device, self.generator)
+        windows = spec.windows if len(spec.windows) > 1 else spec.windows * 2
+        self.layers: list[AttentionLayer] = [
+            replace(first, index=index, window=window, scale=first.scale * (1 + 0.1 * index))
+            for index, window in enumerate(windows)
+        ]
+        slots, tokens = limits.max_num_seqs, limits.max_num_tokens
+        self.max_blocks = -(-limits.max_model_len // spec.block_size)
+        self._steps = tuple(
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for shape, dtype in (
+                ((slots + 1,), torch.int32),
+                ((slots,), torch.int32),
+                ((slots, self.max_blocks), torch.int32),
+                ((tokens,), torch.int64),
+            )
+        )
+        """What kernels read, and beside it what `prepare` copies there: starts, lengths, block table, slots."""
+        heads, kv_heads, size = spec.num_query_heads, spec.num_kv_heads, spec.head_size
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        # As in an engine, all three are parts of one projection's rows.
+        qkv_THD = torch.zeros(tokens, heads + 2 * kv_heads, size, dtype=dtype, device=device)
+        self.query_THD, self.key_TKD, self.value_TKD = qkv_THD.split((heads, kv_heads, kv_heads), 1)
+        self._qkv_THD = qkv_THD
+        # Rotations are by 0: the projection's rows are queries, keys and values as they are.
+        half = torch.ones(1, size // 2, device=device)
+        self._rotary_PD = torch.cat((half, 0 * half), 1)
+        self._positions_T = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.caches = [self._new_cache() for _ in self.layers]
+        self.outs_THD = [torch.empty(tokens, heads, size, dtype=dtype, device=device) for _ in self.layers]
+        self.lses_HT = [torch.empty(heads, tokens, device=device) for _ in self.layers] if spec.lse else None
+
+    def draw(self, shape: BatchShape, key: GraphKey | None) -> PagedBatch:
+        """Random contents for a batch of these lengths, on the CPU, padded to `key`."""
+        if key is not None:
+            padded_reqs = key.num_reqs - len(shape.query_lens)
+            padded_tokens = key.num_tokens - sum(shape.query_lens)
+            shape = replace(shape, padded_reqs=padded_reqs, padded_tokens=padded_tokens)
+        layer = self.layers[0]
+        on_host = replace(layer, k_scale=_host(layer.k_scale), v_scale=_host(layer.v_scale))
+        return make_batch(self.spec, on_host, shape, torch.device("cpu"), self.generator)
+
+    def load(self, batch: PagedBatch, *, clears_padding: bool, poison: Poison = ALL_POISON) -> CommonMetadata:
+        """Writes a batch where `prepare` finds it; returns its metadata, whose tensors the step fills."""
+        common = batch.common
+        width = min(self.max_blocks, common.block_table.shape[1])
+        for (_, staged), values in zip(
+            self._steps,
+            (common.query_start_loc, common.seq_lens, common.block_table[:, :width], common.slot_mapping),
+            strict=True,
+        ):
+            # Blocks that a sequence has not lead to block 0, where there is nothing but poison.
+            staged.zero_()
+            staged[tuple(slice(0, size) for size in values.shape)] = values.to(self.device)
+        rows = batch.query.shape[0]
+        contents = torch.cat([batch.query, batch.key, batch.value], 1)
+        self._qkv_THD.fill_(torch.nan if poison.padding else 0.0)
+        self._qkv_THD[:rows] = (contents if poison.padding else contents.nan_to_num(0.0)).to(self.device)
+        cache = batch.kv_cache.to(self.device)
+        if not poison.cache:
+            cache = cache.float().nan_to_num(0.0).to(cache.dtype)
+        for target in self.caches:
+            target.view(torch.uint8).fill_(_NAN_BYTE if poison.cache else 0)
+            target[:, : cache.shape[1]] = cache
+        for out_THD in self.outs_THD:
+            out_THD.view(torch.int16).fill_(POISON)
+            if not clears_padding:
+                out_THD[common.num_tokens :] = 0
+        for lse_HT in self.lses_HT or []:
+            lse_HT.view(torch.int16).fill_(POISON)
+        if poison.batch:
+            for static, _ in self._steps:
+                static.zero_()
+        else:
+            self.prepare()
+        starts, lens, table, slots = (static for static, _ in self._steps)
+        num_slots = len(common.seq_lens)
+        return replace(
+            common,
+            query_start_loc=starts[: num_slots + 1],
+            seq_lens=lens[:num_slots],
+            block_table=table[:num_slots],
+            slot_mapping=slots[:rows],
+        )
+
+    def projection(self, num_tokens: int) -> tuple[torch.Tensor, FreshTokens]:
+        """The same rows as query, key and value, as a backend gets them that takes the projection."""
+        slot_mapping_T, _ = self._steps[-1]
+        fresh = FreshTokens(
+            positions_T=self._positions_T[:num_tokens],
+            rotary_PD=self._rotary_PD,
+            slot_mapping_T=slot_mapping_T[:num_tokens],
+            qk_norm=None,
+            eps=0.0,
+        )
+        return self._qkv_THD[:num_tokens].flatten(1), fresh
+
+    def prepare(self) -> None:
+        """The head of a step: makes the batch's tensors of what was loaded."""
+        for static, staged in self._steps:
+            static.copy_(staged)
+
+    def _new_cache(self) -> torch.Tensor:
+        """[2, B, S, K, D] in the layout of the spec, with room for the blocks of any batch that is drawn."""
+        spec = self.spec
+        # As many blocks as make_batch scatters a batch over.
+        num_blocks = 1 + 2 * self.limits.max_num_seqs * self.max_blocks
+        dtype: torch.dtype = getattr(torch, spec.kv_cache_dtype)
+        middle = (spec.block_size, spec.num_kv_heads)
+        if spec.layout is KVLayout.HND:
+            middle = middle[::-1]
+        cache = torch.zeros(2, num_blocks, *middle, spec.head_size, device=self.device).to(dtype)
+        return cache if spec.layout is KVLayout.NHD else cache.transpose(2, 3)
+
+
+def _host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.cpu()

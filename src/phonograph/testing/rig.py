@@ -1,0 +1,114 @@
+"""Runs a backend as the engine does: metadata built before each run, schedule and all layers in one graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, MakeBackend
+from phonograph.attention.conformance_batch import PagedBatch
+from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
+from phonograph.graphs.cuda import CudaRuntime
+from phonograph.graphs.modes import GraphKey
+from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.graphs.tape import TapeRuntime
+from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Copies of what a run left, by layer: outputs [T, H, D] and LSE [H, T], padding included, and the caches."""
+
+    outs_THD: list[torch.Tensor]
+    lses_HT: list[torch.Tensor]
+    caches: list[torch.Tensor]
+
+
+class Rig:
+    """One backend and one builder, made anew, with the graphs captured so far."""
+
+    def __init__(self, make: MakeBackend, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.backend: AttentionBackend = make(inputs.spec, inputs.device, inputs.limits)
+        self.builder: MetadataBuilder = self.backend.make_builder()
+        # Backends from before the attribute clear their padding.
+        self.clears_padding = bool(getattr(self.backend, "clears_padding", True))
+        self.runtime: GraphRuntime = CudaRuntime(inputs.device) if inputs.device.type == "cuda" else TapeRuntime()
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        if inputs.device.type == "cuda":
+            # The inputs may still be in use on the stream of another rig.
+            torch.cuda.synchronize(inputs.device)
+
+    def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
+        """Loads a batch and builds its metadata, as before any run."""
+        with torch.inference_mode(), self.runtime.scope():
+            common = self.inputs.load(batch, clears_padding=self.clears_padding, poison=poison)
+            return self.builder.build(common, key=key)
+
+    def capture(self, key: GraphKey, batch: PagedBatch) -> AttentionMetadata:
+        """Captures `key` on a batch of its shape, on a GPU after one eager run that loads what kernels need.
+
+        Raises:
+            CaptureError: the backend did what a graph cannot hold.
+        """
+        if self.inputs.device.type == "cuda":
+            self._run(key, batch, ALL_POISON)
+        metadata = self.build(batch, key)
+
+        def step() -> tuple[torch.Tensor, ...]:
+            self._step(metadata, key.num_tokens)
+            return tuple(self.inputs.outs_THD)
+
+        self._graphs[key] = self.runtime.capture(step)
+        return metadata
+
+    def replay(self, key: GraphKey, batch: PagedBatch, poison: Poison = ALL_POISON) -> Outputs:
+        """Replays the graph of `key` on another batch, with everything that it must write poisoned."""
+        # Held until the replay is done, as the engine holds it.
+        metadata = self.build(batch, key, poison)
+        with torch.inference_mode(), self.runtime.scope():
+            if poison.scratch:
+                self.runtime.poison()
+            self._graphs[key].replay()
+            del metadata
+            return self._outputs()
+
+    def eager(self, key: GraphKey | None, batch: PagedBatch, poison: Poison = ALL_POISON) -> Outputs:
+        """Runs a batch without a graph, at the padded shape of `key`."""
+        self._run(key, batch, poison)
+        with torch.inference_mode(), self.runtime.scope():
+            return self._outputs()
+
+    def _run(self, key: GraphKey | None, batch: PagedBatch, poison: Poison) -> None:
+        metadata = self.build(batch, key, poison)
+        with torch.inference_mode(), self.runtime.scope():
+            self._step(metadata, batch.query.shape[0])
+
+    def _step(self, metadata: AttentionMetadata, num_tokens: int) -> None:
+        inputs = self.inputs
+        inputs.prepare()
+        self.backend.schedule(metadata)
+        rows = slice(0, num_tokens)
+        takes_projection = inputs.lses_HT is None and self.backend.takes_projection(metadata)
+        for index, layer in enumerate(inputs.layers):
+            cache = inputs.caches[index]
+            # The engine may do either in any layer, so one graph has both.
+            if takes_projection and index % 2:
+                qkv_TF, fresh = inputs.projection(num_tokens)
+                out_THD = inputs.outs_THD[index][rows]
+                self.backend.forward_projection(layer, qkv_TF, fresh, cache, metadata, out_THD)
+                continue
+            self.backend.write_kv(layer, inputs.key_TKD[rows], inputs.value_TKD[rows], cache, metadata)
+            lse_HT = None if inputs.lses_HT is None else inputs.lses_HT[index][:, rows]
+            self.backend.forward(layer, inputs.query_THD[rows], cache, metadata, inputs.outs_THD[index][rows], lse_HT)
+
+    def _outputs(self) -> Outputs:
+        inputs = self.inputs
+        copies = Outputs(
+            outs_THD=[out_THD.to("cpu", copy=True) for out_THD in inputs.outs_THD],
+            lses_HT=[lse_HT.to("cpu", copy=True) for lse_HT in inputs.lses_HT or []],
+            caches=[cache.to("cpu", copy=True) for cache in inputs.caches],
+        )
+        self.runtime.synchronize()
+        return copies

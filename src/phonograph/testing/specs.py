@@ -1,0 +1,99 @@
+"""Configurations to try a backend on: a plain one that it accepts, and that one with one thing changed at a time."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities, KVLayout
+from phonograph.device import DeviceSpec
+
+SPECULATIVE_TOKENS = 3
+_FULL = (UNBOUNDED, UNBOUNDED)
+# Features that a model may have all at once. In the order in which they are added up.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1.5},
+    "windows that differ by layer": {"windows": (_FULL, (6, 0))},
+    "attention sinks": {"sinks": True},
+    "ALiBi": {"alibi": True},
+    "LSE": {"lse": True},
+    "KV layout HND": {"layout": KVLayout.HND},
+}
+_SINGLE: dict[str, dict[str, Any]] = {
+    "a window that looks back": {"windows": ((6, 0),)},
+    "a window of one key": {"windows": ((0, 0),)},
+    "a window that looks ahead": {"windows": ((5, 4),)},
+    **{f"dtype {name}": {"dtype": name, "kv_cache_dtype": name} for name in ("float32", "float16", "bfloat16")},
+    **{f"KV cache dtype {name}": {"kv_cache_dtype": name} for name in ("float8_e4m3fn", "float8_e5m2")},
+    **{f"head size {size}": {"head_size": size} for size in (32, 40, 64, 72, 80, 96, 128, 192, 256)},
+    **{f"block size {size}": {"block_size": size} for size in (8, 16, 24, 32, 64, 128, 256)},
+    **{f"{kind.value} attention": {"kind": kind} for kind in AttentionKind if kind is not AttentionKind.DECODER},
+    **{
+        f"{heads} query heads on {kv_heads} KV heads": {"num_query_heads": heads, "num_kv_heads": kv_heads}
+        for heads, kv_heads in ((3, 3), (6, 2), (7, 1), (8, 2), (16, 1))
+    },
+    "speculation": {"speculative_tokens": SPECULATIVE_TOKENS},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """A base configuration with one thing changed, and why the backend refuses it (empty: it accepts)."""
+
+    name: str
+    spec: AttentionSpec
+    refusals: tuple[str, ...]
+
+
+def base_specs(capabilities: Capabilities, device: DeviceSpec) -> list[AttentionSpec]:
+    """The first plain configuration that the backend accepts, or none."""
+    dtypes = ("float32", "float16", "bfloat16") if device.kind == "cpu" else ("bfloat16", "float16", "float32")
+    # On the CPU small ones, as they are as telling; on a GPU those that kernels are made for.
+    head_sizes = (32, 64, 128, 96, 256) if device.kind == "cpu" else (128, 64, 96, 256, 32)
+    for kind, dtype, head_size, block_size in itertools.product(
+        AttentionKind, dtypes, head_sizes, (16, 32, 64, 128, 256, 8)
+    ):
+        spec = AttentionSpec(
+            num_query_heads=4,
+            num_kv_heads=2,
+            head_size=head_size,
+            dtype=dtype,
+            kv_cache_dtype=dtype,
+            block_size=block_size,
+            kind=kind,
+        )
+        if not capabilities.refusals(spec, device):
+            return [spec]
+    return []
+
+
+def variations(base: AttentionSpec, capabilities: Capabilities, device: DeviceSpec) -> list[Variation]:
+    """`base` with each thing changed alone. What changes nothing is left out."""
+    changed = {name: replace(base, **changes) for name, changes in (_FEATURES | _SINGLE).items()}
+    return [
+        Variation(name=name, spec=spec, refusals=tuple(capabilities.refusals(spec, device)))
+        for name, spec in changed.items()
+        if spec != base
+    ]
+
+
+def everything(base: AttentionSpec, capabilities: Capabilities, device: DeviceSpec) -> Variation:
+    """`base` with every feature that the backend accepts beside those before it."""
+    names: list[str] = []
+    spec = base
+    for name, changes in _FEATURES.items():
+        more = replace(spec, **changes)
+        if more != spec and not capabilities.refusals(more, device):
+            names.append(name)
+            spec = more
+    return Variation(name=" with ".join(names) or "nothing", spec=spec, refusals=())
+
+
+def spec_text(spec: AttentionSpec) -> str:
+    """A configuration in a few words."""
+    cache = "" if spec.kv_cache_dtype == spec.dtype else f" over {spec.kv_cache_dtype}"
+    return (
+        f"{spec.dtype}{cache}, heads {spec.num_query_heads}/{spec.num_kv_heads}, head size {spec.head_size}, "
+        f"blocks of {spec.block_size}"
+    )

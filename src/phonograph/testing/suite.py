@@ -1,0 +1,173 @@
+"""The conformance suite: what a backend declares, computes, and still computes once a graph has frozen it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from phonograph.attention.backend import AttentionKind, AttentionSpec, MakeBackend
+from phonograph.attention.select import Registered, registered_backends
+from phonograph.device import DeviceSpec
+from phonograph.errors import BackendError
+from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
+from phonograph.testing.declaration import PLAIN, check_declaration
+from phonograph.testing.experiments import limits_for
+from phonograph.testing.features import NUMERICS, UNDECLARED, check_features, check_numerics
+from phonograph.testing.inputs import Inputs
+from phonograph.testing.replays import PADDING, UNWRITTEN, check_graph
+from phonograph.testing.report import Check, ConformanceReport, Outcome, failed, not_applicable, passed
+from phonograph.testing.specs import SPECULATIVE_TOKENS, base_specs, spec_text
+
+MISSING, REFUSES, LOADING, SUPPORT, LOST = "missing", "refuses everything", "loading", "graph support", "lost device"
+
+
+def check_conformance(
+    backend: Registered | str,
+    *,
+    device: str | torch.device | None = None,
+    specs: Sequence[AttentionSpec] = (),
+    seed: int = 0,
+) -> ConformanceReport:
+    """Runs a backend through declaration, numerics, capture and replay; every fault that is looked for has a name.
+
+    Args:
+        backend: what an entry point leads to, or the name or label of a registered backend.
+        device: "cpu", "cuda" or None for the GPU where there is one.
+        specs: plain configurations to start from; by default one that the backend accepts.
+
+    Raises:
+        BackendError: no backend of this name is registered, or its entry point cannot be loaded.
+        ConfigError: a GPU was asked for and there is none.
+    """
+    # Here, since it brings the whole engine, which a backend's own tests need not have at import.
+    from phonograph.engine.build import this_device
+
+    kind = "auto" if device is None else torch.device(device).type
+    device_spec = this_device(kind)
+    registered = find_backend(backend) if isinstance(backend, str) else backend
+    capabilities = registered.capabilities
+    report = ConformanceReport(backend=capabilities.label, device=device_spec.name)
+    report.checks += check_declaration(capabilities, device_spec)
+    if not report.ok:
+        return report
+    bases = list(specs) or base_specs(capabilities, device_spec)
+    make = _loaded(registered, bases, device_spec, report)
+    if make is None:
+        return report
+    try:
+        for base in bases:
+            for check in _check_spec(make, registered, base, device_spec, seed):
+                report.checks.append(check)
+    except RuntimeError as error:
+        # Not a backend's own: theirs are checks. A kernel may have lost the device, and nothing runs on it any more.
+        text = f"nothing could be run after the check before this one: {error}"
+        report.checks.append(failed(LOST, capabilities.label, text))
+    return report
+
+
+def find_backend(name: str) -> Registered:
+    """A registered backend by its name or label, in any case; of several versions the first whose kernels are here.
+
+    Raises:
+        BackendError: there is none.
+    """
+    everyone = registered_backends()
+    found = [one for one in everyone if name.lower() in (one.capabilities.name, one.capabilities.label)]
+    if not found:
+        labels = ", ".join(one.capabilities.label for one in everyone)
+        raise BackendError(f"there is no attention backend {name!r}; registered are {labels}")
+    return next((one for one in found if one.capabilities.missing() is None), found[0])
+
+
+def _loaded(
+    registered: Registered, bases: list[AttentionSpec], device: DeviceSpec, report: ConformanceReport
+) -> MakeBackend | None:
+    """What makes the backend, or None with the reason in the report."""
+    capabilities = registered.capabilities
+    missing = capabilities.missing()
+    refusals = [(one, capabilities.refusals(one, device)) for one in bases or [PLAIN]]
+    refused = [f"{spec_text(one)}: {'; '.join(reasons)}" for one, reasons in refusals if reasons]
+    if missing is not None:
+        report.checks.append(failed(MISSING, capabilities.label, f"nothing can be run here: {missing}"))
+        return None
+    if refused or not bases:
+        text = ". ".join(refused) or "no configuration that was tried is accepted"
+        report.checks.append(failed(REFUSES, capabilities.label, f"on {device.name}: {text}"))
+        return None
+    try:
+        make = registered.loader()
+    except Exception as error:  # whatever another package's import raises
+        text = f"the loader raised {type(error).__name__}: {error}; missing() is to say what is not here"
+        report.checks.append(failed(LOADING, capabilities.label, text))
+        return None
+    if isinstance(make, type) and make.capabilities.label != capabilities.label:
+        text = f"the loader's class is {make.capabilities.label}, registered is {capabilities.label}"
+        report.checks.append(failed(LOADING, capabilities.label, text))
+        return None
+    report.checks.append(passed(LOADING, capabilities.label))
+    return make
+
+
+def _check_spec(
+    make: MakeBackend, registered: Registered, base: AttentionSpec, device_spec: DeviceSpec, seed: int
+) -> Iterator[Check]:
+    device = torch.device(device_spec.kind)
+    capabilities = registered.capabilities
+    numerics = check_numerics(make, base, device)
+    if numerics.outcome is Outcome.FAILED:
+        # What is wrong because of something read that is nobody's has a name of its own, which these runs find.
+        graphs = _check_graphs(make, registered, base, device_spec, seed)
+        yield from (one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN))
+        yield numerics
+        yield not_applicable(UNDECLARED, "", f"not tried: {NUMERICS} would show in it too")
+        return
+    yield numerics
+    checks, most = check_features(make, capabilities, base, device_spec, device)
+    yield from checks
+    yield from _check_graphs(make, registered, base, device_spec, seed)
+    if most != base:
+        yield from _check_graphs(make, registered, most, device_spec, seed, where=", all features")
+    speculative = replace(base, speculative_tokens=SPECULATIVE_TOKENS)
+    if not base.speculative_tokens and not capabilities.refusals(speculative, device_spec):
+        yield from _check_graphs(make, registered, speculative, device_spec, seed, only_decodes=True)
+
+
+def _check_graphs(
+    make: MakeBackend,
+    registered: Registered,
+    spec: AttentionSpec,
+    device_spec: DeviceSpec,
+    seed: int,
+    *,
+    where: str = "",
+    only_decodes: bool = False,
+) -> Iterator[Check]:
+    """The largest graph of every kind that the declared level allows; with all features the last kind only."""
+    if spec.kind is not AttentionKind.DECODER:
+        yield not_applicable(SUPPORT, spec.kind.value, "graphs are captured of decoders")
+        return
+    support = registered.capabilities.graph_support(spec, device_spec)
+    keys = _keys(spec, support.level, device_spec.kind)
+    if not keys:
+        yield not_applicable(SUPPORT, f"query length {1 + spec.speculative_tokens}", support.reason)
+        return
+    inputs = Inputs(spec, torch.device(device_spec.kind), limits_for(device_spec.kind), seed)
+    largest = list({key.graphs: key for key in reversed(keys)}.values())[::-1]
+    if only_decodes:
+        largest = largest[:1]
+    for key in largest[-1:] if where else largest:
+        yield from check_graph(make, inputs, key, [other for other in keys if other != key], where)
+
+
+def _keys(spec: AttentionSpec, level: GraphSupport, device_type: str) -> list[GraphKey]:
+    """Two sizes of decode graphs, and a mixed one where any batch may be captured; the largest of each set first."""
+    limits = limits_for(device_type)
+    query_len, slots = 1 + spec.speculative_tokens, limits.max_num_seqs
+    needed = GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else GraphSupport.UNIFORM_BATCH
+    if level < needed:
+        return []
+    decodes = [GraphKey(GraphSet.DECODE, size * query_len, size, query_len) for size in (slots, 3)]
+    mixed = [GraphKey(GraphSet.MIXED, limits.max_num_tokens, slots)] if level is GraphSupport.ALWAYS else []
+    return [*decodes, *mixed]

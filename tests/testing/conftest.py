@@ -1,0 +1,8 @@
+"""The sample backend of examples/ is imported from where it lies, as if it were installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "out_of_tree_backend"))
