@@ -12,6 +12,7 @@ import pytest
 import torch
 from paged import Arena, Batch
 
+from phonograph.attention import gpu_backend
 from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape
@@ -61,7 +62,7 @@ def quick_kv_write(monkeypatch) -> None:
             rows = rows[: len(slots)][own].float()
             cache[(plane, *at)] = (rows if scale is None else rows / scale[:, None]).to(cache.dtype)
 
-    monkeypatch.setattr(module, "write_kv", write_kv)
+    monkeypatch.setattr(gpu_backend, "write_kv", write_kv)
 
 
 @pytest.fixture

@@ -48,6 +48,16 @@ class CommonMetadata:
     causal: bool = True
 
 
+def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:
+    """How many sequences of `query_len` tokens come before the first of any other length, empty slots included.
+
+    Args:
+        query_start_loc_cpu: [R+1], as CommonMetadata has it
+    """
+    others = np.flatnonzero(np.diff(query_start_loc_cpu) != query_len)
+    return int(others[0]) if len(others) else len(query_start_loc_cpu) - 1
+
+
 class AttentionMetadata:
     """What a backend's forward needs beyond the tensors of a layer; made by that backend's builder only."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
 from phonograph.attention.split import SplitCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.projection import FreshTokens
@@ -76,9 +76,7 @@ class SplitMetadataBuilder(MetadataBuilder):
     def _cut(self, common: CommonMetadata, num_slots: int, decode_slots: int) -> tuple[CommonMetadata, CommonMetadata]:
         """Both parts, their host copies cut by the rule of the kernel that cuts the tensors."""
         starts, lens, split = common.query_start_loc_cpu, common.seq_lens_cpu, self._split
-        query_lens = np.diff(starts)
-        others = np.flatnonzero(query_lens != self._query_len)
-        num_decodes = int(others[0]) if len(others) else len(query_lens)
+        num_decodes = leading_decodes(starts, self._query_len)
         border = int(starts[num_decodes])
         is_decode = np.arange(len(lens)) < num_decodes
         decode_lens, prefill_lens = np.where(is_decode, lens, 0), np.where(is_decode, 0, lens)
@@ -100,7 +98,7 @@ class SplitMetadataBuilder(MetadataBuilder):
             common,
             num_decodes=0,
             num_decode_tokens=0,
-            max_query_len=int(query_lens[num_decodes:].max(initial=0)),
+            max_query_len=int(np.diff(starts[num_decodes:]).max(initial=0)),
             max_seq_len=int(prefill_lens.max(initial=0)),
             query_start_loc=split.prefill_starts[: num_slots + 1],
             seq_lens=split.prefill_lens[:num_slots],

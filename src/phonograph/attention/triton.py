@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -29,7 +30,6 @@ from phonograph.kernels.triton.attention_prefill import (
     plan_prefill,
     prefill_attention,
 )
-from phonograph.kernels.triton.rope_kv import write_kv
 
 Window = tuple[int, int]
 _INTERPRETER_SMS = 2
@@ -38,7 +38,7 @@ _MOST_ROTATED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TritonMetadata(AttentionMetadata):
+class TritonMetadata(GpuMetadata):
     """The tensors of CommonMetadata by the same names, the builder's plans by window, and what a graph freezes.
 
     short_query_len: longest query that the launch for short ones meets
@@ -48,7 +48,6 @@ class TritonMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
     causal: bool
     short_query_len: int
@@ -87,7 +86,7 @@ class TritonMetadataBuilder(MetadataBuilder):
         )
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(GpuBackend):
     capabilities = TritonCapabilities()
 
     def make_builder(self) -> TritonMetadataBuilder:
@@ -102,17 +101,6 @@ class TritonBackend(AttentionBackend):
                 plan_prefill(
                     long, starts, lens, min_query_len=MAX_SHORT_QUERY + 1, causal=metadata.causal, window=window
                 )
-
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
-        assert isinstance(metadata, TritonMetadata)
-        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from phonograph.cli.show import Json, compact, mode_facts, print_json
 from phonograph.config import EngineConfig
 from phonograph.device import KNOWN_DEVICES, DeviceSpec, known_device
 from phonograph.errors import BackendError, ConfigError
+from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
     from phonograph.engine.matrix import BackendRows
@@ -153,7 +154,7 @@ def _print(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
 def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> list[tuple[str, list[str]]]:
     support = plan.resolution.support
     # The chain repeats why the support is what it is; here that stands right above it.
-    chain = [str(reason).replace(f" ({support.reason})", "") for reason in plan.resolution.reasons]
+    chain = [without_support(str(reason), support) for reason in plan.resolution.reasons]
     return [
         ("model", [_model_line(plan)]),
         ("device", [_device_line(plan.device)]),
@@ -231,10 +232,8 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
         console.print(f"{support.level.name}: {support.reason}", markup=False, highlight=False)
         table = Table("asked", "runs as", *rows.modes[0].batches, "why")
         for mode in rows.modes:
-            why = [reason.replace(f" ({support.reason})", "") for reason in mode.reasons[1:]]
-            asked = "the default" if mode.asked is None else mode.asked.value
-            resolved = "refused" if mode.resolved is None else mode.resolved.value
-            table.add_row(asked, resolved, *mode.batches.values(), "\n".join(why))
+            why = [without_support(reason, support) for reason in mode.reasons[1:]]
+            table.add_row(mode.asked_as, mode.runs_as, *mode.batches.values(), "\n".join(why))
         console.print(table, markup=False, highlight=False)
 
 

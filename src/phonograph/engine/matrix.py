@@ -18,7 +18,7 @@ from phonograph.device import DeviceSpec, known_device
 from phonograph.engine.plan import PIECES
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode, Support
-from phonograph.graphs.resolve import Resolution, resolve_mode
+from phonograph.graphs.resolve import Resolution, resolve_mode, without_support
 
 DOCUMENTED = AttentionSpec(
     num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=64
@@ -39,6 +39,14 @@ class ModeRow:
     resolved: GraphMode | None
     batches: dict[str, str]
     reasons: tuple[str, ...]
+
+    @property
+    def asked_as(self) -> str:
+        return "the default" if self.asked is None else self.asked.value
+
+    @property
+    def runs_as(self) -> str:
+        return "refused" if self.resolved is None else self.resolved.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +98,10 @@ def markdown() -> str:
             lines += [f"{rows.support.level.name}: {rows.support.reason}.", ""]
             lines += [f"| asked | runs as | {' | '.join(BATCHES)} |", f"|---|---|{'---|' * len(BATCHES)}"]
             for mode in rows.modes:
-                asked = "the default" if mode.asked is None else mode.asked.value
-                runs = "refused" if mode.resolved is None else mode.resolved.value
-                lines.append(f"| {asked} | {runs} | {' | '.join(mode.batches[kind] for kind in BATCHES)} |")
-            why = dict.fromkeys(_short(reason, rows.support) for mode in rows.modes for reason in mode.reasons[1:])
+                runs = " | ".join(mode.batches[kind] for kind in BATCHES)
+                lines.append(f"| {mode.asked_as} | {mode.runs_as} | {runs} |")
+            steps = (reason for mode in rows.modes for reason in mode.reasons[1:])
+            why = dict.fromkeys(without_support(step, rows.support) for step in steps)
             lines += ["", *(f"- {text}" for text in why)] if why else []
     return "\n".join(lines) + "\n"
 
@@ -104,7 +112,9 @@ def _mode_rows(backend: Capabilities, spec: AttentionSpec, device: DeviceSpec) -
         try:
             plain = resolve_mode(asked, backend.graph_support(spec, device), PIECES)
         except ConfigError as error:
-            yield ModeRow(asked=asked, resolved=None, batches=dict.fromkeys(BATCHES, "-"), reasons=("", error.problem))
+            assert asked is not None, "the default never fails"
+            reasons = f"{asked.value}: asked for", error.problem
+            yield ModeRow(asked=asked, resolved=None, batches=dict.fromkeys(BATCHES, "-"), reasons=reasons)
             continue
         support = backend.graph_support(drafting, device)
         drafted = resolve_mode(asked, support, PIECES, speculative_tokens=DRAFTS)
@@ -124,8 +134,3 @@ def _decode(resolution: Resolution) -> str:
 def _mixed(resolution: Resolution) -> str:
     mode = resolution.mode
     return "full graph" if mode.mixed_full else "pieces" if mode.piecewise else "eager"
-
-
-def _short(reason: str, support: Support) -> str:
-    """Without the reason of the support, which stands above it."""
-    return reason.replace(f" ({support.reason})", "")

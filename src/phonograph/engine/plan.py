@@ -74,7 +74,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     notes: list[str] = []
     limits = _limits(config, model, device)
-    attention = _attention_spec(config, model, dtype, limits.block_size)
+    attention = resolve_attention(config, model, device)
     selection = select(config.attention_backend, _version(config), attention, device)
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
@@ -129,13 +129,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
 
 
-def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
-    """What an attention backend of this configuration has to serve."""
-    return _attention_spec(
-        config, model, _dtype(config, model, device), config.block_size or _DEFAULT_BLOCK_SIZE[device.kind]
-    )
-
-
 def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:
     if config.dtype != "auto":
         return config.dtype
@@ -156,8 +149,12 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
-        block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
+        block_size=_block_size(config, device),
     )
+
+
+def _block_size(config: EngineConfig, device: DeviceSpec) -> int:
+    return config.block_size or _DEFAULT_BLOCK_SIZE[device.kind]
 
 
 def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
@@ -187,14 +184,16 @@ def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tok
     return len(captures.largest_first())
 
 
-def _attention_spec(config: EngineConfig, model: ModelSpec, dtype: str, block_size: int) -> AttentionSpec:
+def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
+    """What an attention backend of this configuration has to serve."""
+    dtype = _dtype(config, model, device)
     return AttentionSpec(
         num_query_heads=model.num_query_heads,
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_size,
         dtype=dtype,
         kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
-        block_size=block_size,
+        block_size=_block_size(config, device),
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,

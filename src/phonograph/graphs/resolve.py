@@ -44,6 +44,11 @@ class Resolution:
     reasons: tuple[Reason, ...]
 
 
+def without_support(reason: str, support: Support) -> str:
+    """A reason without that of the support, which many repeat, for where it stands beside them."""
+    return reason.replace(f" ({support.reason})", "")
+
+
 def weakest(supports: list[tuple[str, Support]]) -> Support:
     """The level that holds for all KV groups: the lowest, naming the group that sets it.
 

@@ -34,28 +34,38 @@ class Workspace:
     def make(
         cls, spec: ModelSpec, num_tokens: int, num_logits: int, dtype: torch.dtype, device: torch.device
     ) -> Workspace:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         qkv, attention, gate_up = _widths(spec)
-        shared = zeros(num_tokens * max(qkv + attention, gate_up))
+        shapes = cls._shapes(spec, num_tokens, num_logits)
+        made = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        shared = made["shared"].view(-1)
         gate_up_T2I = shared[: num_tokens * gate_up].view(num_tokens, gate_up)
         return cls(
-            hidden_TE=zeros(num_tokens, spec.hidden_size),
-            normed_TE=zeros(num_tokens, spec.hidden_size),
+            hidden_TE=made["hidden"],
+            normed_TE=made["normed"],
             qkv_TF=shared[: num_tokens * qkv].view(num_tokens, qkv),
             attention_TF=shared[num_tokens * qkv :][: num_tokens * attention].view(num_tokens, attention),
             gate_up_T2I=gate_up_T2I,
             inner_TI=gate_up_T2I[:, : spec.intermediate_size],
-            rows_NE=zeros(num_logits, spec.hidden_size),
-            logits_NV=zeros(num_logits, spec.vocab_size),
+            rows_NE=made["rows"],
+            logits_NV=made["logits"],
         )
 
     @classmethod
     def nbytes(cls, spec: ModelSpec, num_tokens: int, num_logits: int, dtype: str) -> int:
+        shapes = cls._shapes(spec, num_tokens, num_logits).values()
+        return sum(rows * width for rows, width in shapes) * DTYPE_BYTES[dtype]
+
+    @staticmethod
+    def _shapes(spec: ModelSpec, num_tokens: int, num_logits: int) -> dict[str, tuple[int, int]]:
+        """What is allocated; attention and the MLP have one place."""
         qkv, attention, gate_up = _widths(spec)
-        elements = num_tokens * (2 * spec.hidden_size + max(qkv + attention, gate_up))
-        return (elements + num_logits * (spec.hidden_size + spec.vocab_size)) * DTYPE_BYTES[dtype]
+        return {
+            "hidden": (num_tokens, spec.hidden_size),
+            "normed": (num_tokens, spec.hidden_size),
+            "shared": (num_tokens, max(qkv + attention, gate_up)),
+            "rows": (num_logits, spec.hidden_size),
+            "logits": (num_logits, spec.vocab_size),
+        }
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(self, field.name) for field in fields(self)]

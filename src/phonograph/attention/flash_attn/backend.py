@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.flash_attn.builders import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
@@ -21,12 +21,12 @@ from phonograph.attention.flash_attn.capabilities import (
     FlashAttention4Capabilities,
 )
 from phonograph.attention.flash_attn.providers import make_library
+from phonograph.attention.gpu_backend import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.errors import BackendError
-from phonograph.kernels.triton.rope_kv import write_kv
 
 
-class FlashAttentionBackend(AttentionBackend):
+class FlashAttentionBackend(GpuBackend):
     """What all versions share.
 
     Raises:
@@ -71,17 +71,6 @@ class FlashAttentionBackend(AttentionBackend):
         metadata.plan.part = self._plan[:size]
         metadata.plan.part.copy_(made)
         self._plan[size:].zero_()
-
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
-        assert isinstance(metadata, FlashAttentionMetadata)
-        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
 
     def forward(
         self,

@@ -16,7 +16,8 @@ import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
 from phonograph.attention.flash_attn.libraries import Launch
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.gpu_backend import GpuMetadata
+from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
 
@@ -55,11 +56,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlashAttentionMetadata(AttentionMetadata):
+class FlashAttentionMetadata(GpuMetadata):
     """planned: whether `schedule` makes a plan, and launches read it."""
 
     launch: Launch
-    slot_mapping: torch.Tensor
     plan: Plan
     planned: bool
 
@@ -111,10 +111,12 @@ class FlashAttentionMetadataBuilder(MetadataBuilder):
             planned=numbers.planned,
         )
 
-    def _longest_query(self, key: GraphKey) -> int:
-        if key.graphs is GraphSet.DECODE:
-            return key.query_len
-        return min(key.num_tokens, self.limits.max_model_len)
+    def _longest(self, common: CommonMetadata, key: GraphKey | None) -> tuple[int, int]:
+        """The longest query and sequence: of every batch of `key`, or exactly of an eager one."""
+        if key is None:
+            return max(common.max_query_len, 1), max(common.max_seq_len, 1)
+        longest = self.limits.max_model_len
+        return key.query_len if key.graphs is GraphSet.DECODE else min(key.num_tokens, longest), longest
 
 
 class Version2Builder(FlashAttentionMetadataBuilder):
@@ -125,11 +127,9 @@ class Version2Builder(FlashAttentionMetadataBuilder):
     """
 
     def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
-        if key is None or key.graphs is GraphSet.PIECEWISE:
-            # Between pieces attention runs outside the graph too, and exact numbers make smaller grids.
-            max_query_len, max_seq_len = max(common.max_query_len, 1), max(common.max_seq_len, 1)
-        else:
-            max_query_len, max_seq_len = self._longest_query(key), self.limits.max_model_len
+        # Between pieces attention runs outside the graph too, and exact numbers make smaller grids.
+        outside = key is None or key.graphs is GraphSet.PIECEWISE
+        max_query_len, max_seq_len = self._longest(common, None if outside else key)
         mixed_graph = key is not None and key.graphs is GraphSet.MIXED
         if mixed_graph or common.slot_mapping.shape[0] != common.seq_lens.shape[0]:
             max_query_len = max(max_query_len, 2)
@@ -153,20 +153,13 @@ class Version3Builder(FlashAttentionMetadataBuilder):
         else:
             fits = _HEURISTIC_SPLITS * _accumulator_bytes(num_tokens, self.spec) <= ACCUMULATOR_BYTES
             num_splits = 0 if key is None and fits else 1
-        return Numbers(
-            max_query_len=max(common.max_query_len, 1) if key is None else self._longest_query(key),
-            max_seq_len=max(common.max_seq_len, 1) if key is None else self.limits.max_model_len,
-            num_splits=num_splits,
-            planned=planned,
-        )
+        max_query_len, max_seq_len = self._longest(common, key)
+        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=num_splits, planned=planned)
 
 
 class Version4Builder(FlashAttentionMetadataBuilder):
     """Version 4 has no plan, so it runs with one split."""
 
     def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
-        return Numbers(
-            max_query_len=max(common.max_query_len, 1) if key is None else self._longest_query(key),
-            max_seq_len=max(common.max_seq_len, 1) if key is None else self.limits.max_model_len,
-            num_splits=1,
-        )
+        max_query_len, max_seq_len = self._longest(common, key)
+        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=1)

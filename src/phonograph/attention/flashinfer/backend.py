@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
 from phonograph.attention.flashinfer.workspace import Sizes
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.page_indices import page_indices
-from phonograph.kernels.triton.rope_kv import write_kv
 
 _NO_GPU = (9, 0), 2
 """Capability and multiprocessors that tests without a GPU pretend."""
@@ -31,7 +30,7 @@ _LEAST_LSE = -4.9e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlashInferMetadata(AttentionMetadata):
+class FlashInferMetadata(GpuMetadata):
     """Tensors of CommonMetadata by the same names, where page numbers go, and what runs on which rows, in order.
 
     end: rows behind it are of no request, and no part runs on them
@@ -39,7 +38,6 @@ class FlashInferMetadata(AttentionMetadata):
 
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     indices: torch.Tensor
     parts: tuple[Part, ...]
     end: int
@@ -81,11 +79,10 @@ class FlashInferMetadataBuilder(MetadataBuilder):
 
     def _eager(self, common: CommonMetadata) -> tuple[Part, ...]:
         num_seqs = common.num_reqs
-        others = np.flatnonzero(np.diff(common.query_start_loc_cpu[: num_seqs + 1]) != 1)
         return self._planner.eager(
             self._host_plan(common, num_seqs, common.num_tokens),
             num_seqs,
-            num_decodes=int(others[0]) if len(others) else num_seqs,
+            num_decodes=leading_decodes(common.query_start_loc_cpu[: num_seqs + 1], 1),
             max_query_len=common.max_query_len,
             causal=self._causal(common),
         )
@@ -109,7 +106,7 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         return common.causal or self._spec.windows[0][1] == 0
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(GpuBackend):
     """Raises BackendError at the first run of a layer whose scales differ from head to head.
 
     A mixed graph is one FA3 launch a layer, which splits no sequence and takes a tile for each query head of a decode.
@@ -130,17 +127,6 @@ class FlashInferBackend(AttentionBackend):
     def schedule(self, metadata: AttentionMetadata) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         page_indices(metadata.block_table, metadata.seq_lens, metadata.indices, page_size=self.spec.block_size)
-
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
-        assert isinstance(metadata, FlashInferMetadata)
-        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
 
     def forward(
         self,

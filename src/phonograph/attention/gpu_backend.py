@@ -1,0 +1,33 @@
+"""What backends on a GPU share: the KV write, by a kernel of ours that serves every cache layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.metadata import AttentionMetadata
+from phonograph.kernels.triton.rope_kv import write_kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMetadata(AttentionMetadata):
+    """slot_mapping: as CommonMetadata has it"""
+
+    slot_mapping: torch.Tensor
+
+
+class GpuBackend(AttentionBackend):
+    """Its builder makes GpuMetadata."""
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, GpuMetadata)
+        write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
