@@ -40,6 +40,7 @@ SPEC = AttentionSpec(
 SHAPES = (
     BatchShape(name="both", query_lens=(1, 1, 3, 20, 1), seq_lens=(40, 1, 3, 33, 9), padded_reqs=2, padded_tokens=3),
     BatchShape(name="decodes", query_lens=(1,) * 3, seq_lens=(70, 16, 1), padded_reqs=1, padded_tokens=1),
+    BatchShape(name="drafts", query_lens=(3, 3, 7), seq_lens=(20, 40, 7), padded_reqs=1, padded_tokens=2),
     BatchShape(name="prefills", query_lens=(5, 18), seq_lens=(5, 40), padded_reqs=0, padded_tokens=0),
     BatchShape(name="empty", query_lens=(), seq_lens=(), padded_reqs=2, padded_tokens=3),
 )

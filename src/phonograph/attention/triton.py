@@ -69,7 +69,7 @@ class TritonMetadataBuilder(MetadataBuilder):
         if key is None:
             has_long = common.max_query_len > MAX_SHORT_QUERY
             # Of two kinds only, as each is compiled.
-            short_query_len = 1 if common.num_decodes == common.num_reqs else MAX_SHORT_QUERY
+            short_query_len = 1 if common.max_query_len <= 1 else MAX_SHORT_QUERY
         elif key.graphs is GraphSet.DECODE and key.query_len <= MAX_SHORT_QUERY:
             short_query_len, has_long = key.query_len, False
         elif key.num_tokens <= MAX_SHORT_QUERY:
