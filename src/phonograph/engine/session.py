@@ -103,9 +103,15 @@ class Session:
                 self._report_prompt(sample)
         return list(changed.values())
 
-    def abort(self, output: RequestOutput) -> None:
-        """Ends what is left of a request; what it has generated so far stays in its output."""
-        for sample in [sample for sample in self._samples.values() if sample.parent is output]:
+    def abort(self, output: RequestOutput, index: int | None = None) -> None:
+        """Ends what is left of a request, or of one of its samples; what has been generated so far stays.
+
+        A request that has ended already is fine.
+        """
+        for completion in output.outputs if index is None else [output.outputs[index]]:
+            sample = self._samples.get(_sample_id(output, completion.index))
+            if sample is None or sample.parent is not output:
+                continue
             self.core.scheduler.abort(sample.request.request_id)
             if sample.text is not None:
                 self._read(sample, sample.text)
@@ -133,7 +139,7 @@ class Session:
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
         request = Request(
-            request_id=output.request_id if params.n == 1 else f"{output.request_id}-{index}",
+            request_id=_sample_id(output, index),
             prompt_token_ids=output.prompt_token_ids,
             params=params,
             arrival=time.monotonic(),
@@ -181,3 +187,8 @@ class Session:
         # Of n samples the one that has got furthest tells.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
             output.prompt_logprobs = [None, *request.prompt_logprobs]
+
+
+def _sample_id(output: RequestOutput, index: int) -> str:
+    """What the scheduler calls a sample."""
+    return f"{output.request_id}-{index}" if index else output.request_id

@@ -21,6 +21,10 @@ class TextBuilder:
         self._num_tokens = 0
         self._decoded = ""
         self._searched = 0
+        self._longest = max((len(stop) for stop in params.stop), default=1) - 1
+        self._beginning_with: dict[str, list[str]] = {}
+        for stop in params.stop:
+            self._beginning_with.setdefault(stop[0], []).append(stop)
         self.text = ""
         self.stopped: str | None = None
 
@@ -60,9 +64,9 @@ class TextBuilder:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) for stop in self._params.stop), default=1) - 1
-        for length in range(min(longest, len(self._decoded)), 0, -1):
-            tail = self._decoded[-length:]
-            if any(stop.startswith(tail) for stop in self._params.stop):
-                return length
+        tail = self._decoded[-self._longest :] if self._longest else ""
+        for start, character in enumerate(tail):
+            stops = self._beginning_with.get(character)
+            if stops and any(stop.startswith(tail[start:]) for stop in stops):
+                return len(tail) - start
         return 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from tokenizers.decoders import DecodeStream
 
+from phonograph.config import EngineConfig
 from phonograph.errors import ModelError, RequestError
+from phonograph.models.folder import DEMO, model_folder
 
 ChatMessage = dict[str, Any]
 
@@ -48,24 +50,51 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects around it."""
-        return list(self._tokenizer(text)["input_ids"])
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects around it unless these are not wanted.
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no encoding of Unicode allows.
+        """
+        try:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("prompt", _shortened(text), "is no Unicode text (half of a surrogate pair)") from None
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        template:               instead of the model's own
+        add_generation_prompt:  end with what begins the assistant's answer
+        continue_final_message: end within the last message, so that the model goes on writing it
+        variables:              more for the template to see
 
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
-        if not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
         try:
             encoded = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+                list(messages),
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=True,
+                **(variables or {}),
             )
         except Exception as error:  # templates raise what their authors wrote
-            raise RequestError("messages", list(messages), f"the chat template refuses them: {error}") from error
+            problem = f"the chat template refuses them: {error}"
+            raise RequestError("messages", _shortened(str(list(messages))), problem) from error
         return list(encoded["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -74,6 +103,22 @@ class Tokenizer:
     def stream(self, *, skip_special_tokens: bool) -> TokenStream:
         """A decoder that takes tokens one by one."""
         return TokenStream(self._backend, skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of the model; None for a local folder without one, which serves token ids only.
+
+    Raises:
+        ModelError: there is one and it is unusable.
+    """
+    name = config.tokenizer or config.model
+    local = name == DEMO or Path(name).is_dir()
+    source = model_folder(name) if local else name
+    if local and config.tokenizer is None:
+        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        if not any((Path(source) / file).is_file() for file in files):
+            return None
+    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
 
 
 def _tokenizer_class(folder: Path) -> Any:
@@ -99,6 +144,11 @@ def _is_generic(folder: Path) -> bool:
         return generic and model["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _shortened(text: str) -> str:
+    """A text as a message can show it."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class TokenStream:
