@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 # it is a vocabulary that others speak, and ROOT is the package's own file.
 ROOT = "(root)"
 LEAVES = frozenset({"errors", "sampling_params", "batch", "device", "request", "demo", "graphs.modes"})
-CONFIG = frozenset({"config", "config_sources", "config_values"})
+CONFIG = frozenset({"config", "config_model", "config_server", "config_sources", "config_values"})
 COMMON = LEAVES | CONFIG
 BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
 BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "scheduler_limits", "runner"}
@@ -31,6 +31,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "request": frozenset({"errors", "sampling_params", "batch"}),
     "config_values": frozenset({"errors", "graphs.modes"}),
     "config_sources": frozenset({"errors"}),
+    "config_model": frozenset({"errors", "config_sources", "config_values"}),
+    "config_server": frozenset({"errors", "config_model", "config_sources", "config_values"}),
     "config": frozenset({"errors", "graphs.modes"}) | CONFIG,
     "kernels": COMMON,
     "graphs": COMMON | {"kernels"},
