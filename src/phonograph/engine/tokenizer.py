@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +18,16 @@ ChatMessage = dict[str, Any]
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer with a fast backend, which incremental decoding needs."""
+    """A Hugging Face tokenizer with a fast backend, which incremental decoding needs.
+
+    special_token_ids: those that are left out of the text where special tokens are to be skipped
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
@@ -82,8 +88,13 @@ class Tokenizer:
         """
         if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
+        apply = self._tokenizer.apply_chat_template
+        for name in variables or {}:
+            # Else whoever sets variables of the template would set options of the tokenizer.
+            if name in signature(apply).parameters:
+                raise RequestError("chat_template_kwargs", name, "is no variable of a template")
         try:
-            encoded = self._tokenizer.apply_chat_template(
+            encoded = apply(
                 list(messages),
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
@@ -99,6 +110,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def piece(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it, or None where it has no such token."""
+        return cast("str | None", self._backend.id_to_token(token_id))
 
     def stream(self, *, skip_special_tokens: bool) -> TokenStream:
         """A decoder that takes tokens one by one."""
