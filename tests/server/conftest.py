@@ -1,9 +1,10 @@
-"""One engine of the demo model in its process, shared by all tests, and servers on it, with the settings they ask for."""
+"""One engine of the demo model in its process, shared by all tests, and servers on it with the settings they want."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -37,9 +38,13 @@ def server(shared_server: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def serve_with(engine_thread: EngineThread) -> Iterator[Callable[..., Server]]:
-    """Makes a server with other settings."""
+    """Makes a server with other settings, and other sampling defaults."""
     with ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(serving(engine_thread, ServerConfig(**settings)))
+
+        def make(defaults: dict[str, Any] | None = None, **settings: Any) -> Server:
+            return stack.enter_context(serving(engine_thread, ServerConfig(**settings), defaults=defaults))
+
+        yield make
 
 
 @pytest.fixture(scope="session")

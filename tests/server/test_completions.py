@@ -97,7 +97,7 @@ def test_logprobs_of_output_and_echoed_prompt(client: OpenAI) -> None:
     assert choice.text.startswith(text) and found.tokens[0] == "Tom"
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == answer.usage.total_tokens
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
-    assert ["bytes:\\xc3", "bytes:\\xa9"] == [token for token in found.tokens if token.startswith("bytes:")]
+    assert [token for token in found.tokens if token.startswith("bytes:")] == ["bytes:\\xc3", "bytes:\\xa9"]
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token), (token, offset)
     for token, logprob, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):

@@ -24,7 +24,7 @@ from phonograph.server.run import running_engine
 from phonograph.server.serving import Serving
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
-SMALL = {"max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}
 
 
 @dataclass
@@ -40,7 +40,10 @@ class Server:
     def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=30, **settings)
 
-    def wait_until(self, holds: Callable[[AsyncEngine], bool], seconds: float = 10) -> None:
+    def get(self, path: str, **settings: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30, **settings)
+
+    def wait_until(self, holds: Callable[[AsyncEngine], bool], seconds: float = 30) -> None:
         """Waits for something about the engine, and says how it was at last where it does not come about."""
         until = time.monotonic() + seconds
         while not holds(self.engine):
@@ -50,9 +53,7 @@ class Server:
     def wait_until_idle(self) -> None:
         """Until no request is open and no block is held: what every test must come back to."""
         self.wait_until(lambda engine: engine.num_open == 0)
-        self.wait_until(
-            lambda engine: engine.stats is not None and engine.stats.blocks_used == engine.stats.num_running == 0
-        )
+        self.wait_until(lambda engine: engine.stats.blocks_used == engine.stats.num_running == 0)
 
 
 class EngineThread:
@@ -84,11 +85,13 @@ class EngineThread:
 
 
 @contextmanager
-def serving(thread: EngineThread, config: ServerConfig) -> Iterator[Server]:
+def serving(thread: EngineThread, config: ServerConfig, *, defaults: dict[str, Any] | None = None) -> Iterator[Server]:
     """One more server on the engine."""
     engine = thread.engine.result()
-    app = make_app(Serving(engine, config, "demo", {}, None))
-    http = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1))
+    app = make_app(Serving(engine, config, "demo", defaults or {}, config.chat_template))
+    http = uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1)
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     running = thread.submit(http.serve(sockets=[listener]))
     try:

@@ -31,7 +31,10 @@ def serve(configs: tuple[EngineConfig, ServerConfig]) -> int:
             start.close()
             note(line)
 
-        return run(*configs, bars if sys.stderr.isatty() else _phases(), ready)
+        try:
+            return run(*configs, bars if sys.stderr.isatty() else _phases(), ready)
+        except KeyboardInterrupt:  # while it started: later it is a request to end
+            return 130
 
 
 def _phases() -> Callable[[str, int, int], None]:

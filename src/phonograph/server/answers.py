@@ -68,8 +68,8 @@ def error_chunk(error: ApiError) -> bytes:
     return f"data: {to_json(error.body())}\n\n".encode() + DONE
 
 
-def to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""As JSONResponse has it; made once, which for a chunk is a good part of its cost."""
 
 
 class EventStream(Response):

@@ -69,8 +69,10 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         return error_response(invalid(None, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
     path = [str(part) for part in first["loc"] if part != "body"]
-    if not path:
+    if not isinstance(error.body, dict):
         return error_response(invalid(None, "the body must be a JSON object, sent as application/json"))
+    if not path:
+        return error_response(invalid(None, f"the body: {first['msg']}"))
     name, problem = ".".join(path), first["msg"].removeprefix("Value error, ")
     return error_response(invalid(name, f"{name}: {problem}"))
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler_limits import SchedulerStats
 from phonograph.server.calls import Call, Prompt, Sample
 from phonograph.server.engine_process import EngineProcess
 from phonograph.server.errors import ApiError, failed, refused, unavailable
@@ -20,13 +19,14 @@ from phonograph.server.messages import Abort, Add, EngineFacts, Report
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
+REPORTS_AT_ONCE = 8
 
 
 class AsyncEngine:
     """Calls in progress, by the keys of their prompts. One event loop drives it.
 
     num_open: samples that have not ended
-    stats:    of the scheduler, as of the latest report; None before the first
+    stats:    of the scheduler, as of the latest report
     died:     set when the engine's process has ended by itself, with the reason in `death`
     """
 
@@ -34,7 +34,7 @@ class AsyncEngine:
         self.facts = facts
         self.tokenizer = tokenizer
         self.num_open = 0
-        self.stats: SchedulerStats | None = None
+        self.stats = facts.stats
         self.num_steps = 0
         self.died = asyncio.Event()
         self.death: str | None = None
@@ -85,7 +85,7 @@ class AsyncEngine:
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
             self.num_open += params.n
-            self._process.send(Add(prompt.key, prompt.token_ids, bare, priority))
+        self._process.send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority))
         return call
 
     async def drain(self, seconds: float) -> None:
@@ -102,7 +102,11 @@ class AsyncEngine:
 
     async def _receive(self) -> None:
         while True:
-            self._take(await self._process.receive())
+            # Reports that are there already come without a break. So where steps come faster than clients can be
+            # written to, each write has the tokens of several.
+            for _ in range(REPORTS_AT_ONCE):
+                self._take(await self._process.receive())
+            await asyncio.sleep(0)
 
     def _take(self, report: Report) -> None:
         self.stats, self.num_steps = report.stats, report.num_steps

@@ -78,13 +78,16 @@ class CoreLoop:
         return True
 
     def _add(self, command: Add, refused: dict[int, RequestError]) -> None:
-        try:
-            output = self._session.add(command.prompt_token_ids, command.params, priority=command.priority)
-        except RequestError as error:
-            refused[command.key] = error
-            return
-        opened = _Open(command.key, output, [0] * len(output.outputs))
-        self._by_key[command.key] = self._by_output[id(output)] = opened
+        for key, token_ids in command.prompts.items():
+            try:
+                output = self._session.add(token_ids, command.params, priority=command.priority)
+            except RequestError as error:
+                refused[key] = error
+                for other in command.prompts:
+                    self._abort(Abort(other))
+                return
+            opened = _Open(key, output, [0] * len(output.outputs))
+            self._by_key[key] = self._by_output[id(output)] = opened
 
     def _abort(self, command: Abort) -> None:
         opened = self._by_key.get(command.key)

@@ -11,16 +11,16 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 import zmq
 
 from phonograph.config import EngineConfig
-from phonograph.engine.build import Engine
-from phonograph.engine.session import Session
-from phonograph.engine.start import start_engine
 from phonograph.errors import PhonographError
-from phonograph.server.core_loop import CoreLoop
 from phonograph.server.messages import Command, EngineFacts, Message, Progress, StartFailed
+
+if TYPE_CHECKING:
+    from phonograph.engine.build import Engine
 
 FAREWELL_MILLISECONDS = 2000
 """How long the last messages may take to be sent when the process ends."""
@@ -62,6 +62,11 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
+    # Here, because the server's process has this module too and needs nothing of what the engine is made of.
+    from phonograph.engine.session import Session
+    from phonograph.engine.start import start_engine
+    from phonograph.server.core_loop import CoreLoop
+
     began = time.perf_counter()
     with zmq.Context() as context:
         channel = _Channel(context, addresses)
@@ -95,10 +100,10 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         context_len=engine.core.scheduler.limits.context_len,
         vocab_size=plan.model.vocab_size,
         max_num_seqs=plan.limits.max_num_seqs,
-        num_blocks=plan.memory.num_blocks,
         scheduling_policy=plan.config.scheduling_policy,
         device=plan.device.name,
         attention_backend=plan.selection.capabilities.label,
         mode="; ".join(str(reason) for reason in plan.resolution.reasons),
         start_seconds=seconds,
+        stats=engine.core.scheduler.stats,
     )

@@ -8,6 +8,7 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -42,6 +43,7 @@ class EngineProcess:
             target=run_core, args=(config, addresses), name="phonograph-engine"
         )
         self._process.start()
+        self._started = False
 
     @property
     def pid(self) -> int | None:
@@ -66,11 +68,13 @@ class EngineProcess:
                 raise message.error
             else:
                 assert isinstance(message, EngineFacts), message
+                self._started = True
                 return message
 
     def send(self, command: Command) -> None:
         """Sends without waiting. What is sent to a process that has died is lost."""
-        self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), copy=False)
+        with suppress(zmq.Again):  # there is nobody at the other end
+            self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
 
     async def receive(self) -> Report:
         """The next report, in the order they were sent. Waits for ever once the process has died."""
@@ -95,10 +99,9 @@ class EngineProcess:
         return f"the engine's process ended {how}"
 
     def close(self) -> None:
-        """Ends the process, kindly first, and whatever it was doing."""
+        """Ends the process whatever it is doing; one that takes commands is asked first."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        if self._process.is_alive():
-            self._commands.linger = int(STOP_SECONDS * 1000)
+        if self._started and self._process.is_alive():
             self.send(Stop())
             self._process.join(STOP_SECONDS)
         if self._process.is_alive():

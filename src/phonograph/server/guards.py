@@ -33,10 +33,10 @@ class ApiKeys:
         await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         # Every key is compared, in a time that does not depend on where they differ.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
 
 
 class BodyLimit:

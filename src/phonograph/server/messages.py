@@ -15,10 +15,12 @@ from phonograph.scheduler_limits import SchedulerStats
 
 @dataclass(slots=True)
 class Add:
-    """A prompt to continue, under a key that the server gives it and never gives again."""
+    """Prompts of one call to continue, by keys that the server gives them and never gives again.
 
-    key: int
-    prompt_token_ids: list[int]
+    If one of them cannot be served, none is.
+    """
+
+    prompts: dict[int, list[int]]
     params: SamplingParams
     priority: int
 
@@ -56,17 +58,18 @@ class EngineFacts:
 
     context_len: tokens of prompt and output together that a request can have
     mode:        the graph mode that runs, with its reasons
+    stats:       of the scheduler, before the first step
     """
 
     context_len: int
     vocab_size: int
     max_num_seqs: int
-    num_blocks: int
     scheduling_policy: str
     device: str
     attention_backend: str
     mode: str
     start_seconds: float
+    stats: SchedulerStats
 
 
 @dataclass(slots=True)

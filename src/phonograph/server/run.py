@@ -18,7 +18,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
-from phonograph.engine.tokenizer import load_tokenizer
+from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError, ModelError
 from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
@@ -56,15 +56,11 @@ def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, r
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, progress: StartProgress, ready: Callable[[str], None]
 ) -> int:
+    template = chat_template(config)
     with _bound(config) as listener:
+        defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
         async with running_engine(engine_config, progress) as engine:
-            serving = Serving(
-                engine,
-                config,
-                engine_config.model,
-                await asyncio.to_thread(sampling_defaults, engine_config, config),
-                chat_template(config),
-            )
+            serving = Serving(engine, config, engine_config.model, defaults, template)
             http = _Server(serving)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -80,20 +76,25 @@ async def running_engine(config: EngineConfig, progress: StartProgress) -> Async
         PhonographError: it could not start.
     """
     process = EngineProcess(config)
+    starting = asyncio.ensure_future(process.ready(progress))
     try:
         # The one process takes seconds to load weights, the other to load what tokenizes.
-        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, config))
-        facts = await process.ready(progress)
-        tokenizer = await loading
-        if tokenizer is None:
-            raise ModelError(f"{config.model} has no tokenizer, which a server needs; give one with --tokenizer")
+        facts, tokenizer = await asyncio.gather(starting, asyncio.to_thread(_tokenizer, config))
         engine = AsyncEngine(process, facts, tokenizer)
         try:
             yield engine
         finally:
             engine.close()
     finally:
+        starting.cancel()
         process.close()
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(config)
+    if tokenizer is None:
+        raise ModelError(f"{config.model} has no tokenizer, which a server needs; give one with --tokenizer")
+    return tokenizer
 
 
 class _Server(uvicorn.Server):
