@@ -11,7 +11,8 @@
     ├── BackendError           an attention backend cannot serve this configuration, or is not there
     ├── CaptureError           something a graph capture cannot hold was done while capturing
     ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
-    └── MemoryLimitError       the memory granted is too small for what was asked
+    ├── MemoryLimitError       the memory granted is too small for what was asked
+    └── EndpointError          a server that is to be measured is not there, or refuses what a benchmark sends
 """
 
 from __future__ import annotations
@@ -73,3 +74,7 @@ class ReplayError(PhonographError):
 
 class MemoryLimitError(PhonographError):
     """The memory granted is too small for what was asked."""
+
+
+class EndpointError(PhonographError):
+    """A server that is to be measured is not there, or refuses what a benchmark sends."""

@@ -36,7 +36,8 @@ COLUMNS = {
 }
 """The fields of a suite's rows that its table has, beside the case and the steps."""
 
-app = App(name="bench", help="Measure what the engine does, on random tokens.", help_format="plaintext")
+app = App(name="bench", help="Measure what the engine does, on random tokens, or a server.", help_format="plaintext")
+app.command("phonograph.cli.bench_serve:serve", name="serve", help="Load any server with OpenAI's API.")
 
 
 @app.command

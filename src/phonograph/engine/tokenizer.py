@@ -56,6 +56,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def vocab_size(self) -> int:
+        """Above every token id; some of those below may have no token."""
+        return max(self._backend.get_vocab().values()) + 1
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens the model expects around it unless these are not wanted.
 

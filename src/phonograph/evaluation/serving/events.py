@@ -1,0 +1,135 @@
+"""From a recorded stream of server-sent events to one request's figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phonograph.evaluation.serving.connection import Recording
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One request's answer. Token counts are the server's (`usage`); a chunk may hold several tokens, or none.
+
+    start:   seconds since the run began
+    ttft:    seconds from `start`, the connection included, to the first chunk of output; None where none came
+    itls:    seconds between neighbouring chunks of output
+    latency: seconds from `start` to the last chunk
+    error:   why it counts as failed
+    """
+
+    start: float
+    ttft: float | None = None
+    itls: list[float] = field(default_factory=list[float])
+    latency: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token but the first, on average; None where there is no second one."""
+        if self.ttft is None or self.output_tokens < 2:
+            return None
+        return (self.latency - self.ttft) / (self.output_tokens - 1)
+
+
+class _Broken(Exception):
+    """The stream says, or shows, that the answer is not complete."""
+
+
+def read_reply(recording: Recording, run_start: float) -> Reply:
+    """Reads what a streamed completion or chat left. Whatever is missing from it is an error of the reply."""
+    reply = Reply(start=recording.start - run_start, error=recording.error)
+    if recording.error is not None:
+        return reply
+    try:
+        _read(recording, reply)
+    except _Broken as broken:
+        reply.error = str(broken)
+    except (KeyError, TypeError, AttributeError) as error:
+        reply.error = f"an event is not in OpenAI's form ({type(error).__name__}: {error})"
+    return reply
+
+
+def _read(recording: Recording, reply: Reply) -> None:
+    usage: dict[str, Any] | None = None
+    finished = False
+    output: list[float] = []
+    texts: list[str] = []
+    last = recording.start
+    for at, data in _events(recording.times, recording.pieces):
+        if data == b"[DONE]":
+            break
+        chunk = _decode(data)
+        if chunk.get("error"):
+            error = chunk["error"]
+            raise _Broken(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices") or ():
+            last = at
+            text, is_output = _output_of(choice)
+            texts.append(text)
+            finished |= choice.get("finish_reason") is not None
+            if is_output:
+                output.append(at)
+    if not finished:
+        raise _Broken("the stream ended without a finish_reason")
+    if usage is None:
+        raise _Broken("the stream has no usage: the server does not honour stream_options.include_usage")
+    reply.prompt_tokens = usage["prompt_tokens"]
+    reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    reply.output_tokens = usage["completion_tokens"]
+    reply.text = "".join(texts)
+    reply.latency = last - recording.start
+    # An answer whose tokens are no text, such as an end of sequence alone, has one chunk: that which says that it ended.
+    output = output or [last]
+    if reply.output_tokens:
+        reply.ttft = output[0] - recording.start
+        reply.itls = [late - early for early, late in zip(output, output[1:], strict=False)]
+
+
+def _output_of(choice: dict[str, Any]) -> tuple[str, bool]:
+    """Text of a chunk's choice, and whether the chunk stands for output.
+
+    A chunk without text may be a token that makes no character yet. It is none where it only says who speaks, or that
+    the answer has ended.
+    """
+    delta = choice.get("delta")
+    if delta is None:
+        text = choice.get("text") or ""
+    else:
+        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+    speaks = delta is not None and "role" in delta
+    return text, bool(text) or not (speaks or choice.get("finish_reason") is not None)
+
+
+def _events(times: Sequence[float], pieces: Sequence[bytes]) -> Iterator[tuple[float, bytes]]:
+    """The data of each event, and when its last byte came. Comments and other fields have no data."""
+    rest = b""
+    for at, piece in zip(times, pieces, strict=True):
+        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in complete:
+            if data := _data(event):
+                yield at, data
+    if data := _data(rest):
+        yield times[-1], data
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        raise _Broken(f"an event is no JSON: {data[:100].decode('utf-8', 'replace')}") from None
+    if not isinstance(chunk, dict):
+        raise _Broken(f"an event is no JSON object: {data[:100].decode('utf-8', 'replace')}")
+    return chunk

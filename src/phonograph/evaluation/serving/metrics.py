@@ -1,0 +1,100 @@
+"""The figures of a serving benchmark, under the names that `vllm bench serve --save-result` gives them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phonograph.evaluation.serving.events import Reply
+from phonograph.evaluation.serving.load import Load
+
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+"""Time to first token, time per output token after it, inter-token latency, end-to-end latency."""
+
+
+def serving_metrics(load: Load) -> dict[str, Any]:
+    """Counts, rates and latencies; rates and latencies are of completed requests. What there is nothing to make of is None.
+
+    Beside vLLM's keys:
+        total_cached_tokens:        prompt tokens that the server found in its prefix cache
+        chunks_per_output_token:    1 where each token came as a chunk of its own; else itl is not between tokens
+        error_counts:               failed requests by what went wrong
+        client_cpu_share:           processor time of this client by the duration
+        max_send_delay_ms:          by how much the latest request was sent after it was due
+    """
+    done = [reply for reply in load.replies if reply.error is None]
+    prompt_tokens = sum(reply.prompt_tokens for reply in done)
+    output_tokens = sum(reply.output_tokens for reply in done)
+    chunks = sum(len(reply.itls) + (reply.ttft is not None) for reply in done)
+    seconds = {
+        "ttft": [reply.ttft for reply in done if reply.ttft is not None],
+        "tpot": [reply.tpot for reply in done if reply.tpot is not None],
+        "itl": [gap for reply in done for gap in reply.itls],
+        "e2el": [reply.latency for reply in done],
+    }
+    return {
+        "duration": load.seconds,
+        "completed": len(done),
+        "failed": len(load.replies) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / load.seconds,
+        "output_throughput": output_tokens / load.seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / load.seconds,
+        "max_output_tokens_per_s": _peak_tokens(done),
+        "max_concurrent_requests": _peak_requests(done),
+        **{name: value for kind, values in seconds.items() for name, value in _latency(kind, values).items()},
+        "total_cached_tokens": sum(reply.cached_tokens for reply in done),
+        "chunks_per_output_token": chunks / output_tokens if output_tokens else None,
+        "error_counts": dict(Counter(reply.error for reply in load.replies if reply.error is not None).most_common()),
+        "client_cpu_share": load.cpu_seconds / load.seconds,
+        "max_send_delay_ms": load.send_delay * 1e3,
+    }
+
+
+def details(load: Load) -> dict[str, Any]:
+    """Lists with one entry a request, in the order of their start, failed ones included."""
+    replies = load.replies
+    return {
+        "input_lens": [reply.prompt_tokens for reply in replies],
+        "output_lens": [reply.output_tokens for reply in replies],
+        "ttfts": [reply.ttft or 0.0 for reply in replies],
+        "itls": [reply.itls for reply in replies],
+        "start_times": [reply.start for reply in replies],
+        "generated_texts": [reply.text for reply in replies],
+        "errors": [reply.error or "" for reply in replies],
+    }
+
+
+def _latency(kind: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    names = ("mean", "median", "std", "p99")
+    if not seconds:
+        return {f"{name}_{kind}_ms": None for name in names}
+    found = np.mean(seconds), np.median(seconds), np.std(seconds), np.percentile(seconds, 99)
+    return {f"{name}_{kind}_ms": float(value) * 1e3 for name, value in zip(names, found, strict=True)}
+
+
+def _peak_tokens(done: Sequence[Reply]) -> float:
+    """Output tokens in the busiest second, counted in whole seconds of the run; those of a reply spread over its chunks."""
+    times: list[float] = []
+    weights: list[float] = []
+    for reply in done:
+        if reply.ttft is None:
+            continue
+        at = reply.start + reply.ttft + np.concatenate(([0.0], np.cumsum(reply.itls)))
+        times.extend(at.tolist())
+        weights.extend([reply.output_tokens / len(at)] * len(at))
+    return float(np.bincount(np.asarray(times, dtype=np.int64), weights).max()) if times else 0.0
+
+
+def _peak_requests(done: Sequence[Reply]) -> int:
+    """Answers that were awaited at once, at most; at one moment, ends come before beginnings."""
+    changes = sorted([(reply.start, 1) for reply in done] + [(reply.start + reply.latency, -1) for reply in done])
+    peak = now = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak

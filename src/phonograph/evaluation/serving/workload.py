@@ -1,0 +1,110 @@
+"""The requests of a serving benchmark: random prompts, lengths like ShareGPT's, or prompts from a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench_cases import Lengths
+from phonograph.evaluation.serving.lengths import sharegpt_like_lengths
+
+Dataset = Literal["random", "sharegpt-like", "jsonl"]
+PromptFormat = Literal["tokens", "text"]
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A text, token ids, or the messages of a chat."""
+
+_ROUNDS = 8
+"""Attempts at a text of a wanted number of tokens: what is cut or added may merge with its neighbours."""
+_OUTPUT_FIELDS = ("max_tokens", "output_len", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRequest:
+    """output_len: tokens that the answer may have, and has to have where the end of sequence is ignored."""
+
+    prompt: Prompt
+    output_len: int
+
+
+def random_requests(lengths: Sequence[tuple[int, int]], make_prompt: Callable[[int], Prompt]) -> list[ServingRequest]:
+    """Requests of given (input, output) lengths."""
+    return [ServingRequest(prompt=make_prompt(tokens), output_len=output) for tokens, output in lengths]
+
+
+def draw_lengths(
+    dataset: Dataset, rng: random.Random, count: int, *, input_len: Lengths, output_len: Lengths
+) -> list[tuple[int, int]]:
+    """Lengths of the requests of a dataset that is made here; the ranges are those of `random`."""
+    if dataset == "sharegpt-like":
+        return sharegpt_like_lengths(rng, count)
+    return list(zip(input_len.draw(rng, count), output_len.draw(rng, count), strict=True))
+
+
+def random_prompts(tokenizer: Tokenizer, rng: random.Random, prompt_format: PromptFormat) -> Callable[[int], Prompt]:
+    """What makes a prompt of so many tokens, none of them special, so that no two share a prefix worth caching.
+
+    A text has that number of tokens as this tokenizer counts, without the special tokens that a server adds; a few may
+    be missing where no text of random tokens comes out right.
+    """
+    known = [one for one in range(tokenizer.vocab_size) if tokenizer.piece(one) is not None]
+    ids = [one for one in known if one not in tokenizer.special_token_ids]
+
+    def tokens(count: int) -> list[int]:
+        return rng.choices(ids, k=count)
+
+    def text(count: int) -> str:
+        token_ids = tokens(count)
+        for _ in range(_ROUNDS):
+            token_ids = tokenizer.encode(tokenizer.decode(token_ids), add_special_tokens=False)
+            if len(token_ids) == count:
+                break
+            token_ids = token_ids[:count] + tokens(max(0, count - len(token_ids)))
+        return tokenizer.decode(token_ids)
+
+    return tokens if prompt_format == "tokens" else text
+
+
+def read_requests(path: Path, *, output_len: int) -> list[ServingRequest]:
+    """Requests from a file with one JSON object a line: `prompt` (text or token ids) or `messages`.
+
+    max_tokens (or output_len, output_tokens) of a line goes before `output_len`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of this.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("dataset_path", str(path), f"cannot be read: {error}") from error
+    found = [_read_line(path, number, line, output_len) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError("dataset_path", str(path), "has no line with a prompt")
+    return found
+
+
+def _read_line(path: Path, number: int, line: str, output_len: int) -> ServingRequest:
+    def wrong(problem: str) -> ConfigError:
+        return ConfigError("dataset_path", str(path), f"line {number} {problem}")
+
+    try:
+        entry: Any = json.loads(line)
+    except ValueError as error:
+        raise wrong(f"is no JSON: {error}") from None
+    given = [name for name in ("prompt", "messages") if isinstance(entry, dict) and entry.get(name)]
+    if len(given) != 1:
+        raise wrong("must be an object with either prompt or messages")
+    prompt = entry[given[0]]
+    is_text = given[0] == "prompt" and isinstance(prompt, str)
+    kind = dict if given[0] == "messages" else int
+    if not is_text and not (isinstance(prompt, list) and all(isinstance(part, kind) for part in prompt)):
+        raise wrong(f"has a {given[0]} that is neither a text nor a list of {'messages' if kind is dict else 'token ids'}")
+    length = next((entry[name] for name in _OUTPUT_FIELDS if entry.get(name) is not None), output_len)
+    if not isinstance(length, int) or length < 1:
+        raise wrong(f"wants {length!r} tokens; must be a whole number >= 1")
+    return ServingRequest(prompt=prompt, output_len=length)
