@@ -52,6 +52,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 SERVER_PACKAGES = frozenset({"fastapi", "httptools", "starlette", "uvicorn", "uvloop", "zmq"})
 """What only the extra `server` installs, and only the server may import."""
+BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
+"""Those of them that the extra `bench` installs too, for the client that loads servers."""
 WITHOUT_TORCH = COMMON | {"cache", "scheduler", "scheduler_limits"}
 
 MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
@@ -107,7 +109,9 @@ def violations(package: Path) -> list[str]:
             where = f"{path.relative_to(package)}:{line}"
             if name.split(".")[0] == "torch" and part in WITHOUT_TORCH:
                 found.append(f"{where}: {part} must do without torch")
-            if name.split(".")[0] in SERVER_PACKAGES and part != "server":
+            package_name = name.split(".")[0]
+            served = part == "server" or (part == "evaluation" and package_name in BENCH_PACKAGES)
+            if package_name in SERVER_PACKAGES and not served:
                 found.append(f"{where}: only server may import {name}")
             if name.split(".")[0] != "phonograph":
                 continue
@@ -150,6 +154,8 @@ def test_layers_have_no_cycle() -> None:
         ("graphs/modes.py", "from .resolve import resolve", "graphs.modes must not import graphs"),
         ("telemetry.py", "import json", "'telemetry'"),
         ("engine/llm.py", "def late():\n    from zmq.asyncio import Context", "only server may import zmq.asyncio"),
+        ("evaluation/load.py", "import fastapi", "only server may import fastapi"),
+        ("engine/llm.py", "import uvloop", "only server may import uvloop"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, problem: str) -> None:

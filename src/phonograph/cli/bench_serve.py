@@ -43,9 +43,7 @@ NAMES = {
 def serve(
     *,
     base_url: Annotated[str, Parameter(help="Server to measure.")] = "http://127.0.0.1:8000",
-    endpoint: Annotated[
-        str, Parameter(help="/v1/completions or /v1/chat/completions.")
-    ] = "/v1/completions",
+    endpoint: Annotated[str, Parameter(help="/v1/completions or /v1/chat/completions.")] = "/v1/completions",
     model: Annotated[str | None, Parameter(help="Model to ask for; else the first that the server has.")] = None,
     tokenizer: Annotated[
         str | None, Parameter(help="Folder or hub id of the tokenizer that makes prompts; else the model's.")
@@ -55,7 +53,8 @@ def serve(
         Parameter(help="Random tokens of given lengths, of lengths like ShareGPT's, or prompts from a file."),
     ] = "random",
     dataset_path: Annotated[
-        Path | None, Parameter(help="File of jsonl: one object a line with prompt or messages, and max_tokens if need be.")
+        Path | None,
+        Parameter(help="File of jsonl: one object a line with prompt or messages, and max_tokens if need be."),
     ] = None,
     num_prompts: Annotated[int | None, Parameter(help="Requests to send; else 100, or all of the file.")] = None,
     input_len: Annotated[str, Parameter(help="Tokens of a random prompt, or a range such as 100-1023.")] = "1024",

@@ -28,11 +28,12 @@ from phonograph.evaluation.serving.workload import (
     ServingRequest,
     draw_lengths,
     random_prompts,
-    random_requests,
     read_requests,
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEFAULT_NUM_PROMPTS = 100
+"""As many as the published serving tables have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,28 +171,17 @@ def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[Se
             raise ConfigError("num_prompts", count, f"the file has {len(found)}; a prompt sent twice would be cached")
         return (found[count:] or found)[: bench.num_warmups], found[:count]
     count = DEFAULT_NUM_PROMPTS if bench.num_prompts is None else bench.num_prompts
-    make = random_prompts(
-        tokenizer,
-        random.Random(f"prompts {bench.seed}"),
-        bench.prompt_format or ("text" if bench.is_chat else "tokens"),
-    )
-    made = [
-        random_requests(
-            draw_lengths(
-                bench.dataset_name,
-                random.Random(f"{name} {bench.seed}"),
-                size,
-                input_len=bench.input_len,
-                output_len=bench.output_len,
-            ),
-            make,
-        )
-        for name, size in (("warm-up", bench.num_warmups), ("lengths", count))
-    ]
-    return made[0], made[1]
+    prompt_format = bench.prompt_format or ("text" if bench.is_chat else "tokens")
+    make = random_prompts(tokenizer, random.Random(f"prompts {bench.seed}"), prompt_format)
 
+    def made(name: str, count: int) -> list[ServingRequest]:
+        rng = random.Random(f"{name} {bench.seed}")
+        ranges = {"input_len": bench.input_len, "output_len": bench.output_len}
+        lengths = draw_lengths(bench.dataset_name, rng, count, **ranges)
+        return [ServingRequest(prompt=make(tokens), output_len=output) for tokens, output in lengths]
 
-DEFAULT_NUM_PROMPTS = 100
+    measured = made("lengths", count)  # first, so that they are the same after any warm-up
+    return made("warm-up", bench.num_warmups), measured
 
 
 def _tokenizer(source: str) -> Tokenizer:

@@ -87,7 +87,7 @@ def _read(recording: Recording, reply: Reply) -> None:
     reply.output_tokens = usage["completion_tokens"]
     reply.text = "".join(texts)
     reply.latency = last - recording.start
-    # An answer whose tokens are no text, such as an end of sequence alone, has one chunk: that which says that it ended.
+    # An answer whose tokens are no text, such as an end of sequence alone, has one chunk: that which ends it.
     output = output or [last]
     if reply.output_tokens:
         reply.ttft = output[0] - recording.start

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import resource
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -90,7 +90,9 @@ async def warm_up(client: Client, bodies: Sequence[bytes], max_concurrency: int 
     load = await offer(client, bodies, [0.0] * len(bodies), max_concurrency=max_concurrency, progress=_silent)
     failed = [reply.error for reply in load.replies if reply.error is not None]
     if failed:
-        raise EndpointError(f"{client.target.host}:{client.target.port}{client.path}: a request to warm up: {failed[0]}")
+        raise EndpointError(
+            f"{client.target.host}:{client.target.port}{client.path}: a request to warm up: {failed[0]}"
+        )
 
 
 async def offer(
@@ -135,7 +137,9 @@ def _allow_many_connections(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def _silent(*_: object) -> None:

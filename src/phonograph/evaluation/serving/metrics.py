@@ -16,7 +16,7 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
 def serving_metrics(load: Load) -> dict[str, Any]:
-    """Counts, rates and latencies; rates and latencies are of completed requests. What there is nothing to make of is None.
+    """Counts, rates and latencies, the latter two of completed requests; None where there is nothing to make them of.
 
     Beside vLLM's keys:
         total_cached_tokens:        prompt tokens that the server found in its prefix cache
@@ -78,7 +78,7 @@ def _latency(kind: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak_tokens(done: Sequence[Reply]) -> float:
-    """Output tokens in the busiest second, counted in whole seconds of the run; those of a reply spread over its chunks."""
+    """Output tokens in the busiest whole second of the run; those of a reply are spread over its chunks."""
     times: list[float] = []
     weights: list[float] = []
     for reply in done:

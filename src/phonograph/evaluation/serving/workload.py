@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +30,6 @@ class ServingRequest:
 
     prompt: Prompt
     output_len: int
-
-
-def random_requests(lengths: Sequence[tuple[int, int]], make_prompt: Callable[[int], Prompt]) -> list[ServingRequest]:
-    """Requests of given (input, output) lengths."""
-    return [ServingRequest(prompt=make_prompt(tokens), output_len=output) for tokens, output in lengths]
 
 
 def draw_lengths(
@@ -103,7 +98,9 @@ def _read_line(path: Path, number: int, line: str, output_len: int) -> ServingRe
     is_text = given[0] == "prompt" and isinstance(prompt, str)
     kind = dict if given[0] == "messages" else int
     if not is_text and not (isinstance(prompt, list) and all(isinstance(part, kind) for part in prompt)):
-        raise wrong(f"has a {given[0]} that is neither a text nor a list of {'messages' if kind is dict else 'token ids'}")
+        raise wrong(
+            f"has a {given[0]} that is neither a text nor a list of {'messages' if kind is dict else 'token ids'}"
+        )
     length = next((entry[name] for name in _OUTPUT_FIELDS if entry.get(name) is not None), output_len)
     if not isinstance(length, int) or length < 1:
         raise wrong(f"wants {length!r} tokens; must be a whole number >= 1")

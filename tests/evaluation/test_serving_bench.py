@@ -1,0 +1,265 @@
+"""`bench serve`: what it sends, when, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_server import DONE, Script, events, plain, scripted, token, usage
+
+from phonograph.cli.app import main
+from phonograph.config import EngineConfig
+from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
+from phonograph.evaluation.serving.arrivals import arrival_times
+from phonograph.evaluation.serving.events import Reply
+from phonograph.evaluation.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
+from phonograph.evaluation.serving.load import Load
+from phonograph.evaluation.serving.metrics import details, serving_metrics
+from phonograph.evaluation.serving.workload import random_prompts
+
+VLLM_KEYS = {
+    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
+    *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+    *("request_throughput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
+    "max_concurrent_requests",
+    *(f"{name}_{kind}_ms" for name in ("mean", "median", "std", "p99") for kind in ("ttft", "tpot", "itl", "e2el")),
+}
+VLLM_DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
+
+
+def test_sharegpt_like_lengths_have_the_published_means() -> None:
+    for seed in range(5):
+        drawn = np.array(sharegpt_like_lengths(random.Random(seed), 100))
+        assert drawn.mean(axis=0) == pytest.approx([232, 217], rel=0.02)
+        assert drawn.min() >= SHORTEST and drawn.max() <= LONGEST
+        # Skewed, as conversations are: half are short, a few are long.
+        assert (np.median(drawn, axis=0) < 170).all() and (np.percentile(drawn, 90, axis=0) > 450).all()
+        assert abs(np.corrcoef(drawn.T)[0, 1]) < 0.4
+    many = np.array(sharegpt_like_lengths(random.Random(0), 20_000))
+    assert many.mean(axis=0) == pytest.approx([232, 217], rel=0.003)
+    assert sharegpt_like_lengths(random.Random(1), 9) == sharegpt_like_lengths(random.Random(1), 9)
+
+
+def test_arrivals_keep_the_rate_whatever_their_burstiness() -> None:
+    spread: dict[float, float] = {}
+    for burstiness in (0.25, 1.0, 4.0, math.inf):
+        times = arrival_times(random.Random(0), 2000, rate=50, burstiness=burstiness)
+        gaps = np.diff([0.0, *times])
+        assert times[-1] == pytest.approx(40) and gaps.min() >= 0
+        spread[burstiness] = float(gaps.std() / gaps.mean())
+    # Of a gamma distribution: 1 / sqrt(shape).
+    assert spread == pytest.approx({0.25: 2.0, 1.0: 1.0, 4.0: 0.5, math.inf: 0.0}, abs=0.1)
+    assert arrival_times(random.Random(0), 3, rate=math.inf, burstiness=1) == [0.0] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = load_tokenizer(EngineConfig(model="demo"))
+    assert found is not None
+    return found
+
+
+def test_random_prompts_have_the_asked_length_and_no_special_token(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    tokens, text = (random_prompts(tokenizer, rng, form) for form in ("tokens", "text"))
+    for length in (1, 4, 33, 500):
+        ids = tokens(length)
+        assert isinstance(ids, list) and len(ids) == length and max(ids) < tokenizer.vocab_size  # pyright: ignore[reportArgumentType]
+        assert not tokenizer.special_token_ids.intersection(ids)  # pyright: ignore[reportArgumentType]
+        made = text(length)
+        assert isinstance(made, str)
+        encoded = tokenizer.encode(made, add_special_tokens=False)
+        assert abs(len(encoded) - length) <= max(1, length // 50)
+        assert not tokenizer.special_token_ids.intersection(encoded)
+    assert tokens(20) != tokens(20)
+
+
+def test_figures_of_known_answers() -> None:
+    replies = [
+        Reply(start=0.0, ttft=0.1, itls=[0.2, 0.4], latency=0.7, prompt_tokens=10, output_tokens=3, cached_tokens=4),
+        # Five tokens in two chunks, and one token.
+        Reply(start=0.5, ttft=0.3, itls=[0.6], latency=0.9, prompt_tokens=20, output_tokens=5, text="xy"),
+        Reply(start=1.5, ttft=0.5, itls=[], latency=0.5, prompt_tokens=30, output_tokens=1),
+        Reply(start=0.2, error="HTTP 500: no"),
+    ]
+    load = Load(replies=replies, seconds=2.0, cpu_seconds=0.5, send_delay=0.003)
+    found = serving_metrics(load)
+    assert (found["completed"], found["failed"], found["error_counts"]) == (3, 1, {"HTTP 500: no": 1})
+    assert (found["total_input_tokens"], found["total_output_tokens"], found["total_cached_tokens"]) == (60, 9, 4)
+    assert (found["request_throughput"], found["output_throughput"]) == (1.5, 4.5)
+    assert found["total_token_throughput"] == 34.5
+    assert (found["client_cpu_share"], found["max_send_delay_ms"]) == (0.25, pytest.approx(3))
+    assert (found["mean_ttft_ms"], found["median_ttft_ms"]) == (pytest.approx(300), pytest.approx(300))
+    # (0.7 - 0.1) / 2 and (0.9 - 0.3) / 4; one token has no time per token after it.
+    assert (found["mean_tpot_ms"], found["std_tpot_ms"]) == (pytest.approx(225), pytest.approx(75))
+    assert (found["mean_itl_ms"], found["median_itl_ms"]) == (pytest.approx(400), pytest.approx(400))
+    assert found["p99_e2el_ms"] == pytest.approx(np.percentile([700, 900, 500], 99))
+    assert found["chunks_per_output_token"] == pytest.approx(6 / 9)
+    # Requests run from 0 to 0.7, 0.5 to 1.4, 1.5 to 2. In second 0: 3 tokens and half of 5; in 1 half of 5; in 2 one.
+    assert (found["max_concurrent_requests"], found["max_output_tokens_per_s"]) == (2, pytest.approx(5.5))
+    assert details(load)["errors"] == ["", "", "", "HTTP 500: no"]
+    assert details(load).keys() == VLLM_DETAILS
+
+    nothing = serving_metrics(Load(replies=[replies[3]], seconds=1.0, cpu_seconds=0.0, send_delay=0.0))
+    assert (nothing["completed"], nothing["mean_ttft_ms"], nothing["max_output_tokens_per_s"]) == (0, None, 0.0)
+
+
+def _answer(body: dict[str, Any]) -> Script:
+    """Three tokens in two chunks, for a prompt of five."""
+    return plain(events(token("x")), 0.02, events(token("yz", "length")) + events(usage(5, 3)) + DONE)
+
+
+def _run(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> tuple[list[str], dict[str, Any]]:
+    got = main(["bench", "serve", *tokens])
+    captured = capsys.readouterr()
+    assert got == code, captured.err
+    *table, line = captured.out.splitlines()
+    return table, json.loads(line)
+
+
+def test_the_command_prints_a_table_and_vllms_keys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    output = tmp_path / "results.jsonl"
+    with scripted(_answer) as server:
+        flags = ["--base-url", server.url, "--num-prompts", "6", "--input-len", "5", "--output-len", "3"]
+        more = ["--request-rate", "100", "--num-warmups", "2", "--extra-body", '{"top_k": 7}', "--label", "first"]
+        table, found = _run(capsys, *flags, *more, "--output", str(output))
+        assert len(server.bodies) == 2 + 6
+        assert all(b"authorization: Bearer secret\r\n" in head for head in server.heads)
+        body = server.bodies[-1]
+        prompts = [tuple(body.pop("prompt")) for body in server.bodies]
+        assert {len(prompt) for prompt in prompts} == {5} and len(set(prompts)) == 8
+        assert body == {
+            "model": "scripted",
+            "max_tokens": 3,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "top_k": 7,
+        }
+        _, detailed = _run(capsys, *flags, "--json", "--save-detailed", "--endpoint", "/v1/chat/completions")
+        assert server.heads[-1].startswith(b"POST /v1/chat/completions ")
+        (message,) = server.bodies[-1]["messages"]
+        assert message["role"] == "user" and message["content"]
+        assert server.bodies[-1]["max_completion_tokens"] == 3
+    assert VLLM_KEYS | {"commit", "hardware", "command", "versions"} < found.keys()
+    assert (found["model_id"], found["tokenizer_id"], found["label"]) == ("scripted", "demo", "first")
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 18)
+    assert found["request_rate"] == 100 and found["max_concurrency"] is None
+    assert found["mean_itl_ms"] > 15 and found["mean_e2el_ms"] >= found["mean_ttft_ms"] + 15
+    assert json.loads(output.read_text()) == found
+    text = "\n".join(table)
+    assert "TTFT" in text and "P99" in text and "Failed requests" in text
+    assert detailed["request_rate"] == "inf" and detailed.keys() > VLLM_KEYS | VLLM_DETAILS
+    assert detailed["generated_texts"] == ["xyz"] * 6 and detailed["output_lens"] == [3] * 6
+
+
+def test_failures_are_shown_and_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    count = 0
+
+    def script(body: dict[str, Any]) -> Script:
+        nonlocal count
+        count += 1
+        return [b"HTTP/1.1 503 Later\r\n\r\nengine is dead"] if count in (3, 5) else _answer(body)
+
+    with scripted(script) as server:
+        table, found = _run(capsys, "--base-url", server.url, "--num-prompts", "6", "--max-concurrency", "2", code=1)
+    assert (found["completed"], found["failed"]) == (4, 2)
+    assert found["error_counts"] == {"HTTP 503: engine is dead": 2}
+    assert "2 failed: HTTP 503: engine is dead" in table
+
+
+def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [1, 2]}\n{"prompt": "c", "output_len": 9}\n')
+    flags = ["--dataset-name", "jsonl", "--dataset-path", str(path), "--output-len", "4", "--json"]
+    with scripted(_answer) as server:
+        _, found = _run(capsys, "--base-url", server.url, *flags, "--num-prompts", "2")
+        sent = [(body["prompt"], body["max_tokens"], "ignore_eos" in body) for body in server.bodies]
+        # The line that is not measured warms up; the end of sequence counts.
+        assert sent == [("c", 9, False), ("a", 2, False), ([1, 2], 4, False)]
+        assert found["num_prompts"] == 2 and found["tokenizer_id"] is None
+        path.write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
+        _run(capsys, "--base-url", server.url, *flags, "--endpoint", "/v1/chat/completions")
+        assert server.bodies[-1]["messages"] == [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--request-rate", "0"], "request_rate=0"),
+        (["--burstiness", "-1"], "burstiness=-1"),
+        (["--num-prompts", "0"], "num_prompts=0"),
+        (["--max-concurrency", "0"], "max_concurrency=0"),
+        (["--request-timeout", "nan"], "request_timeout=nan"),
+        (["--endpoint", "/v1/embeddings"], "endpoint='/v1/embeddings'"),
+        (["--endpoint", "/v1/chat/completions", "--prompt-format", "tokens"], "prompt_format='tokens'"),
+        (["--dataset-name", "jsonl"], "dataset_path=None"),
+        (["--dataset-path", "x"], "dataset_path="),
+        (["--extra-body", "[1]"], "extra_body='[1]'"),
+        (["--input-len", "4090"], "max_model_len=4096"),
+        (["--base-url", "nowhere"], "base_url='nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_sent(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted(_answer) as server:
+        url = [] if "--base-url" in flags else ["--base-url", server.url]
+        assert main(["bench", "serve", *url, *flags]) == 2
+        assert server.bodies == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("phonograph: error: ") and problem in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("", "no line with a prompt"),
+        ("{", "line 1 is no JSON"),
+        ('\n{"text": "a"}', "line 2 must be an object"),
+        ('{"prompt": "a", "messages": [{}]}', "line 1 must be an object"),
+        ('{"prompt": [1, "a"]}', "neither a text nor a list of token ids"),
+        ('{"messages": ["a"]}', "nor a list of messages"),
+        ('{"prompt": "a", "max_tokens": 0}', "wants 0 tokens"),
+        ('{"messages": [{"role": "user"}]}', "takes no messages"),
+        ('{"prompt": "a"}', "num_prompts=2"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    lines: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines)
+    count = ["--num-prompts", "2"] if problem.startswith("num_prompts") else []
+    with scripted(_answer) as server:
+        flags = ["--base-url", server.url, "--dataset-name", "jsonl", "--dataset-path", str(path), *count]
+        assert main(["bench", "serve", *flags]) == 2
+        assert server.bodies == []
+    assert problem in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_is_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = b'HTTP/1.1 400 Bad\r\n\r\n{"error": {"message": "ignore_eos is unknown"}}'
+    with scripted(lambda _: [refusal]) as server:
+        assert main(["bench", "serve", "--base-url", server.url]) == 2
+        assert len(server.bodies) == 1
+    assert "a request to warm up: HTTP 400: ignore_eos is unknown" in capsys.readouterr().err
+
+
+def test_256_streams_cost_the_client_little(benchmark_script: Callable[[str], ModuleType]) -> None:
+    """Some 10 us a token on a quiet core; the bound leaves room for a busy one. `pytest -s` shows the figures."""
+    found = benchmark_script("client_cost").measure(num_streams=256, num_tokens=20, step_ms=20)
+    print(found)
+    assert found["tokens"] == 256 * 20 and found["itl_p50_ms"] == pytest.approx(20, rel=0.5)
+    assert found["receive_us"] < 100
