@@ -53,8 +53,17 @@ class Tokenizer:
         return cast("int | None", self._tokenizer.eos_token_id)
 
     @property
+    def bos_token_id(self) -> int | None:
+        return cast("int | None", self._tokenizer.bos_token_id)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own, as it was written."""
+        return cast("str | None", self._tokenizer.chat_template)
+
+    @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self.chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -91,27 +100,48 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
-        if template is None and not self.has_chat_template:
-            raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
-        apply = self._tokenizer.apply_chat_template
         for name in variables or {}:
             # Else whoever sets variables of the template would set options of the tokenizer.
-            if name in signature(apply).parameters:
+            if name in signature(self._tokenizer.apply_chat_template).parameters:
                 raise RequestError("chat_template_kwargs", name, "is no variable of a template")
+        encoded = self._apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            **(variables or {}),
+        )
+        return list(encoded["input_ids"])
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation as text, special tokens included; `encode` without more of them gives its token ids.
+
+        Raises:
+            RequestError: as `encode_chat`.
+        """
+        return self._apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+        )
+
+    def _apply_chat_template(self, messages: Sequence[ChatMessage], **options: Any) -> Any:
+        if options.get("chat_template") is None and not self.has_chat_template:
+            raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
         try:
-            encoded = apply(
-                list(messages),
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=True,
-                return_dict=True,
-                **(variables or {}),
-            )
+            return self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # templates raise what their authors wrote
             problem = f"the chat template refuses them: {error}"
             raise RequestError("messages", _shortened(str(list(messages))), problem) from error
-        return list(encoded["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
