@@ -119,7 +119,7 @@ class PhonographLM(TemplateLM):
         stops: list[list[str]] = []
         for request in requests:
             context, asked = request.args
-            wanted = dict(normalize_gen_kwargs(asked, self._max_gen_toks))
+            wanted: dict[str, Any] = {**normalize_gen_kwargs(asked, self._max_gen_toks)}
             wanted.pop("do_sample", None)
             max_tokens, until = wanted.pop("max_gen_toks"), [one for one in wanted.pop("until") if one]
             params.append(_sampling_params(wanted, max_tokens=max_tokens, stop=until))
