@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import test_attention_decode as decode
 import test_attention_prefill as prefill
 import test_attention_projection as projection
+import test_page_indices as page_indices
 import test_prepare
 import test_split_batch
 import test_triton_layers as layers
@@ -102,6 +103,7 @@ def run_all(device: torch.device) -> None:
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
+    page_indices.check(7, 1100, 16, device)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)
