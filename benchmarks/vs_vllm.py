@@ -9,15 +9,19 @@ interruption, and a peer that fails costs only its own column. --modes compares 
 workload.
 
 A run is written as NAME=SUITE,SUITE: `ours=decode,latency`, `ours:FULL=mixed` (a graph mode of ours),
-`FLASH_ATTN/FULL_AND_PIECEWISE=decode` (backend and mode of vLLM) or `FLASH_ATTN/FULL/16=mixed` (with graphs captured up
-to 16 tokens). All ratios say how many times as fast we are: above 1 is faster than the peer.
+`ours@flash_attn:3:FULL=decode` (also a backend of ours, with or without version and mode; one for each part is
+`ours@prefill=flash_attn,decode=triton=decode`), `FLASH_ATTN/FULL_AND_PIECEWISE=decode` (backend and mode of vLLM) or
+`FLASH_ATTN/FULL/16=mixed` (with graphs captured up to 16 tokens). All ratios say how many times as fast we are: above 1
+is faster than the peer. Bars are for `ours` alone; beside a backend of ours, * marks peers that run the same library.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,11 +39,14 @@ from rich.table import Table
 
 from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.record import provenance, write_result
+from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}
 HIGHER_IS_BETTER = ("throughput",)
 MODES = ("FULL", "FULL_AND_PIECEWISE", "NONE")
 OURS = "ours"
+SAME_KIND = {"FLASH_ATTN": "flash_attn", "FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"}
+"""vLLM's backends and those of ours that run the same library, or are of the same making."""
 DEFAULT_RUNS = (
     "ours=decode,latency,throughput",
     "ours=mixed",
@@ -57,28 +64,63 @@ PEER_STARTED = '"suite": "startup"'
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process. system: "ours", "ours:MODE" or "BACKEND/MODE[/CAPTURE_MAX]"; the rest of a command is common."""
+    """One process; what its system does not say is common to all.
+
+    system: "ours[@BACKEND[:VERSION]][:MODE]" or, of the peer, "BACKEND/MODE[/CAPTURE_MAX]"
+    """
 
     system: str
     suites: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Run:
-        system, _, suites = text.partition("=")
+        # From the right: a backend of ours for each part has this sign in its name.
+        system, _, suites = text.rpartition("=")
         run = cls(system, tuple(suites.split(",")))
-        well_named = run.is_ours or system.count("/") in (1, 2)
+        well_named = run.is_well_named_ours if run.is_ours else system.count("/") in (1, 2)
         if not well_named or not set(run.suites) <= set(METRICS) or ("mixed" in run.suites and len(run.suites) > 1):
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SUITE,SUITE (mixed alone); see --help")
         return run
 
+    @classmethod
+    def parse_all(cls, text: str) -> list[Run]:
+        """As `parse`, but where mixed has company it gets a process of its own, since it needs other limits."""
+        system, _, suites = text.rpartition("=")
+        names = suites.split(",")
+        groups = [
+            group for group in ([name for name in names if name != "mixed"], ["mixed"]) if set(group) & set(names)
+        ]
+        return [cls.parse(f"{system}={','.join(group)}") for group in groups or [names]]
+
     @property
     def is_ours(self) -> bool:
-        return self.system.partition(":")[0] == OURS
+        return re.split("[:@]", self.system, maxsplit=1)[0] == OURS
+
+    @property
+    def backend(self) -> str | None:
+        """Of ours, without the version; None where the system names none."""
+        _, at, rest = self.system.partition("@")
+        return rest.partition(":")[0] if at else None
+
+    @property
+    def is_well_named_ours(self) -> bool:
+        words = self.system.split(":")[1:]
+        versions = [word for word in words if word.isdecimal()]
+        modes = [word for word in words if word in GraphMode.__members__]
+        return words == [*versions, *modes] and len(modes) <= 1 and len(versions) <= (self.backend is not None)
+
+    @property
+    def our_flags(self) -> list[str]:
+        """What the system says, as flags of our engine."""
+        flags = ["--backend", self.backend] if self.backend else []
+        for word in self.system.split(":")[1:]:
+            flags += ["--flash-attn-version" if word.isdecimal() else "--cudagraph-mode", word]
+        return flags
 
     @property
     def name(self) -> str:
         """As a file's name."""
-        return f"{self.system}-{'-'.join(self.suites)}".replace("/", "-").replace(":", "-")
+        return re.sub("[/:@=,]", "-", f"{self.system}-{'-'.join(self.suites)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +142,7 @@ class Settings:
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
         command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
         command += ["--load-format", "dummy", "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
-        _, _, mode = run.system.partition(":")
-        command += ["--cudagraph-mode", mode] if mode else []
+        command += run.our_flags
         return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
 
     def environment(self, run: Run) -> dict[str, str]:
@@ -192,7 +233,11 @@ def case_of(row: dict[str, Any]) -> str:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case of ours how many times as fast it is as each peer, and whether that meets the bars."""
+    """For each case of ours how many times as fast it is as each peer, and whether that meets the bars.
+
+    One row for "ours" and for each of its systems with a backend, neighbours where the case is the same; our modes
+    without one have a table of their own. Only "ours" has bars; the others say which peers are of the same kind.
+    """
     best: dict[tuple[str, str, str], float] = {}
     for row in rows:
         key = row["system"], row["suite"], row["case"]
@@ -200,7 +245,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         best[key] = choose(best.get(key, row["value"]), row["value"])
     table: list[dict[str, Any]] = []
     for (system, suite, case), ours in best.items():
-        if system != OURS:
+        if system != OURS and not system.startswith(f"{OURS}@"):
             continue
         peers = {
             peer: value for (peer, *of), value in best.items() if of == [suite, case] and not peer.startswith(OURS)
@@ -215,10 +260,19 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "speedup": speedups[bar.peer],
                 "pass": bar.met(speedups[bar.peer]),
             }
-            for bar in bars_of(suite, case, speedups)
+            for bar in (bars_of(suite, case, speedups) if system == OURS else [])
         ]
-        table.append({"suite": suite, "case": case, "ours": ours, "peers": peers, "speedups": speedups, "bars": bars})
-    return table
+        row = {"suite": suite, "case": case, "system": system, "ours": ours, "peers": peers, "speedups": speedups}
+        table.append({**row, "same_kind": [peer for peer in peers if is_same_kind(system, peer)], "bars": bars})
+    order = list(dict.fromkeys((row["suite"], row["case"]) for row in table))
+    return sorted(table, key=lambda row: order.index((row["suite"], row["case"])))
+
+
+def is_same_kind(system: str, peer: str) -> bool:
+    """Whether a backend of ours, or the one for either part, runs what the peer's does."""
+    backend = Run(system, ()).backend
+    names = [part.rpartition("=")[2] for part in backend.split(",")] if backend else []
+    return SAME_KIND.get(peer.partition("/")[0]) in names
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +319,19 @@ def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dic
         peers = list(dict.fromkeys(peer for row in of_suite for peer in row["peers"]))
         if not of_suite:
             continue
-        shown = Table(f"{suite}, {METRICS[suite]}", OURS, *peers, "bars (times as fast as, at least)")
+        several = {row["system"] for row in of_suite} != {OURS}
+        named = ["system"] if several else []
+        shown = Table(f"{suite}, {METRICS[suite]}", *named, OURS, *peers, "bars (times as fast as, at least)")
         for row in of_suite:
             cells = [
-                f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x)" if peer in row["peers"] else ""
+                f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x{'*' if peer in row['same_kind'] else ''})"
+                if peer in row["peers"]
+                else ""
                 for peer in peers
             ]
             bars = [f"{'pass' if bar['pass'] else 'FAIL'} {bar['least']:.3g} {bar['against']}" for bar in row["bars"]]
-            shown.add_row(row["case"], f"{row['ours']:g}", *cells, "\n".join(bars))
+            own = [row["system"]] if several else []
+            shown.add_row(row["case"], *own, f"{row['ours']:g}", *cells, "\n".join(bars))
         console.print(shown, markup=False)
     modes = [row for row in rows if row["suite"] == "mixed" and row["system"].startswith(OURS)]
     if len({row["system"] for row in modes}) > 1:
@@ -332,7 +391,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-site", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where the runs leave their rows and logs")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--runs", type=Run.parse, nargs="+", default=[Run.parse(text) for text in DEFAULT_RUNS])
+    runs_default = [Run.parse_all(text) for text in DEFAULT_RUNS]
+    parser.add_argument("--runs", type=Run.parse_all, nargs="+", default=runs_default, metavar="NAME=SUITE,SUITE")
     parser.add_argument("--modes", action="store_true", help="also our modes FULL, FULL_AND_PIECEWISE, NONE on mixed")
     parser.add_argument("--dtype", default="bfloat16", help="of our side; vLLM's script has bfloat16")
     parser.add_argument("--max-model-len", type=int)
@@ -351,7 +411,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
         our_flags=tuple(arguments.our_flags),
         timeout=arguments.timeout,
     )
-    wanted: list[Run] = [*arguments.runs, *(Run(f"{OURS}:{mode}", ("mixed",)) for mode in MODES if arguments.modes)]
+    wanted: list[Run] = [
+        *itertools.chain(*arguments.runs),
+        *(Run(f"{OURS}:{mode}", ("mixed",)) for mode in MODES if arguments.modes),
+    ]
     runs: list[dict[str, Any]] = []
     for run in wanted:
         print(f"{run.system}: {', '.join(run.suites)} ...", flush=True)
