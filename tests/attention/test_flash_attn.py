@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import fake_flash
 import numpy as np
 import pytest
 import torch
 from fake_flash import CALLS
+from flash_kernels import kernel_missing
 
 from phonograph.attention import select as select_module
 from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionSpec, BatchLimits, KVLayout
@@ -525,3 +527,30 @@ def test_padding_that_is_written_is_noticed(installed: Installed, device: torch.
     shape = BatchShape(name="padded", query_lens=(1, 3), seq_lens=(7, 9), padded_reqs=1, padded_tokens=2)
     (result,) = check_backend(Careless, SPEC, device, shapes=[shape])
     assert result.problem == "rows of no request are not zero"
+
+
+@pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "package 2", "interface 3"])
+def test_kernels_that_a_build_lacks(package: str, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {"package 2": "package_varlen", "interface 3": "with_kvcache"}
+    name, version = functions.get(package, "vllm_varlen"), package[-1]
+    whole = getattr(fake_flash, name)
+    faults = {48: "no kernel image is available for execution on the device", 80: "an illegal memory access"}
+
+    @wraps(whole)
+    def partial_build(*args: Any, **kwargs: Any) -> Any:
+        head_size = (args[0] if args else kwargs["q"]).shape[-1]
+        if head_size in faults:
+            raise RuntimeError(f"CUDA error: {faults[head_size]}")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(fake_flash, name, partial_build)
+    installed(package)
+    kernel_missing.cache_clear()
+    cpu = torch.device("cpu")
+    assert kernel_missing(version, 64, "float16", cpu) is None
+    reason = kernel_missing(version, 48, "float16", cpu)
+    assert reason is not None and f"FlashAttention {version}" in reason
+    assert "head size 48 in float16: no kernel image is available" in reason
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernel_missing(version, 80, "float16", cpu)
+    kernel_missing.cache_clear()

@@ -1,7 +1,8 @@
 """FlashAttention on a GPU, from whichever library provides it there: the conformance suite, the matrix, and graphs.
 
-A test whose version nobody provides is skipped with what is missing. In the cache, slots without a token hold NaN; a
-page that is as long as a tile of keys is read whole by version 3, so pages are shorter here.
+A test whose version nobody provides is skipped with what is missing, and so is one whose head size and dtype the build
+here has no kernels for. In the cache, slots without a token hold NaN; a page that is as long as a tile of keys is read
+whole by version 3, so pages are shorter here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from covering import pairwise
+from flash_kernels import kernel_missing
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
@@ -57,7 +59,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def provided() -> Callable[[str, AttentionSpec], None]:
-    """Skips where nobody provides the version, or it refuses the spec on this device."""
+    """Skips where nobody provides the version, it refuses the spec on this device, or its build lacks the kernels."""
 
     def check(version: str, spec: AttentionSpec) -> None:
         absent = missing(version)
@@ -67,6 +69,9 @@ def provided() -> Callable[[str, AttentionSpec], None]:
         refusals = BACKENDS[version].capabilities.refusals(spec, here)
         if refusals:
             pytest.skip("; ".join(refusals))
+        absent = kernel_missing(version, spec.head_size, spec.dtype, torch.device("cuda"))
+        if absent is not None:
+            pytest.skip(absent)
 
     return check
 

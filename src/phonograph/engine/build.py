@@ -66,10 +66,6 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     Raises:
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
     """
-    if plan.config.num_speculative_tokens:
-        raise ConfigError(
-            "num_speculative_tokens", plan.config.num_speculative_tokens, "speculation can be explained, not run yet; 0"
-        )
     report = progress or _unseen
     report("weights", 0, 1)
     parts = _make_parts(plan, lambda done, total: report("weights", done, total))

@@ -89,7 +89,7 @@ class ModelRunner:
         return self._program.run(
             num_tokens=key.num_tokens,
             num_logits=min(key.num_tokens, key.num_reqs),
-            every_row=key.graphs is GraphSet.DECODE,
+            every_row=key.graphs is GraphSet.DECODE and key.query_len == 1,
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
 
