@@ -335,6 +335,30 @@ def test_version_2_folds_only_where_every_slot_has_a_token(
     assert call["num_splits"] == 0 and call["scheduler_metadata"] is None
 
 
+@pytest.mark.parametrize("package", ["vllm 2", "package 2"])
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 1, 1), (1, 3)])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_version_2_as_two_launches(
+    padding: int, lengths: tuple[int, ...], package: str, installed: Installed, device: torch.device
+) -> None:
+    """As it is selected: neither part writes over the other's rows, also where it has none of its own."""
+    installed(package)
+    block_size = 256 if package == "package 2" else 16
+    made = load(select("flash_attn", "2", replace(HALF, block_size=block_size), H100))
+    spec = replace(SPEC, speculative_tokens=lengths[0] - 1, block_size=block_size)
+    # As many tokens as slots, in pieces and eagerly.
+    slots = max(len(lengths), sum(lengths)) + padding
+    shape = BatchShape(
+        name="as many tokens as slots",
+        query_lens=lengths,
+        seq_lens=tuple(length + 20 for length in lengths),
+        padded_reqs=slots - len(lengths),
+        padded_tokens=slots - sum(lengths),
+    )
+    (result,) = check_backend(made, spec, device, shapes=[shape])
+    assert result.passed, str(result)
+
+
 def test_lengths_of_keys_for_the_package_lie_in_the_persistent_buffer(installed: Installed) -> None:
     installed("package 2")
     step = Step("2", replace(SPEC, block_size=256), slots=5, tokens=6)

@@ -86,9 +86,11 @@ class FlashAttentionBackend(GpuBackend):
         key_BSKD, value_BSKD = kv_cache.unbind(0)
         lse = self._library.attend(layer, query_THD, key_BSKD, value_BSKD, launch, plan, out_THD)
         if lse is not None and lse_HT is not None:
-            # The library's tensor is new, and what it has for rows of no request is whatever lay there.
-            real = self._token_numbers[: lse_HT.shape[1]] < launch.query_start_loc[-1:]
-            torch.where(real, lse.view_as(lse_HT), self._no_keys, out=lse_HT)
+            # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
+            # the first query are another launch's.
+            rows = self._token_numbers[: lse_HT.shape[1]]
+            own = torch.where(rows < launch.query_start_loc[-1:], lse.view_as(lse_HT), self._no_keys)
+            torch.where(rows < launch.query_start_loc[:1], lse_HT, own, out=lse_HT)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):

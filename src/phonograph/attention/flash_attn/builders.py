@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
@@ -96,6 +97,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder):
                 "attention backend flash_attn: ALiBi without a causal mask; its bias falls to both sides"
             )
         numbers = self.numbers(common, key)
+        decodes = key is not None and key.graphs is GraphSet.DECODE
         return FlashAttentionMetadata(
             launch=Launch(
                 query_start_loc=common.query_start_loc,
@@ -105,6 +107,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder):
                 max_seq_len=numbers.max_seq_len,
                 causal=common.causal,
                 num_splits=numbers.num_splits,
+                whole=decodes or (key is None and common.query_start_loc_cpu[0] == 0),
             ),
             slot_mapping=common.slot_mapping,
             plan=self._plans.setdefault(key, Plan()),
@@ -131,9 +134,18 @@ class Version2Builder(FlashAttentionMetadataBuilder):
         outside = key is None or key.graphs is GraphSet.PIECEWISE
         max_query_len, max_seq_len = self._longest(common, None if outside else key)
         mixed_graph = key is not None and key.graphs is GraphSet.MIXED
-        if mixed_graph or common.slot_mapping.shape[0] != common.seq_lens.shape[0]:
+        if mixed_graph or not _token_by_slot(common):
             max_query_len = max(max_query_len, 2)
         return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
+
+
+def _token_by_slot(common: CommonMetadata) -> bool:
+    """Whether token i is that of slot i, for as many as there are: not so in a batch whose decodes were cut off."""
+    starts = common.query_start_loc_cpu
+    num_slots = common.seq_lens.shape[0]
+    if common.slot_mapping.shape[0] != num_slots:
+        return False
+    return bool((starts == np.minimum(np.arange(num_slots + 1), starts[-1])).all())
 
 
 class Version3Builder(FlashAttentionMetadataBuilder):

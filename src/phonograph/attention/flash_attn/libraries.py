@@ -32,6 +32,7 @@ class Launch:
     max_query_len, max_seq_len: upper bounds, both at least 1
     num_splits: parts that the keys of a sequence may be cut into: a bound where the launch has a plan, their number
         where it has none, 0 for the library's own choice; version 2 takes none
+    whole: the first query is the first row's; else rows before it are another launch's
     """
 
     query_start_loc: torch.Tensor
@@ -41,6 +42,7 @@ class Launch:
     max_seq_len: int
     causal: bool
     num_splits: int
+    whole: bool
 
 
 class Library(ABC):
@@ -78,12 +80,19 @@ class Library(ABC):
     ) -> torch.Tensor | None:
         """Writes the output; returns the LSE, float32 [H, T], where the spec asks for it."""
 
-    def take(self, result: Any, out_THD: torch.Tensor) -> torch.Tensor | None:
+    def take(self, result: Any, out_THD: torch.Tensor, launch: Launch) -> torch.Tensor | None:
         """Output and LSE out of what a function returned: a tensor, or a tuple with the LSE in the second place."""
         out, lse = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         # Some have no argument for the output, and version 2 writes elsewhere where it folds query heads.
-        if out.data_ptr() != out_THD.data_ptr():
-            out_THD.copy_(out.reshape(out_THD.shape))
+        if out.data_ptr() == out_THD.data_ptr():
+            return lse if self.spec.lse else None
+        out = out.reshape(out_THD.shape)
+        if launch.whole:
+            out_THD.copy_(out)
+        else:
+            rows = torch.arange(out_THD.shape[0], dtype=torch.int32, device=out_THD.device)
+            own = (rows >= launch.query_start_loc[:1])[:, None, None]
+            torch.where(own, out, out_THD, out=out_THD)
         return lse if self.spec.lse else None
 
 
@@ -129,7 +138,7 @@ class _VllmLibrary(Library):
             fa_version=self.fa_version,
             **self.own(layer, launch, plan),
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 _VLLM_ARGUMENTS = (
@@ -218,7 +227,7 @@ class PackageLibrary2(Library):
             return_attn_probs=self.spec.lse,
             block_table=launch.block_table,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 class InterfaceLibrary3(Library):
@@ -268,7 +277,7 @@ class InterfaceLibrary3(Library):
             return_softmax_lse=self.spec.lse,
             **sinks,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 class CuteLibrary4(Library):
@@ -311,7 +320,7 @@ class CuteLibrary4(Library):
             return_lse=self.spec.lse,
             **sinks,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 def _scheduler_metadata(library: Library, launch: Launch, window: Window, max_seq_len: int) -> torch.Tensor:
