@@ -41,7 +41,7 @@ def refusals(capabilities: Capabilities, device: str = "h100", **changes: object
     ("capabilities", "device", "changes"),
     [
         (FA2, "a100-80gb", {}),
-        (FA2, "h100", {"alibi": True, "softcap": 30.0, "windows": WINDOWS, "head_size": 256, "lse": True}),
+        (FA2, "h100", {"alibi": True, "softcap": 30.0, "windows": WINDOWS, "head_size": 256}),
         (FA2, "rtx4090", {"kind": AttentionKind.ENCODER_ONLY, "layout": KVLayout.HND}),
         (FA3, "h100", {"sinks": True, "num_query_heads": 64, "windows": ((3, 3), (-1, -1)), "softcap": 30.0}),
         (FA4, "b200", {"sinks": True, "windows": WINDOWS}),
@@ -84,6 +84,7 @@ def test_serves(capabilities: Capabilities, device: str, changes: dict[str, obje
         (FA3, "h100", {"kind": AttentionKind.ENCODER_DECODER}, "keys of another length"),
         (FA2, "h100", {"kind": AttentionKind.ENCODER_DECODER}, "which our batches do not have"),
         (FA2, "h100", {"alibi": True, "kind": AttentionKind.ENCODER_ONLY}, "ALiBi in encoder_only attention"),
+        (FA2, "h100", {"alibi": True, "lse": True}, "LSE beside ALiBi"),
         (FA3, "h100", {"block_size": 8}, "multiples of 16"),
         (FA4, "b200", {"kind": AttentionKind.ENCODER}, "without a cache"),
         (FA4, "b200", {"alibi": True}, "ALiBi"),

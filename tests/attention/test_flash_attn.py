@@ -307,7 +307,7 @@ def test_what_a_graph_freezes(
     installed: Installed,
 ) -> None:
     installed(f"vllm {version}")
-    (call,) = Step(version, SPEC, slots=slots, tokens=tokens).run(batch, key)
+    (call,) = Step(version, replace(SPEC, lse=False), slots=slots, tokens=tokens).run(batch, key)
     assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (longest, 64)
 
 
@@ -330,8 +330,10 @@ def test_version_2_folds_only_where_every_slot_has_a_token(
     key: GraphKey | None, slots: int, tokens: int, batch: list[tuple[int, int]], longest: int, installed: Installed
 ) -> None:
     installed("vllm 2")
-    (call,) = Step("2", SPEC, slots=slots, tokens=tokens).run(batch, key)
+    (call,) = Step("2", replace(SPEC, lse=False), slots=slots, tokens=tokens).run(batch, key)
     assert call["max_seqlen_q"] == longest
+    (with_lse,) = Step("2", SPEC, slots=slots, tokens=tokens).run(batch, key)
+    assert with_lse["max_seqlen_q"] == max(longest, 2)
     assert call["num_splits"] == 0 and call["scheduler_metadata"] is None
 
 

@@ -17,7 +17,7 @@ from covering import pairwise
 from flash_kernels import kernel_missing
 from paged import Arena, Batch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import batch_shapes
 from phonograph.attention.flash_attn.providers import missing, provider_of
@@ -32,6 +32,7 @@ from phonograph.attention.flash_attn.backend import (
     FlashAttention3Backend,
     FlashAttentionBackend,
 )
+from phonograph.attention.split_backend import SplitBackend
 
 FULL = (-1, -1)
 BACKENDS: dict[str, type[FlashAttentionBackend]] = {"2": FlashAttention2Backend, "3": FlashAttention3Backend}
@@ -232,7 +233,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("version", BACKENDS)
 def test_conformance(version: str, feature: str, layout: KVLayout, device: torch.device, provided: Any) -> None:
     block_size = provider.block_size_multiple if (provider := provider_of(version)) else 16
-    spec = llama(num_query_heads=8, num_kv_heads=2, layout=layout, block_size=block_size, **FEATURES[feature])
+    settings = {"lse": "alibi" not in feature, **FEATURES[feature]}
+    spec = llama(num_query_heads=8, num_kv_heads=2, layout=layout, block_size=block_size, **settings)
     provided(version, spec)
     shapes = [shape for shape in batch_shapes(block_size, spec.kind) if not spec.alibi or shape.causal is None]
     results = check_backend(BACKENDS[version], spec, device, shapes=shapes)
@@ -262,7 +264,11 @@ def test_nothing_waits_for_the_device(version: str, device: torch.device, provid
 def test_selected_and_loaded(version: str, provided: Any) -> None:
     provided(version, llama())
     here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
-    assert load(select("flash_attn", version, llama(), here, BUILT_IN)) is BACKENDS[version]
+    made = load(select("flash_attn", version, llama(), here, BUILT_IN))
+    limits = BatchLimits(max_num_seqs=2, max_num_tokens=16, max_model_len=64)
+    backend = made(llama(), torch.device("cuda"), limits)
+    parts = (backend.decode, backend.prefill) if isinstance(backend, SplitBackend) else (backend,)
+    assert {type(part) for part in parts} == {BACKENDS[version]}
 
 
 def test_the_design() -> None:

@@ -96,6 +96,11 @@ class Arena:
         self._check_cache(before)
         references = [self._references(layer) for layer in self.layers]
         error = self._check_outputs(references)
+        if batch:
+            self.bytes.copy_(before)
+            self.poison()
+            self.run_unpadded(common)
+            error = max(error, self._check_outputs(references))
         if graph is not None:
             written = self.bytes.clone()
             self.bytes.copy_(before)
@@ -126,6 +131,30 @@ class Arena:
         for layer, out, lse in zip(self.layers, self.outs, self.lses, strict=True):
             lse_HT = None if lse is None else lse[:-1]
             self.backend.forward(layer, self.query, self.cache, metadata, out[: self.num_tokens], lse_HT)
+
+    def run_unpadded(self, common: CommonMetadata) -> None:
+        """Runs the batch as the engine does eagerly: with as many slots and rows as there are sequences and tokens."""
+        slots, end = len(self.batch), self.end
+        metadata = self.builder.build(
+            replace(
+                common,
+                query_start_loc=common.query_start_loc[: slots + 1],
+                seq_lens=common.seq_lens[:slots],
+                block_table=common.block_table[:slots],
+                slot_mapping=common.slot_mapping[:end],
+                query_start_loc_cpu=common.query_start_loc_cpu[: slots + 1],
+                seq_lens_cpu=common.seq_lens_cpu[:slots],
+            ),
+            key=None,
+        )
+        self.backend.schedule(metadata)
+        self.backend.write_kv(self.layers[0], self.key[:end], self.value[:end], self.cache, metadata)
+        for layer, out, lse in zip(self.layers, self.outs, self.lses, strict=True):
+            out[end : self.num_tokens] = 0
+            lse_HT = None if lse is None else torch.full_like(lse[:-1, :end], torch.nan).contiguous()
+            self.backend.forward(layer, self.query[:end], self.cache, metadata, out[:end], lse_HT)
+            if lse is not None and lse_HT is not None:
+                lse[:-1, :end], lse[:-1, end:] = lse_HT, -torch.inf
 
     def poison(self) -> None:
         for tensor in (*self.outs, *self.lses):

@@ -23,7 +23,8 @@ from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitMetadata(AttentionMetadata):
-    """Of both parts. A decode graph has no prefills: then `prefill` is None, and `decode` has the batch's own tensors.
+    """Of both parts. Without prefills (in a decode graph, or an eager batch) `prefill` is None, and `decode` has the
+    batch's own tensors.
 
     num_decode_rows: rows of the query that decodes may have
     """
@@ -52,14 +53,14 @@ class SplitMetadataBuilder(MetadataBuilder):
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> SplitMetadata:
         if key is not None and key.graphs is GraphSet.DECODE:
-            return SplitMetadata(
-                decode=self._decode.build(common, key=key),
-                prefill=None,
-                query_start_loc=common.query_start_loc,
-                seq_lens=common.seq_lens,
-                num_decode_rows=key.num_tokens,
-            )
+            return self._decodes_only(common, key, key.num_tokens)
         num_slots, num_tokens = common.seq_lens.shape[0], common.slot_mapping.shape[0]
+        if (
+            key is None
+            and common.num_reqs
+            and leading_decodes(common.query_start_loc_cpu, self._query_len) == num_slots
+        ):
+            return self._decodes_only(common, None, num_tokens)
         # A decode has query_len tokens, so fewer slots than there are may hold all decodes there can be.
         decode_slots = max(1, min(num_slots, num_tokens // self._query_len))
         decode_rows = decode_slots * self._query_len
@@ -71,6 +72,15 @@ class SplitMetadataBuilder(MetadataBuilder):
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             num_decode_rows=min(decode_rows, num_tokens),
+        )
+
+    def _decodes_only(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> SplitMetadata:
+        return SplitMetadata(
+            decode=self._decode.build(common, key=key),
+            prefill=None,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            num_decode_rows=num_rows,
         )
 
     def _cut(self, common: CommonMetadata, num_slots: int, decode_slots: int) -> tuple[CommonMetadata, CommonMetadata]:

@@ -126,6 +126,8 @@ class Version2Builder(FlashAttentionMetadataBuilder):
     """Version 2 must not be told that the longest query is 1, unless every slot has a token: it then folds query heads
     into the query, takes token i for slot i's, and fails where there are fewer tokens than slots.
 
+    Nor where the LSE is asked for: of folded queries its order depends on whether keys were split.
+
     It is told no splits: they are its own choice, from shapes and upper bounds.
     """
 
@@ -134,7 +136,7 @@ class Version2Builder(FlashAttentionMetadataBuilder):
         outside = key is None or key.graphs is GraphSet.PIECEWISE
         max_query_len, max_seq_len = self._longest(common, None if outside else key)
         mixed_graph = key is not None and key.graphs is GraphSet.MIXED
-        if mixed_graph or not _token_by_slot(common):
+        if mixed_graph or self.spec.lse or not _token_by_slot(common):
             max_query_len = max(max_query_len, 2)
         return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
 

@@ -60,6 +60,10 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
         found = super().refusals(spec, device)
         if spec.alibi and spec.kind is not AttentionKind.DECODER:
             found.append(f"ALiBi in {spec.kind.value} attention; its bias falls with the distance to both sides")
+        if spec.alibi and spec.lse:
+            found.append(
+                "the LSE beside ALiBi; it leaves the query's own position out of the bias, and so out of the LSE"
+            )
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
