@@ -16,7 +16,6 @@ import torch
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import Support
-from phonograph.kernels.projection import FreshTokens
 
 
 class AttentionKind(Enum):
@@ -188,30 +187,6 @@ class AttentionBackend(ABC):
         Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise; rows before the first
         query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
-
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        """Whether `forward_projection` serves this metadata: what it says for a graph's key holds for all its replays.
-
-        Where it does, the runner may call that in place of the norm of heads, the rotation, the KV write and `forward`,
-        in whole graphs and eager steps; between pieces it does not.
-        """
-        return False
-
-    def forward_projection(
-        self,
-        layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        """Everything from the fused projection on: norms and rotates, writes keys and values, attends.
-
-        What it leaves in `kv_cache` and `out_THD` is what the separate calls do, up to rounding; `qkv_TF` may be left
-        as it is. To be called only where `takes_projection` says so.
-        """
-        raise NotImplementedError(f"{self.capabilities.label} does not take the projection")
 
 
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]

@@ -17,7 +17,6 @@ from phonograph.attention.backend import AttentionBackend, AttentionLayer, Atten
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
 from phonograph.attention.split import SplitCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
 
 
@@ -162,22 +161,6 @@ class SplitBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, SplitMetadata)
         self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
-
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        assert isinstance(metadata, SplitMetadata)
-        return metadata.prefill is None and self.decode.takes_projection(metadata.decode)
-
-    def forward_projection(
-        self,
-        layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, SplitMetadata)
-        self.decode.forward_projection(layer, qkv_TF, fresh, kv_cache, metadata.decode, out_THD)
 
     def forward(
         self,

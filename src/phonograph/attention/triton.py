@@ -2,7 +2,7 @@
 
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
 does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
-second; lengths are read on the device. Where all queries are one token, the launch takes the raw projection too.
+second; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
@@ -33,8 +32,6 @@ from phonograph.kernels.triton.attention_prefill import (
 
 Window = tuple[int, int]
 _INTERPRETER_SMS = 2
-_MOST_ROTATED = 16
-"""Query heads of a KV head up to which the attention kernel has registers for their rotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +109,7 @@ class TritonBackend(GpuBackend):
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
-        _, long = metadata.plans[layer.window]
+        short, long = metadata.plans[layer.window]
         # The long ones first: they are the longer launch, and the short ones' fills what its last programs leave idle.
         if metadata.has_long:
             prefill_attention(
@@ -133,37 +130,6 @@ class TritonBackend(GpuBackend):
                 v_scale=layer.v_scale,
                 causal=metadata.causal,
             )
-        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, lse_HT, None)
-
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        assert isinstance(metadata, TritonMetadata)
-        group = self.spec.num_query_heads // self.spec.num_kv_heads
-        return metadata.short_query_len == 1 and not metadata.has_long and group <= _MOST_ROTATED
-
-    def forward_projection(
-        self,
-        layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, TritonMetadata)
-        query_THD = qkv_TF[:, : out_THD[0].numel()].unflatten(-1, out_THD.shape[1:])
-        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, None, fresh)
-
-    def _forward_short(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TritonMetadata,
-        out_THD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        fresh: FreshTokens | None,
-    ) -> None:
-        short, _ = metadata.plans[layer.window]
         decode_attention(
             short,
             query_THD,
@@ -181,7 +147,6 @@ class TritonBackend(GpuBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=metadata.causal,
-            fresh=fresh,
         )
 
 

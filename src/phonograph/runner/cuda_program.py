@@ -13,7 +13,6 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.sampling import sample
 from phonograph.models.fused import FusedDecoder
@@ -80,36 +79,24 @@ class CudaStepProgram:
         return hidden_TE, logits_NV, tokens_N
 
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
-        spec, inputs, layer, kv_cache = self.model.spec, self._inputs, self._layers[index], self._kv_caches[index]
-        metadata, num_tokens = self.metadata, qkv_TF.shape[0]
-        assert metadata is not None
-        fresh = FreshTokens(
-            positions_T=inputs.positions[:num_tokens],
-            rotary_PD=self.model.rotary_PD,
-            slot_mapping_T=inputs.slot_mapping[:num_tokens],
-            qk_norm=self.model.decoder.layers[index].qk_norm,
-            eps=spec.rms_norm_eps,
-        )
-        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
-        # Pieces end before attention, so that what writes the cache stays inside them.
-        if not pieces and self._backend.takes_projection(metadata):
-            self._backend.forward_projection(layer, qkv_TF, fresh, kv_cache, metadata, out_THD)
-            return
+        spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
+        num_tokens = qkv_TF.shape[0]
         rope_and_write_kv(
             qkv_TF,
-            fresh.positions_T,
-            fresh.rotary_PD,
-            kv_cache,
-            fresh.slot_mapping_T,
+            inputs.positions[:num_tokens],
+            self.model.rotary_PD,
+            self._kv_caches[index],
+            inputs.slot_mapping[:num_tokens],
             num_query_heads=spec.num_query_heads,
             num_kv_heads=spec.num_kv_heads,
-            qk_norm=fresh.qk_norm,
-            eps=fresh.eps,
+            qk_norm=self.model.decoder.layers[index].qk_norm,
+            eps=spec.rms_norm_eps,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             clear_TF=None if self._backend.clears_padding else out_TF,
         )
         query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
+        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
         if pieces:
             self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)
         else:
