@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from phonograph.kernels.triton import gemv
+from phonograph.kernels.triton import linear as products
 from phonograph.kernels.triton.linear import (
     LinearConfig,
     LinearScratch,
@@ -22,6 +23,7 @@ from phonograph.kernels.triton.linear import (
 EPS = 1e-5
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
+    *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024)]),
     (torch.float16, 4096, 1001),
 ]
 """dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
@@ -220,14 +222,25 @@ def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: py
 
 
 def test_chosen_configurations_fit_the_scratch() -> None:
-    for outputs, inputs in [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]:
-        for rows in (8, 16, 32, 64):
-            config = choose(rows, outputs, inputs)
-            if config is not None:
-                assert config.rows == rows
-                partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
-                assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
-                assert -(-inputs // config.block_k) >= config.splits
+    shapes = [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]
+    sizes = [(rows, *shape) for rows in (8, 16, 32, 64) for shape in shapes]
+    for rows, outputs, inputs in [*sizes, *products.MEASURED]:
+        config = choose(rows, outputs, inputs)
+        if config is not None:
+            assert config.rows == min(rows, 64)
+            partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
+            assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
+            assert -(-inputs // config.block_k) >= config.splits
+
+
+def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen by size, as in a model."""
+    monkeypatch.setitem(products.MEASURED, (32, 56, 104), _config(16, 3))
+    assert choose(32, 56, 104) == _config(16, 3)
+    for rows in (17, 32):
+        _check_linear(rows, 56, 104, torch.float16, device, True, None, _poisoned(device))
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Matrix products for few rows (2 to 64), where reading the weights is all that takes time.
+"""Matrix products for few rows (2 to 128), where reading the weights is all that takes time.
 
 The library's kernels are made for square products: at few rows they leave a fifth of the memory bandwidth unused on
 narrow layers, and they cannot begin before the kernel before has ended. Here the weights are the long side of the
@@ -232,7 +232,10 @@ MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (16, 6144, 1024): LinearConfig(16, 16, 256, 1, 2, 5, 256),
     (16, 1024, 3072): LinearConfig(16, 32, 256, 8, 2, 3, 512),
     (32, 4096, 1024): None,
+    (32, 1024, 2048): LinearConfig(32, 32, 256, 4, 4, 3, 512),
     (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
+    (32, 1024, 3072): LinearConfig(32, 32, 256, 4, 2, 3, 512),
+    (128, 6144, 1024): LinearConfig(64, 64, 64, 1, 4, 5, 256),
 }
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
 may have fewer rows than the class."""
