@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.preload import prefer_l1
 
 
 class GemvConfig(NamedTuple):
@@ -151,6 +152,7 @@ def _products(weight, x):
     return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
 
 
+@prefer_l1
 @triton.jit
 def _gemv_kernel(
     x_ptr,
