@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ from phonograph.kernels.triton.linear import (
     rows_class,
     takes_squares,
 )
+from phonograph.kernels.triton.precompile import compile_only
+from phonograph.kernels.triton.preload import load_kernels
 
 EPS = 1e-5
 LARGE = [
@@ -105,6 +109,28 @@ def test_one_row_with_every_epilogue(
 @pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
 def test_one_row_of_real_sizes(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_gemv(outputs, inputs, dtype, device, bias=True)
+
+
+@pytest.mark.gpu
+def test_large_layers_of_one_row_keep_the_l1_cache(device: torch.device) -> None:
+    """The driver is told so for them alone."""
+    sizes = ((64, 1024), (4100, 2048))
+    cases = [Case(1, outputs, inputs, torch.bfloat16, device) for outputs, inputs in sizes]
+    with compile_only() as kernels:
+        for case in cases:
+            gemv.gemv(case.x, case.weight, None, case.out)
+    load_kernels(kernels)
+    driver, carveouts = ctypes.CDLL("libcuda.so.1"), []
+    for function in (gemv._gemv_kernel, gemv._large_gemv):
+        for kernel in function.device_caches[torch.cuda.current_device()][0].values():
+            value = ctypes.c_int()
+            assert driver.cuFuncGetAttribute(ctypes.byref(value), 9, ctypes.c_void_p(kernel.function)) == 0
+            carveouts.append((function is gemv._large_gemv, value.value))
+    assert {large for large, _ in carveouts} == {False, True}
+    assert all(value == 3 if large else value == -1 for large, value in carveouts)
+    for case in cases:
+        gemv.gemv(case.x, case.weight, None, case.out)
+        case.check(case.product(case.x, bias=False))
 
 
 def test_a_weight_in_the_middle_of_a_larger_matrix(device: torch.device) -> None:

@@ -126,7 +126,8 @@ def _launch(
     assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
     pdl = pdl_usable()
     block_n, block_k, num_warps = config or default_config(num_inputs, mode == _SILU)
-    _gemv_kernel[(triton.cdiv(num_outputs, block_n),)](
+    kernel = _large_gemv if weight_NK.numel() >= _LARGE else _gemv_kernel
+    kernel[(triton.cdiv(num_outputs, block_n),)](
         x_1K,
         norm_K,
         weight_NK,
@@ -152,7 +153,6 @@ def _products(weight, x):
     return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
 
 
-@prefer_l1
 @triton.jit
 def _gemv_kernel(
     x_ptr,
@@ -218,3 +218,9 @@ def _gemv_kernel(
     elif MODE == 2:
         result = result * tl.sigmoid(result) * up_result
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), valid_n)
+
+
+_large_gemv = prefer_l1(triton.jit(_gemv_kernel.fn))
+"""The same kernel, for layers that take so long that changing the size of the L1 cache is worth its time."""
+_LARGE = 1 << 23
+"""Weights: every layer of an 8B model and none of a 0.6B one, whose steps get 5% longer by it."""

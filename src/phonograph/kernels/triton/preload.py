@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction
 _THREADS = 32
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 """Of the driver's CUfunction_attribute."""
-_SMALL_CARVEOUT = 7
-"""Per cent, 16 KB of an H200's: with less, the few bytes that each program takes keep others off a multiprocessor."""
+_SMALL_CARVEOUT = 3
+"""Per cent, 8 KB of an H200's. With 0 the few bytes that each program takes keep others off a multiprocessor."""
 _prefer_l1: set[object] = set()
 
 
