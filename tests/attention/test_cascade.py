@@ -34,6 +34,7 @@ from phonograph.kernels.triton import cascade as in_triton
 Installed = Callable[..., Path]
 H200 = known_device("h200")
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = AttentionSpec(
     num_query_heads=4,
     num_kv_heads=2,
@@ -173,7 +174,7 @@ def arena_of(make: MakeBackend, spec: AttentionSpec, *, num_reqs: int = SLOTS, q
     return CascadeArena(
         make,
         spec,
-        CPU,
+        CPU if make is REFERENCE else DEVICE,
         causal=True,
         num_reqs=num_reqs,
         num_tokens=num_reqs * query_len,
@@ -232,7 +233,7 @@ def test_pages_of_256(installed: Installed) -> None:
     installed("package 2")
     spec = replace(SPEC, block_size=256)
     arena = CascadeArena(
-        loaded("package 2", 256), spec, CPU, causal=True, num_reqs=3, num_tokens=3, num_blocks=20, max_keys=900
+        loaded("package 2", 256), spec, DEVICE, causal=True, num_reqs=3, num_tokens=3, num_blocks=20, max_keys=900
     )
     key = GraphKey(GraphSet.DECODE, 3, 3, 1, cascade=True)
     with torch.inference_mode():
@@ -261,7 +262,7 @@ def test_what_the_launches_of_version_3_are_told(installed: Installed) -> None:
         arena.poison()
         arena.backend.schedule(metadata)
         CALLS.clear()
-        out = torch.zeros(SLOTS, 4, 32)
+        out = torch.zeros(SLOTS, 4, 32, device=DEVICE)
         arena.backend.forward(arena.layers[0], arena.query, arena.cache.nan_to_num(), metadata, out)
         prefix, suffix = CALLS
         assert (prefix["causal"], suffix["causal"]) == (False, True)
@@ -292,7 +293,7 @@ def test_what_the_launches_of_version_2_are_told(installed: Installed) -> None:
 def test_the_longest_query_over_the_prefix_is_longer_than_any_sequence(installed: Installed) -> None:
     installed("vllm 3")
     limits = BatchLimits(max_num_seqs=400, max_num_tokens=400, max_model_len=300)
-    backend = loaded("vllm 3")(SPEC, CPU, limits)
+    backend = loaded("vllm 3")(SPEC, DEVICE, limits)
     arena = arena_of(loaded("vllm 3"), SPEC)
     common = arena.fill([(1, 20)] * 9, 16)
     common = replace(common, slot_mapping=torch.full((400,), -1), seq_lens=torch.zeros(400, dtype=torch.int32))

@@ -70,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_llm(folder: str, **settings: Any) -> LLM:
     defaults = {
+        "device": "cpu",
         "max_num_seqs": 12,
         "max_num_batched_tokens": 320,
         "block_size": 16,

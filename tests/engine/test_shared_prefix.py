@@ -77,6 +77,21 @@ def test_a_slot_that_is_loaded_anew_is_compared_anew() -> None:
     assert prefixes.find(batch_of({0: 12})) == 0
 
 
+def test_any_of_them_may_leave_or_come() -> None:
+    """Whichever the others are compared with."""
+    prefixes = prefixes_of([1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 5, 6])
+    contexts = {slot: 20 for slot in range(4)}
+    assert prefixes.find(batch_of(contexts)) == 8
+    assert prefixes.find(batch_of({1: 20, 2: 20, 3: 20})) == 12, "without the one that shared least"
+    prefixes.update([BlockAppend(slot=0, start=0, block_ids=[1, 2, 4, 5, 7])])
+    assert prefixes.find(batch_of({0: 20, 2: 20, 3: 20})) == 16
+    assert prefixes.find(batch_of(contexts)) == 12
+    # The last one, of which only the host's copy is left, is nobody's measure.
+    prefixes.update([BlockAppend(slot=1, start=0, block_ids=[9])])
+    assert prefixes.find(batch_of({0: 20, 3: 20})) == 16
+    assert prefixes.find(batch_of({0: 20, 1: 20, 3: 20})) == 0
+
+
 def test_nobody_asks_what_mixed_batches_share() -> None:
     prefixes = prefixes_of([1, 2, 3], [1, 2, 4])
     assert shape_of(batch_of({0: 9, 1: 9}), prefixes).prefix_len == 8
