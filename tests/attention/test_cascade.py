@@ -281,13 +281,13 @@ def test_what_the_launches_of_version_3_are_told(installed: Installed) -> None:
 
 
 def test_what_the_launches_of_version_2_are_told(installed: Installed) -> None:
-    """Single tokens fold where every slot has one: never in the launch over the prefix."""
+    """Neither folds query heads: over the prefix not every slot has a token, and of the suffixes the LSE is wanted."""
     installed("vllm 2")
     arena = arena_of(loaded("vllm 2"), SPEC)
     for key, longest in ((GraphKey(GraphSet.DECODE, SLOTS, SLOTS, 1, cascade=True), SLOTS), (None, 9)):
         metadata = arena.builder.build(arena.fill([(1, 50)] * 9, 32), key=key)
         assert isinstance(metadata, CascadeMetadata)
-        assert [part.launch.max_query_len for part in (metadata.prefix, metadata.suffix)] == [longest, 1]
+        assert [part.launch.max_query_len for part in (metadata.prefix, metadata.suffix)] == [longest, 2]
 
 
 def test_the_longest_query_over_the_prefix_is_longer_than_any_sequence(installed: Installed) -> None:

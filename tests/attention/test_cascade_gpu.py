@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flash_kernels import kernel_missing
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionSpec, KVLayout
@@ -57,7 +58,7 @@ def llama(**changes: Any) -> AttentionSpec:
 
 
 def arena_of(version: str, spec: AttentionSpec, *, query_len: int = 1, slots: int = SLOTS) -> CascadeArena:
-    """Skips where nobody provides the version, or it refuses the spec on this device."""
+    """Skips where nobody provides the version, it refuses the spec on this device, or its build lacks the kernels."""
     absent = missing(version)
     if absent is not None:
         pytest.skip(absent)
@@ -66,6 +67,9 @@ def arena_of(version: str, spec: AttentionSpec, *, query_len: int = 1, slots: in
     refusals = registered.refusals(spec, here)
     if refusals:
         pytest.skip("; ".join(refusals))
+    absent = kernel_missing(version, spec.head_size, spec.dtype, torch.device("cuda"))
+    if absent is not None:
+        pytest.skip(absent)
     return CascadeArena(
         load(select("flash_attn", version, spec, here, BUILT_IN)),
         spec,
@@ -177,7 +181,7 @@ def test_the_engine(version: str, mode: str) -> None:
     from phonograph.engine.llm import LLM
     from phonograph.sampling_params import SamplingParams
 
-    absent = missing(version)
+    absent = missing(version) or kernel_missing(version, 64, "bfloat16", torch.device("cuda"))
     if absent is not None:
         pytest.skip(absent)
     greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)

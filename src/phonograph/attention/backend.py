@@ -207,5 +207,6 @@ class AttentionBackend(ABC):
         self.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
         return lse_HT
 
+
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]
 """A backend's class, or what else makes one."""
