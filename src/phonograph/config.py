@@ -81,6 +81,9 @@ class EngineConfig(BaseModel):
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
     )
+    cascade_attention: values.Flag = Field(
+        default=False, description="Attend a prefix that a whole decode batch shares once, where that pays."
+    )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )
@@ -144,6 +147,13 @@ class EngineConfig(BaseModel):
         if self.flash_attn_version is not None and "flash_attn" not in backend and backend != "auto":
             raise _contradiction(
                 self, "flash_attn_version", "attention_backend", "works with attention_backend flash_attn or none given"
+            )
+        if self.cascade_attention and not self.enable_prefix_caching:
+            raise _contradiction(
+                self,
+                "cascade_attention",
+                "enable_prefix_caching",
+                "requests share blocks through the prefix cache only",
             )
         if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
             raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.conformance_batch import make_layer, quantized
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 Batch = Sequence[tuple[int, int]]
@@ -39,7 +39,7 @@ class Arena:
 
     def __init__(
         self,
-        backend_class: type[AttentionBackend],
+        backend_class: MakeBackend,
         spec: AttentionSpec,
         device: torch.device,
         *,
@@ -82,14 +82,17 @@ class Arena:
         self.lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         self.table = torch.zeros(num_reqs, -(-max_keys // spec.block_size) + 2, dtype=torch.int32, device=device)
         self.slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self.prefix_len = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None) -> float:
+    def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None, *, prefix_len: int | None = None) -> float:
         """Runs the batch eagerly, and in the graph where one is given; returns the largest relative error of both.
+
+        prefix_len: tokens that all sequences have in the same blocks, for backends that cascade
 
         Raises:
             AssertionError: an error above the tolerance, or something written that should not be, or not written.
         """
-        common = self.fill(batch)
+        common = self.fill(batch, prefix_len)
         before = self.bytes.clone()
         self.poison()
         self.run(self.builder.build(common, key=None))
@@ -111,11 +114,13 @@ class Arena:
             error = max(error, self._check_outputs(references))
         return error
 
-    def capture(self, batch: Batch, key: GraphKey | None = None) -> torch.cuda.CUDAGraph:
+    def capture(
+        self, batch: Batch, key: GraphKey | None = None, *, prefix_len: int | None = None
+    ) -> torch.cuda.CUDAGraph:
         """The graph of `key`, or else of any batch, captured on this one."""
         key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
         self.captured = key
-        metadata = self.builder.build(self.fill(batch), key=key)
+        metadata = self.builder.build(self.fill(batch, prefix_len), key=key)
         self.poison()
         self.run(metadata)
         torch.cuda.synchronize()
@@ -168,7 +173,7 @@ class Arena:
                 plan.partial_out.fill_(torch.nan)
                 plan.partial_lse.fill_(torch.nan)
 
-    def fill(self, batch: Batch) -> CommonMetadata:
+    def fill(self, batch: Batch, prefix_len: int | None = None) -> CommonMetadata:
         """Draws contents for the batch, the context of each sequence already in the cache."""
         spec, size = self.spec, self.spec.block_size
         assert len(batch) <= self.num_reqs
@@ -179,12 +184,13 @@ class Arena:
         self.batch, self.end = list(batch), int(starts[-1])
         assert self.end <= self.num_tokens
 
-        blocks = self.rng.permutation(self.free)
+        shared, blocks = np.split(self.rng.permutation(self.free), [(prefix_len or 0) // size])
         table = np.zeros(self.table.shape, np.int32)
         keys: list[np.ndarray] = []
         for row, (_, length) in enumerate(batch):
             count = -(-length // size)
-            own, blocks = blocks[:count], blocks[count:]
+            own, blocks = np.split(blocks, [count - len(shared)])
+            own = np.concatenate([shared, own])
             assert len(own) == count
             table[row, :count] = own
             keys.append((own[:, None] * size + np.arange(size)).ravel()[:length])
@@ -205,6 +211,7 @@ class Arena:
         self.slots[: self.end] = self.new
         for tensor, array in ((self.starts, starts), (self.lens, lens), (self.table, table)):
             tensor.copy_(torch.from_numpy(array))
+        self.prefix_len.fill_(prefix_len or 0)
         num_decodes = next((row for row, (length, _) in enumerate(batch) if length != 1), len(batch))
         return CommonMetadata(
             num_reqs=len(batch),
@@ -220,6 +227,7 @@ class Arena:
             query_start_loc_cpu=starts,
             seq_lens_cpu=lens,
             causal=self.causal,
+            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
         )
 
     def _randn(self, *shape: int) -> torch.Tensor:

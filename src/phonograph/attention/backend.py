@@ -44,6 +44,7 @@ class AttentionSpec:
         none. A model's `sliding_window` of W keys is (W - 1, 0).
     softcap: 0 means none.
     speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
+    cascade: a prefix common to a batch is attended once where that pays.
     """
 
     num_query_heads: int
@@ -60,6 +61,7 @@ class AttentionSpec:
     sinks: bool = False
     lse: bool = False
     speculative_tokens: int = 0
+    cascade: bool = False
 
 
 class Capabilities(ABC):
@@ -187,6 +189,23 @@ class AttentionBackend(ABC):
         Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise; rows before the first
         query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
+
+    def forward_lse(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        """`forward` for those who read the LSE at once: returns it, whatever it holds for rows of no request.
+
+        A library that makes the tensor itself is spared a copy.
+        """
+        num_tokens, num_heads, _ = query_THD.shape
+        lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
+        self.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+        return lse_HT
 
 
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]

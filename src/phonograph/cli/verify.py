@@ -83,7 +83,7 @@ def _facts(report: VerifyReport) -> dict[str, Any]:
 
 def _graph_facts(key: GraphKey) -> dict[str, Any]:
     return {
-        "graphs": key.graphs.value,
+        "graphs": key.kind,
         "num_tokens": key.num_tokens,
         "num_reqs": key.num_reqs,
         "query_len": key.query_len,
@@ -97,10 +97,10 @@ def _differing_tensors(report: VerifyReport) -> Counter[GraphKey]:
 def _print(report: VerifyReport) -> None:
     differing = _differing_tensors(report)
     table = Table("graphs", "sizes in tokens", "replays", "mismatches")
-    for graphs in dict.fromkeys(key.graphs for key in report.replays):
-        keys = [key for key in report.replays if key.graphs is graphs]
+    for kind in dict.fromkeys(key.kind for key in report.replays):
+        keys = [key for key in report.replays if key.kind == kind]
         table.add_row(
-            graphs.value,
+            kind,
             compact(sorted(key.num_tokens for key in keys)),
             str(sum(report.replays[key] for key in keys)),
             str(sum(differing[key] for key in keys)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.cascade import MIN_PREFIX, MIN_REQUESTS, CascadeRule
 from phonograph.attention.select import Selection, select
 from phonograph.config import EngineConfig
 from phonograph.device import DeviceSpec
@@ -52,7 +53,16 @@ class EnginePlan:
     notes: tuple[str, ...]
 
     def make_dispatcher(self) -> Dispatcher:
-        return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
+        spec = self.attention
+        rule = CascadeRule(
+            num_query_heads=spec.num_query_heads, num_kv_heads=spec.num_kv_heads, num_sms=self.device.num_sms
+        )
+        return Dispatcher(
+            self.resolution,
+            self.captures,
+            max_num_tokens=self.limits.max_num_batched_tokens,
+            cascade=rule if spec.cascade else None,
+        )
 
 
 # What a step and a graph hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
@@ -106,14 +116,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
     )
-    captures = make_capture_list(
-        resolution.mode,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_capture_tokens=min(_capture_tokens(config, limits, device), most),
-        sizes=config.cudagraph_capture_sizes,
-        speculative_tokens=config.num_speculative_tokens,
-    )
+    if config.cascade_attention:
+        _check_cascade(limits, resolution)
+    captures = _capture_list(config, resolution.mode, limits, min(_capture_tokens(config, limits, device), most))
     return EnginePlan(
         config=config,
         device=device,
@@ -173,15 +178,39 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
 
 def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> int:
     """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
-    captures = make_capture_list(
+    return len(_capture_list(config, mode, limits, graph_tokens).largest_first())
+
+
+def _capture_list(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> CaptureList:
+    return make_capture_list(
         mode,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_capture_tokens=graph_tokens,
         sizes=config.cudagraph_capture_sizes,
         speculative_tokens=config.num_speculative_tokens,
+        cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
     )
-    return len(captures.largest_first())
+
+
+def _check_cascade(limits: Limits, resolution: Resolution) -> None:
+    """
+    Raises:
+        ConfigError: no step could ever cascade.
+    """
+    mode = resolution.mode
+    if limits.max_num_seqs < MIN_REQUESTS:
+        problem = f"takes batches of {MIN_REQUESTS} requests or more; max_num_seqs={limits.max_num_seqs} has none"
+    elif limits.max_model_len <= MIN_PREFIX:
+        problem = f"takes prefixes of {MIN_PREFIX} tokens or more; max_model_len={limits.max_model_len} has none"
+    elif mode is GraphMode.PIECEWISE:
+        problem = (
+            f"works where decodes run in whole graphs or eagerly, and the mode is {mode.value} "
+            f"({resolution.reasons[-1].text}): pieces make one schedule for all their batches"
+        )
+    else:
+        return
+    raise ConfigError("cascade_attention", True, problem)
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
@@ -197,6 +226,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,
+        cascade=config.cascade_attention,
     )
 
 

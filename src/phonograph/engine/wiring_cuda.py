@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.wiring import Parts, make_sampler
+from phonograph.engine.wiring import Parts, make_prefixes, make_sampler
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.models.fused import FusedDecoder
 from phonograph.runner.cuda_program import CudaStepProgram
@@ -57,4 +57,5 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
+        prefixes=make_prefixes(plan),
     )

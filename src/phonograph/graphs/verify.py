@@ -19,13 +19,17 @@ from phonograph.graphs.modes import GraphKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What a random batch was like. longest, median: tokens of its sequences, context included."""
+    """What a random batch was like. longest, median: tokens of its sequences, context included.
+
+    prefix: tokens that a cascade attended once for all
+    """
 
     num_tokens: int
     num_decodes: int
     num_prefills: int
     longest: int
     median: int
+    prefix: int = 0
 
     @property
     def mixed(self) -> bool:
@@ -37,9 +41,10 @@ class Drawn:
         return self.longest >= 8 * self.median
 
     def __str__(self) -> str:
+        prefix = f", {self.prefix} tokens of all attended once" if self.prefix else ""
         return (
             f"{self.num_tokens} tokens, {self.num_decodes} decodes + {self.num_prefills} prefills, longest sequence "
-            f"{self.longest}"
+            f"{self.longest}{prefix}"
         )
 
 

@@ -81,16 +81,41 @@ class FlashAttentionBackend(GpuBackend):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, FlashAttentionMetadata)
-        launch, plan = metadata.launch, metadata.plan.part if metadata.planned else None
-        key_BSKD, value_BSKD = kv_cache.unbind(0)
-        lse = self._library.attend(layer, query_THD, key_BSKD, value_BSKD, launch, plan, out_THD)
+        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
         if lse is not None and lse_HT is not None:
+            assert isinstance(metadata, FlashAttentionMetadata)
             # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
             # the first query are another launch's.
-            rows = self._token_numbers[: lse_HT.shape[1]]
-            own = torch.where(rows < launch.query_start_loc[-1:], lse.view_as(lse_HT), self._no_keys)
-            torch.where(rows < launch.query_start_loc[:1], lse_HT, own, out=lse_HT)
+            starts, rows = metadata.launch.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
+            own = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
+            torch.where(rows < starts[:1], lse_HT, own, out=lse_HT)
+
+    def forward_lse(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
+        assert lse is not None, "the spec asks for no LSE"
+        num_tokens, num_heads, _ = query_THD.shape
+        return lse.view(num_heads, num_tokens)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The LSE as the library has it, where the spec asks for it."""
+        assert isinstance(metadata, FlashAttentionMetadata)
+        plan = metadata.plan.part if metadata.planned else None
+        key_BSKD, value_BSKD = kv_cache.unbind(0)
+        return self._library.attend(layer, query_THD, key_BSKD, value_BSKD, metadata.launch, plan, out_THD)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):
