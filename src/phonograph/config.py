@@ -81,6 +81,10 @@ class EngineConfig(BaseModel):
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
     )
+    batch_invariant: values.Flag = Field(
+        default=False,
+        description="A request's tokens are the same, bit by bit, whatever runs beside it; slower, and on a GPU only.",
+    )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )

@@ -44,6 +44,7 @@ class AttentionSpec:
         none. A model's `sliding_window` of W keys is (W - 1, 0).
     softcap: 0 means none.
     speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
+    batch_invariant: what a sequence gets is the same, bit by bit, whatever else is in the batch.
     """
 
     num_query_heads: int
@@ -60,6 +61,7 @@ class AttentionSpec:
     sinks: bool = False
     lse: bool = False
     speculative_tokens: int = 0
+    batch_invariant: bool = False
 
 
 class Capabilities(ABC):
@@ -68,15 +70,23 @@ class Capabilities(ABC):
     name:    as users write it in `--attention-backend`
     version: of the kernel family ("2", "3", "4"), or ""
     unverified: why it is taken only where its very version is asked for, or ""
+    varies:  why the bits of a sequence's output may differ with the rest of the batch even where the spec asks for
+        batch invariance, or "" where they do not
     """
 
     name: str
     version: str = ""
     unverified: str = ""
+    varies: str = "it does not say that its results are the same in every batch"
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Every reason why this backend cannot run `spec` on `device`; empty when it can."""
+
+    def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """`refusals`, and that of batch invariance where it is asked for and not borne: what selection goes by."""
+        found = self.refusals(spec, device)
+        return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
 
     @abstractmethod
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:

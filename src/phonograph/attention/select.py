@@ -171,7 +171,7 @@ def select(
     rejected: dict[str, list[str]] = {}
     for candidate in candidates:
         label = candidate.capabilities.label
-        refusals = candidate.capabilities.refusals(spec, device)
+        refusals = candidate.capabilities.why_not(spec, device)
         unverified = candidate.capabilities.unverified
         if unverified and version is None:
             refusals = [*refusals, f"it is unverified ({unverified}); it runs where its version is asked for"]
@@ -193,7 +193,7 @@ def select(
             part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
-    others = [other.capabilities for other in everyone if not other.capabilities.refusals(spec, device)]
+    others = [other.capabilities for other in everyone if not other.capabilities.why_not(spec, device)]
     others = [other for other in others if not other.unverified]
     would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
     raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
@@ -223,7 +223,7 @@ def _select_parts(
         for part, name in parts.items()
     }
     capabilities = SplitCapabilities(chosen["decode"].capabilities, chosen["prefill"].capabilities)
-    refusals = capabilities.refusals(spec, device)
+    refusals = capabilities.why_not(spec, device)
     if refusals:
         raise BackendError(f"attention_backend={capabilities.name!r} on {device.name}: {'; '.join(refusals)}")
 

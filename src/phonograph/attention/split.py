@@ -28,6 +28,11 @@ def parse_parts(asked: str) -> dict[str, str] | None:
 class SplitCapabilities(Capabilities):
     """What two backends can do together."""
 
+    varies = (
+        "what stands before a query of one token in the batch decides which part it goes to, and each part has kernels "
+        "of its own"
+    )
+
     def __init__(self, decode: Capabilities, prefill: Capabilities) -> None:
         self.decode = decode
         self.prefill = prefill

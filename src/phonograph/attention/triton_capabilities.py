@@ -14,6 +14,7 @@ class TritonCapabilities(Capabilities):
     """Our own kernels."""
 
     name = "triton"
+    varies = ""
     _declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -33,6 +34,12 @@ class TritonCapabilities(Capabilities):
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        if spec.batch_invariant:
+            return Support(
+                GraphSupport.ALWAYS,
+                "one kernel takes queries of every length and cuts no keys, and a kernel inside the graph makes the "
+                "work list that it takes from",
+            )
         return Support(
             GraphSupport.ALWAYS,
             "a kernel inside the graph reads query_start_loc and seq_lens and makes the work list that the attention "

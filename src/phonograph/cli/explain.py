@@ -230,6 +230,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
             continue
         support = rows.support
         console.print(f"{support.level.name}: {support.reason}", markup=False, highlight=False)
+        console.print(rows.invariance, markup=False, highlight=False)
         table = Table("asked", "runs as", *rows.modes[0].batches, "why")
         for mode in rows.modes:
             why = [without_support(reason, support) for reason in mode.reasons[1:]]
@@ -240,6 +241,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
 def _backend_facts(rows: BackendRows) -> dict[str, Any]:
     return {
         "backend": rows.backend,
+        "varies": rows.varies,
         "refusals": rows.refusals,
         "support": None if rows.support is None else {"level": rows.support.level.name, "reason": rows.support.reason},
         "modes": [

@@ -197,6 +197,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,
+        batch_invariant=config.batch_invariant,
     )
 
 

@@ -67,5 +67,9 @@ def make_cpu_runner(plan: EnginePlan, parts: Parts) -> ModelRunner:
 
 def make_sampler(plan: EnginePlan, device: torch.device) -> Sampler:
     return Sampler(
-        max_num_seqs=plan.limits.max_num_seqs, vocab_size=plan.model.vocab_size, device=device, seed=plan.config.seed
+        max_num_seqs=plan.limits.max_num_seqs,
+        vocab_size=plan.model.vocab_size,
+        device=device,
+        seed=plan.config.seed,
+        batch_invariant=plan.attention.batch_invariant,
     )

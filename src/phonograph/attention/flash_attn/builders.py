@@ -3,8 +3,7 @@
 The tensors of a batch are persistent, so metadata made for a graph stays right as it is: a block table that changes is
 written in place, and there is nothing to refresh in metadata that exists, as peers do when groups share it.
 
-Neither drafting nor batch invariance has a setting in this engine. A draft's step would want builds without a plan, and
-batch invariance one split without a plan (`Numbers(num_splits=1, planned=False)`), since splits depend on the batch.
+Drafting has no setting in this engine; a draft's step would want builds without a plan.
 """
 
 from __future__ import annotations
@@ -157,9 +156,16 @@ class Version3Builder(FlashAttentionMetadataBuilder):
     kernel, and the bound on splits keeps their memory within the same budget. Without one, a number of splits would be
     taken as it is and not as a bound: graphs then have one split, and eager steps the library's choice where the
     largest one fits the budget.
+
+    For batch invariance there is one split and no plan, and every launch is told the same longest query and sequence:
+    the library takes other tiles, and another way to load keys, where no query is longer than one token.
     """
 
     def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+        if self.spec.batch_invariant:
+            longest = self.limits.max_model_len
+            longest_query = min(self.limits.max_num_tokens, longest)
+            return Numbers(max_query_len=longest_query, max_seq_len=longest, num_splits=1)
         num_tokens = common.slot_mapping.shape[0]
         planned = len(self.spec.windows) == 1
         if planned:

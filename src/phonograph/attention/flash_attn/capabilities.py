@@ -47,6 +47,7 @@ class _FlashAttentionCapabilities(Capabilities):
 
 class FlashAttention2Capabilities(_FlashAttentionCapabilities):
     version = "2"
+    varies = "it cuts the keys of decodes into as many parts as fill the device, and takes no number from outside"
     _declared = Declaration(
         min_capability=(8, 0),
         head_size_multiple=8,
@@ -101,6 +102,7 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
 
 class FlashAttention3Capabilities(_FlashAttentionCapabilities):
     version = "3"
+    varies = ""
     _declared = Declaration(
         capabilities=(9,),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
@@ -122,6 +124,12 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         routine = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
+        if spec.batch_invariant:
+            return Support(
+                GraphSupport.ALWAYS,
+                f"{routine}; batch_invariant: one split, no ahead-of-time schedule, and the same bounds on lengths for "
+                "all graphs and eager steps, as kernels are chosen by them",
+            )
         if len(spec.windows) > 1:
             return Support(
                 GraphSupport.ALWAYS,
@@ -139,6 +147,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     unverified = "no run of it was ever compared with the reference"
+    varies = "no runs of it were ever compared bit by bit"
     _declared = Declaration(
         capabilities=(9, 10), head_sizes=(64, 96, 128), block_size_multiple=16, kinds=tuple(AttentionKind), sinks=True
     )

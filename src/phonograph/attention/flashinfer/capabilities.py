@@ -18,6 +18,7 @@ class FlashInferCapabilities(Capabilities):
     """
 
     name = "flashinfer"
+    varies = "its plans cut the keys of a sequence into parts by what else is in the batch"
     _declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

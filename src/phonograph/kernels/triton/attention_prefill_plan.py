@@ -60,6 +60,7 @@ class PrefillPlan:
     first_tile [R]:   where each sequence's tiles begin; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
     programs:         of the attention kernel, at most; the cuts suit so many
+    cuts:             whether keys are cut; without, what a row gets does not depend on the batch
     """
 
     header: torch.Tensor
@@ -74,6 +75,7 @@ class PrefillPlan:
     programs: int
     max_tiles: int
     max_slots: int
+    cuts: bool
 
 
 def make_prefill_plan(
@@ -85,11 +87,12 @@ def make_prefill_plan(
     max_num_tokens: int,
     num_sms: int,
     device: torch.device,
+    cuts: bool = True,
 ) -> PrefillPlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
     programs = num_sms * (2 if head_size <= 128 else 1)
-    max_slots = max(8, -(-_PARTIALS_A_PROGRAM * programs // num_kv_heads))
+    max_slots = max(8, -(-_PARTIALS_A_PROGRAM * programs // num_kv_heads)) if cuts else 1
     max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
 
     def ints(*shape: int) -> torch.Tensor:
@@ -110,6 +113,7 @@ def make_prefill_plan(
         programs=programs,
         max_tiles=max_tiles,
         max_slots=max_slots,
+        cuts=cuts,
     )
 
 
@@ -150,6 +154,7 @@ def plan_prefill(
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
         CHUNK=_CHUNK,
         OWN=_OWN,
+        CUTS=plan.cuts,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=8,
@@ -227,6 +232,7 @@ def _plan_kernel(
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
     OWN: tl.constexpr,
+    CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
@@ -286,7 +292,8 @@ def _plan_kernel(
     end = tl.maximum(work * KV_HEADS / programs, rounds * (work_large / tl.maximum(num_large, 1.0)))
     end = tl.maximum(end, length + _PIECE_COST)
     end += tl.where(cut > 0, _MERGE_COST + _PARTIAL_COST * (cut * KV_HEADS) / programs, 0.0)
-    end = tl.where((cut > max_slots) & (candidate > 0), float("inf"), end)
+    allowed = (cut <= max_slots) if CUTS else (cut < 0)
+    end = tl.where(allowed | (candidate == 0), end, float("inf"))
     rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
 
     # The place of each of this program's tiles: behind the pieces of tiles whose pieces are longer, or as long and
