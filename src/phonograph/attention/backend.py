@@ -116,6 +116,7 @@ class AttentionLayer:
     scale:   factor of the logits before softcap and bias, usually head_size ** -0.5
     alibi_slopes [H], sinks [H]: or None
     k_scale, v_scale [K]: descale factor of each KV head for an FP8 cache, or None for 1
+    q_scale [K]: the same of a KV head's queries, for backends that round them to FP8 too (`quantizes_queries`)
     """
 
     index: int
@@ -126,6 +127,7 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +148,13 @@ class AttentionBackend(ABC):
 
     clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
         put them there before, and they stay.
+    quantizes_queries: whether `forward` rounds queries, divided by the layer's q_scale, to the dtype of an FP8 cache
+        (and then perhaps the softmax's weights): its kernels take queries, keys and values of one dtype.
     """
 
     capabilities: Capabilities
     clears_padding: bool = True
+    quantizes_queries: bool = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec

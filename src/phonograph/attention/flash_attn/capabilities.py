@@ -12,6 +12,7 @@ from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64
+_FP8_HEAD_SIZE_MULTIPLE = 16
 _OF_THE_CONTRACT = {
     AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
     "our backends are not given",
@@ -115,10 +116,13 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         found = super().refusals(spec, device)
-        if spec.kv_cache_dtype == "float8_e4m3fn":
+        if spec.kv_cache_dtype != "float8_e4m3fn":
+            return found
+        if spec.dtype == "float16":
+            found.append("dtype float16 with an FP8 cache; its kernels write bfloat16 where queries are FP8")
+        if spec.head_size % _FP8_HEAD_SIZE_MULTIPLE:
             found.append(
-                "KV cache dtype float8_e4m3fn; its kernels take queries of the dtype of the cache, so queries would "
-                "have to be quantized; not in the adapter yet"
+                f"head size {spec.head_size} with an FP8 cache; its kernels take multiples of {_FP8_HEAD_SIZE_MULTIPLE}"
             )
         return found
 
