@@ -21,6 +21,7 @@ from phonograph.attention.backend import AttentionBackend, AttentionKind, Attent
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape, batch_shapes, make_layer
 from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
 from phonograph.device import known_device
@@ -35,7 +36,6 @@ from phonograph.attention.flash_attn.backend import (
     FlashAttention4Backend,
     FlashAttentionBackend,
 )
-from phonograph.attention.flash_attn.builders import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 
 Installed = Callable[..., Path]
 H100 = known_device("h100")

@@ -7,7 +7,7 @@ device, and is what selection, the resolver and `explain` read. `AttentionBacken
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +15,7 @@ import torch
 
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import Support
+from phonograph.graphs.modes import GraphKey, Support
 
 
 class AttentionKind(Enum):
@@ -98,6 +98,15 @@ class Capabilities(ABC):
         Where it differs from `graph_support`, that is because the latter counts what a graph of decodes freezes.
         """
         return self.graph_support(spec, device)
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """What the backend takes of the device's memory for any batch within `limits` and for these graphs, in bytes.
+
+        The KV cache is sized by what is left. What comes to a few MB need not be counted.
+        """
+        return 0
 
     def missing(self) -> str | None:
         """Why the backend cannot be loaded in this installation (library absent, kernels not written), or None."""

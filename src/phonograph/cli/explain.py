@@ -117,6 +117,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "memory": {
             "weights": memory.weights,
             "graphs": memory.graphs,
+            "attention": memory.attention,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -211,8 +212,8 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, plan.limits.block_size
     return [
-        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), KV cache "
-        f"{_bytes(memory.kv_cache)}",
+        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
+        f"{_bytes(memory.attention)}, KV cache {_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
         f"{memory.num_blocks * size} tokens",
     ]

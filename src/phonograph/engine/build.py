@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.select import load
 from phonograph.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
@@ -113,15 +113,7 @@ def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts
     backend_class = load(plan.selection)
     device, limits = torch.device(plan.device.kind), plan.limits
     # Ahead of the weights, as a library may turn out not to take what this model needs.
-    backend = backend_class(
-        plan.attention,
-        device,
-        BatchLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-        ),
-    )
+    backend = backend_class(plan.attention, device, limits.of_batches)
     model = load_model(
         plan.model,
         plan.config.model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.backend import UNBOUNDED, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.select import Selection, select
 from phonograph.config import EngineConfig
 from phonograph.device import DeviceSpec
@@ -16,7 +16,7 @@ from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
-from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.modes import GraphKey, GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
 from phonograph.runner.slots import most_step_tokens
@@ -33,6 +33,15 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+
+    @property
+    def of_batches(self) -> BatchLimits:
+        """What an attention backend is made for."""
+        return BatchLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     replayed = resolution.mode is not GraphMode.NONE
     graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
+    graphs = _graphs(config, resolution.mode, limits, graph_tokens) if replayed else ()
     memory = plan_memory(
         config,
         model,
@@ -92,7 +102,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         block_size=limits.block_size,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         graph_tokens=graph_tokens,
-        num_graphs=_num_graphs(config, resolution.mode, limits, graph_tokens) if replayed else 0,
+        num_graphs=len(graphs),
+        attention=selection.capabilities.buffer_bytes(attention, device, limits.of_batches, graphs),
     )
     if memory.num_blocks < limits.max_num_seqs:
         notes.append(
@@ -171,7 +182,7 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
     return largest
 
 
-def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> int:
+def _graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> tuple[GraphKey, ...]:
     """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
     captures = make_capture_list(
         mode,
@@ -181,7 +192,7 @@ def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tok
         sizes=config.cudagraph_capture_sizes,
         speculative_tokens=config.num_speculative_tokens,
     )
-    return len(captures.largest_first())
+    return captures.largest_first()
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:

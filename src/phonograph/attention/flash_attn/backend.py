@@ -27,6 +27,7 @@ from phonograph.attention.flash_attn.capabilities import (
     FlashAttention4Capabilities,
 )
 from phonograph.attention.flash_attn.providers import make_library
+from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.gpu_backend import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.errors import BackendError
@@ -46,10 +47,7 @@ class FlashAttentionBackend(GpuBackend):
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         super().__init__(spec, device, limits)
         self._library = make_library(self.capabilities.version, spec)
-        # A semaphore and four numbers for each request slot, in vectors of a multiple of four. No graph has more slots
-        # than there are sequences; tokens, of which a graph may have more, are counted to be safe from other layouts.
-        slots = max(limits.max_num_seqs, limits.max_num_tokens)
-        self._plan = torch.zeros(1 + -(-slots // 4) * 16, dtype=torch.int32, device=device)
+        self._plan = torch.zeros(plan_length(limits), dtype=torch.int32, device=device)
         self.quantizes_queries = spec.kv_cache_dtype.startswith("float8")
         if self.quantizes_queries:
             shape = limits.max_num_tokens, spec.num_query_heads, spec.head_size

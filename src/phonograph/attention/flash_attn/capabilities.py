@@ -5,11 +5,14 @@ Limits are those of the libraries' code. Where a limit is the adapter's own, or 
 
 from __future__ import annotations
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities
+from collections.abc import Sequence
+
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.declaration import Declaration
 from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64
 _FP8_HEAD_SIZE_MULTIPLE = 16
@@ -41,6 +44,12 @@ class _FlashAttentionCapabilities(Capabilities):
                 f"{_MAX_HEADS_WITH_SINKS} at most"
             )
         return found
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """Partial results of splits that a library chooses itself (version 2, tens of MB) are in the allowance."""
+        return kept_bytes(spec, limits)
 
     def missing(self) -> str | None:
         return missing(self.version)
@@ -125,6 +134,11 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
                 f"head size {spec.head_size} with an FP8 cache; its kernels take multiples of {_FP8_HEAD_SIZE_MULTIPLE}"
             )
         return found
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        return kept_bytes(spec, limits) + partial_bytes(spec, limits, graphs)
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         routine = "one routine reads query_start_loc and seq_lens for decode and prefill alike"

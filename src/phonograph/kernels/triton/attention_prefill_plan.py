@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, prefill_partials, prefill_programs, prefill_slots
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
-BLOCK_M = 128
+BLOCK_M = PREFILL_ROWS
 # Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
@@ -45,7 +46,6 @@ _CANDIDATES = tl.constexpr(16)
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
-_PARTIALS_A_PROGRAM = 3
 # Triton 3.6 does not compile the plan for eight sequences that see all keys; nothing is won by so few either.
 _FEWEST_SEQS = 32
 
@@ -91,26 +91,24 @@ def make_prefill_plan(
 ) -> PrefillPlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
-    programs = num_sms * (2 if head_size <= 128 else 1)
-    max_slots = max(8, -(-_PARTIALS_A_PROGRAM * programs // num_kv_heads)) if cuts else 1
+    max_slots = prefill_slots(num_kv_heads, head_size, num_sms, cuts=cuts)
     max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    slots = max_slots * num_kv_heads
-    width = triton.next_power_of_2(head_size)
+    partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
     return PrefillPlan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
-        partial_out=torch.zeros(slots, BLOCK_M, width, dtype=torch.float32, device=device),
-        partial_lse=torch.zeros(slots, BLOCK_M, dtype=torch.float32, device=device),
+        partial_out=torch.zeros(partials, dtype=torch.float32, device=device),
+        partial_lse=torch.zeros(partials[:2], dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
         group=group,
         num_sms=num_sms,
-        programs=programs,
+        programs=prefill_programs(head_size, num_sms),
         max_tiles=max_tiles,
         max_slots=max_slots,
         cuts=cuts,
