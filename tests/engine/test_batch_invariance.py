@@ -14,7 +14,7 @@ from phonograph.demo.tasks import problems
 from phonograph.device import known_device
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import make_plan
-from phonograph.errors import BackendError
+from phonograph.errors import BackendError, ConfigError
 from phonograph.models.spec import read_model_spec
 from phonograph.sampling_params import SamplingParams
 
@@ -155,7 +155,7 @@ def test_the_plan() -> None:
     assert plan.attention.batch_invariant and plan.selection.capabilities.name == "triton"
     assert "cuts no keys" in plan.resolution.support.reason
     assert not make_plan(EngineConfig(model="demo"), model, h100).attention.batch_invariant
-    with pytest.raises(BackendError, match="reference refuses: batch_invariant; .* on a CPU the products around it"):
+    with pytest.raises(ConfigError, match="batch_invariant=True: products are torch's on a CPU.*works on a GPU"):
         make_plan(EngineConfig(model="demo", batch_invariant=True), model, known_device("cpu"))
     with pytest.raises(BackendError, match="flashinfer refuses: batch_invariant; .*Would serve: triton, flash_attn 3"):
         make_plan(EngineConfig(model="demo", batch_invariant=True, attention_backend="flashinfer"), model, h100)

@@ -84,6 +84,12 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes: list[str] = []
     limits = _limits(config, model, device)
     attention = resolve_attention(config, model, device)
+    if config.batch_invariant and device.kind == "cpu":
+        raise ConfigError(
+            "batch_invariant",
+            True,
+            "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
+        )
     selection = select(config.attention_backend, _version(config), attention, device)
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
