@@ -8,8 +8,10 @@ whole by version 3, so pages are shorter here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import alone
 import numpy as np
 import pytest
 import torch
@@ -70,7 +72,7 @@ def provided() -> Callable[[str, AttentionSpec], None]:
         refusals = BACKENDS[version].capabilities.refusals(spec, here)
         if refusals:
             pytest.skip("; ".join(refusals))
-        absent = kernel_missing(version, spec.head_size, spec.dtype, torch.device("cuda"))
+        absent = kernel_missing(version, spec.head_size, spec.kv_cache_dtype, torch.device("cuda"))
         if absent is not None:
             pytest.skip(absent)
 
@@ -277,6 +279,14 @@ def test_fp8_caches(feature: str, device: torch.device, provided: Any) -> None:
         graph = arena.capture([(1, 1)] * SLOTS, decodes)
         for batch in tried[:4]:
             arena.check(batch, graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", alone.FEATURES)
+def test_batch_invariance(feature: str, device: torch.device, provided: Any) -> None:
+    spec = replace(alone.LLAMA, **alone.FEATURES[feature])
+    provided("3", spec)
+    alone.check_real_sizes(FlashAttention3Backend, spec, device, seed=len(feature))
 
 
 @pytest.mark.gpu

@@ -2,124 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
+from alone_in_engine import GREEDY, LIMITS, PARAMS, ROOMY, TIGHT, bits, differing, logits_of, make_llm, prompts
 
-from phonograph.attention.flash_attn.providers import missing
 from phonograph.config import EngineConfig
-from phonograph.demo.tasks import problems
 from phonograph.device import known_device
-from phonograph.engine.llm import LLM
 from phonograph.engine.plan import make_plan
 from phonograph.errors import BackendError, ConfigError
 from phonograph.models.spec import read_model_spec
-from phonograph.sampling_params import SamplingParams
-
-Logits = dict[tuple[tuple[int, ...], int], torch.Tensor]
-"""By prompt and position, the row of logits that chose the next token."""
-# What makes the batch show elsewhere: steps of few tokens cut prompts anywhere, few blocks preempt.
-TIGHT = {"max_num_batched_tokens": 80, "max_cudagraph_capture_size": 64, "num_kv_blocks": 110}
-ROOMY = {"max_num_batched_tokens": 8192, "max_cudagraph_capture_size": 512, "enable_prefix_caching": False}
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.8, seed=5, ignore_eos=True)
-HOST = SamplingParams(max_tokens=12, temperature=0.9, top_k=30, seed=5, repetition_penalty=1.1, logprobs=2)
-
-
-def make_llm(**settings: Any) -> LLM:
-    settings = {
-        "model": "demo",
-        "device": "cuda",
-        "max_num_seqs": 64,
-        "block_size": 16,
-        "max_model_len": 512,
-        **settings,
-    }
-    return LLM(**{"batch_invariant": True, "num_kv_blocks": 4096, **settings})
-
-
-def prompts(llm: LLM, count: int) -> list[list[int]]:
-    return [llm.encode_chat([{"role": "user", "content": problem.question}]) for problem in problems(3, count)]
-
-
-def logits_of(
-    llm: LLM, asked: Sequence[list[int]], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Logits, list[Any]]:
-    """All logits that chose a token, and the completions."""
-    runner = llm.engine.core.runner
-    found: Logits = {}
-    last: list[torch.Tensor] = []
-    in_slot: dict[int, tuple[int, ...]] = {}
-    with monkeypatch.context() as patched:
-        for name in ("replay", "_run_eager"):
-            run = getattr(runner, name)
-
-            def kept(argument: Any, run: Any = run) -> Any:
-                outputs = run(argument)
-                last[:] = [outputs[1].clone()]
-                return outputs
-
-            patched.setattr(runner, name, kept)
-        submit = runner.submit
-
-        def submitted(batch: Any) -> Any:
-            for new in batch.new:
-                in_slot[new.slot] = tuple(new.token_ids[: new.prompt_len])
-            step = submit(batch)
-            if last[0].is_cuda:  # the step has a stream of its own
-                torch.cuda.synchronize()
-            rows = zip(batch.slots, batch.context_lens, batch.query_lens, batch.samples, strict=True)
-            for row, (slot, context_len, query_len, samples) in enumerate(rows):
-                if samples:
-                    found[in_slot[slot], context_len + query_len] = last[0][row].clone()
-            return step
-
-        patched.setattr(runner, "submit", submitted)
-        outputs = llm.generate(list(asked), params)
-    return found, [output.outputs[0] for output in outputs]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16)
-
-
-def differing(llm: LLM, params: SamplingParams, counts: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the first prompts' logits or tokens in a batch are not those of each alone."""
-    asked = prompts(llm, max(counts))
-    alone = [logits_of(llm, [prompt], params, monkeypatch) for prompt in asked[:3]]
-    problems_found: list[str] = []
-    for count in counts:
-        among, completions = logits_of(llm, asked[:count], params, monkeypatch)
-        for index, (single, (completion,)) in enumerate(alone[:count]):
-            if completions[index].token_ids != completion.token_ids:
-                problems_found.append(f"tokens of prompt {index} among {count}")
-            else:
-                assert len(single) == len(completion.token_ids) and single.keys() <= among.keys()
-            for (prompt, position), row in single.items():
-                # Where a token differs, what follows is another text.
-                if (prompt, position) in among and not torch.equal(bits(row), bits(among[prompt, position])):
-                    problems_found.append(f"logits of prompt {index} at {position} among {count}")
-                    break
-            if params.logprobs is not None:
-                ours = [each.logprobs for each in completion.logprobs]
-                if ours != [each.logprobs for each in completions[index].logprobs]:
-                    problems_found.append(f"log-probabilities of prompt {index} among {count}")
-    return problems_found
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, HOST], ids=["greedy", "sampled", "on the host"])
-@pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["whole prompts", "any chunks"])
-@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
-def test_alone_and_among_others(
-    backend: str, limits: dict[str, Any], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend == "flash_attn" and (absent := missing("3") or _no_hopper()) is not None:
-        pytest.skip(absent)
-    llm = make_llm(attention_backend=backend, **limits)
-    assert not differing(llm, params, (2, 3, 7, 16, 33, 64), monkeypatch)
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("limits", LIMITS)
+def test_alone_and_among_others(limits: str, params: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(**LIMITS[limits])
+    assert not differing(llm, PARAMS[params], (2, 3, 7, 16, 33, 64), monkeypatch)
 
 
 @pytest.mark.gpu
@@ -143,10 +42,6 @@ def test_every_graph_equals_eager() -> None:
     llm = make_llm(**TIGHT)
     report = llm.verify(num_replays=100)
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
-
-
-def _no_hopper() -> str | None:
-    return None if torch.cuda.get_device_capability()[0] == 9 else "FlashAttention 3 runs on compute capability 9.x"
 
 
 def test_the_plan() -> None:
