@@ -45,6 +45,7 @@ def refusals(capabilities: Capabilities, device: str = "h100", **changes: object
         (FA2, "rtx4090", {"kind": AttentionKind.ENCODER_ONLY, "layout": KVLayout.HND}),
         (FA3, "h100", {"sinks": True, "num_query_heads": 64, "windows": ((3, 3), (-1, -1)), "softcap": 30.0}),
         (FA4, "b200", {"sinks": True, "windows": WINDOWS}),
+        (FA3, "h100", {"kv_cache_dtype": "float8_e4m3fn", "head_size": 64, "sinks": True, "windows": WINDOWS}),
         (FLASHINFER, "a100-80gb", {"kv_cache_dtype": "float8_e5m2", "softcap": 30.0, "windows": WINDOWS}),
         (TRITON, "l4", {"kv_cache_dtype": "float8_e4m3fn", "alibi": True, "sinks": True, "block_size": 48}),
         (TRITON, "a100-80gb", {"kv_cache_dtype": "float8_e5m2", "windows": ((3, 3), (-1, -1))}),
@@ -68,12 +69,8 @@ def test_serves(capabilities: Capabilities, device: str, changes: dict[str, obje
         (FA3, "b200", {}, "10.0"),
         (FA3, "h100", {"alibi": True}, "ALiBi"),
         (FA3, "h100", {"kv_cache_dtype": "float8_e5m2"}, "float8_e5m2"),
-        (
-            FA3,
-            "h100",
-            {"kv_cache_dtype": "float8_e4m3fn"},
-            "queries would have to be quantized; not in the adapter yet",
-        ),
+        (FA3, "h100", {"kv_cache_dtype": "float8_e4m3fn", "dtype": "float16"}, "write bfloat16 where queries are FP8"),
+        (FA3, "h100", {"kv_cache_dtype": "float8_e4m3fn", "head_size": 72}, "head size 72 with an FP8 cache"),
         (
             FA3,
             "h100",

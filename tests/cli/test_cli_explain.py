@@ -82,8 +82,8 @@ def test_memory_is_that_of_the_model(run_json: Any, llama: list[str]) -> None:
     assert memory["kv_block"] == 64 * 32 * 2 * 8 * 128 * 2
     assert memory["kv_cache"] == memory["num_kv_blocks"] * memory["kv_block"]
     assert memory["num_kv_tokens"] == 64 * memory["num_kv_blocks"]
-    used = memory["weights"] + memory["graphs"] + memory["kv_cache"]
-    assert 0.85 * 141 * GIB < used <= 0.9 * 141 * GIB
+    used = memory["weights"] + memory["graphs"] + memory["attention"] + memory["kv_cache"]
+    assert 0.89 * 141 * GIB < used <= 0.9 * 141 * GIB
     assert facts["captures"]["decode"][-1] == 100 == facts["limits"]["max_num_seqs"]
 
 

@@ -29,6 +29,7 @@ import test_attention_decode as decode
 import test_attention_prefill as prefill
 import test_page_indices as page_indices
 import test_prepare
+import test_quantize
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
@@ -91,6 +92,7 @@ def run_all(device: torch.device) -> None:
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
     page_indices.check(7, 1100, 16, device)
+    test_quantize.test_queries(5, 8, 2, 64, dtype, True, device)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)

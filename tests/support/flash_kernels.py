@@ -72,7 +72,9 @@ def _launch(version: str, head_size: int, dtype: str, device: torch.device) -> N
     layer = AttentionLayer(index=0, scale=head_size**-0.5, window=window)
     with torch.inference_mode():
         plan = library.schedule(launch, window)
-        library.attend(layer, query_THD, pages_BSKD, pages_BSKD.clone(), launch, plan, torch.empty_like(query_THD))
+        # Of FP8 it makes bfloat16.
+        out_THD = torch.empty_like(query_THD, dtype=torch.bfloat16 if dtype.startswith("float8") else None)
+        library.attend(layer, query_THD, pages_BSKD, pages_BSKD.clone(), launch, plan, out_THD)
         if device.type == "cuda":
             # An error of the launch may come with the next call only.
             torch.cuda.synchronize()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.conformance import FP8_QUERY_TOLERANCE, rounded_queries
 from phonograph.attention.conformance_batch import make_layer, quantized
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -258,7 +259,8 @@ class Arena:
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for (query_len, _), slots in zip(self.batch, self.keys, strict=True):
-            query = self.query[start : start + query_len].double()
+            query = self.query[start : start + query_len]
+            query = (rounded_queries(query, layer, self.spec) if self.backend.quantizes_queries else query).double()
             start += query_len
             keys, values = (
                 self._stored(plane, slots, scale) for plane, scale in enumerate((layer.k_scale, layer.v_scale))
@@ -268,7 +270,7 @@ class Arena:
 
     def _check_outputs(self, references: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
         largest = 0.0
-        tolerance = TOLERANCE[self.spec.dtype]
+        tolerance = FP8_QUERY_TOLERANCE if self.backend.quantizes_queries else TOLERANCE[self.spec.dtype]
         for layer, out, lse, expected in zip(self.layers, self.outs, self.lses, references, strict=True):
             where = f"window {layer.window}, batch {self.batch}"
             assert bool(out[self.num_tokens :].isnan().all()), f"written behind the output: {where}"

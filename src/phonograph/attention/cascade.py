@@ -7,10 +7,12 @@ batches by the same rule as an engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec
-from phonograph.graphs.modes import CascadeChoice
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import CascadeChoice, GraphKey
 
 MIN_PREFIX = 256
 """Tokens. A shorter prefix does not pay for two more launches in each layer."""
@@ -31,6 +33,29 @@ def cascade_refusals(spec: AttentionSpec) -> list[str]:
     if spec.sinks:
         found.append("cascade attention with sinks; they would count in the prefix and in the suffix")
     return found
+
+
+def part_limits(spec: AttentionSpec, limits: BatchLimits) -> tuple[BatchLimits, BatchLimits]:
+    """Of the launch over the prefix, and of that over the suffixes.
+
+    Only decodes cascade, and their tokens are one query over the prefix, which may be longer than any sequence.
+    """
+    num_tokens = limits.max_num_seqs * (1 + spec.speculative_tokens)
+    decodes = replace(limits, max_num_tokens=num_tokens)
+    return replace(decodes, max_num_seqs=1, max_model_len=max(limits.max_model_len, num_tokens)), decodes
+
+
+def cascade_bytes(
+    capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+) -> int:
+    """What cascade attention takes of the device's memory beside the backend that it is around."""
+    prefix, suffixes = part_limits(spec, limits)
+    with_lse = replace(spec, cascade=False, lse=True)
+    own = [key for key in graphs if key.cascade]
+    parts = sum(capabilities.buffer_bytes(with_lse, device, part, own) for part in (prefix, suffixes))
+    output = suffixes.max_num_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)
+    table = 4 * limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
+    return parts + output + table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

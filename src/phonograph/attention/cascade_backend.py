@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.cascade import part_limits
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.cascade import PrefixCut
@@ -120,16 +121,13 @@ class CascadeBackend(AttentionBackend):
         self._kernels = kernels
         self._ordinary = ordinary(replace(spec, cascade=False), device, limits)
         with_lse = replace(spec, cascade=False, lse=True)
-        # Only decodes cascade, and their tokens are one query over the prefix, which may be longer than any sequence.
-        num_tokens = limits.max_num_seqs * (1 + spec.speculative_tokens)
-        decodes = replace(limits, max_num_tokens=num_tokens)
-        one = replace(decodes, max_num_seqs=1, max_model_len=max(limits.max_model_len, num_tokens))
-        self._prefix = part(with_lse, device, one)
-        self._suffix = part(with_lse, device, decodes)
+        for_prefix, for_suffixes = part_limits(spec, limits)
+        self._prefix = part(with_lse, device, for_prefix)
+        self._suffix = part(with_lse, device, for_suffixes)
         self.capabilities = self._suffix.capabilities
         self.clears_padding = self._ordinary.clears_padding and self._suffix.clears_padding
         self._cut = PrefixCut.make(limits.max_num_seqs, -(-limits.max_model_len // spec.block_size), device)
-        shape = num_tokens, spec.num_query_heads, spec.head_size
+        shape = for_suffixes.max_num_tokens, spec.num_query_heads, spec.head_size
         self._prefix_out = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def make_builder(self) -> CascadeMetadataBuilder:

@@ -50,7 +50,7 @@ class Registered:
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Every reason why it cannot run `spec` on `device`: those of its capabilities, and of what can be loaded."""
-        found = [*self.capabilities.refusals(spec, device)]
+        found = [*self.capabilities.why_not(spec, device)]
         if spec.cascade:
             found += cascade_refusals(spec)
             if self.cascade_loader is None:
@@ -267,7 +267,7 @@ def _select_parts(
         for part, name in parts.items()
     }
     capabilities = SplitCapabilities(chosen["decode"].capabilities, chosen["prefill"].capabilities)
-    refusals = capabilities.refusals(spec, device)
+    refusals = capabilities.why_not(spec, device)
     if refusals:
         raise BackendError(f"attention_backend={capabilities.name!r} on {device.name}: {'; '.join(refusals)}")
 

@@ -15,7 +15,7 @@ import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
-from phonograph.attention.split import SplitCapabilities
+from phonograph.attention.split import SplitCapabilities, decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
 
@@ -60,17 +60,14 @@ class SplitMetadataBuilder(MetadataBuilder):
             and leading_decodes(common.query_start_loc_cpu, self._query_len) == num_slots
         ):
             return self._decodes_only(common, None, num_tokens)
-        # A decode has query_len tokens, so fewer slots than there are may hold all decodes there can be.
-        decode_slots = max(1, min(num_slots, num_tokens // self._query_len))
-        decode_rows = decode_slots * self._query_len
-        decode_key = None if key is None else GraphKey(GraphSet.DECODE, decode_rows, decode_slots, self._query_len)
-        decodes, prefills = self._cut(common, num_slots, decode_slots)
+        part = decode_part(num_tokens, num_slots, self._query_len)
+        decodes, prefills = self._cut(common, num_slots, part.num_reqs)
         return SplitMetadata(
-            decode=self._decode.build(decodes, key=decode_key),
+            decode=self._decode.build(decodes, key=None if key is None else part),
             prefill=self._prefill.build(prefills, key=key),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            num_decode_rows=min(decode_rows, num_tokens),
+            num_decode_rows=min(part.num_tokens, num_tokens),
         )
 
     def _decodes_only(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> SplitMetadata:

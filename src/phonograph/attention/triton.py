@@ -3,6 +3,10 @@
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
 does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
 second; lengths are read on the device.
+
+For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
+token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
+first is left with the rows of nobody.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _INTERPRETER_SMS = 2
 class TritonMetadata(GpuMetadata):
     """The tensors of CommonMetadata by the same names, the builder's plans by window, and what a graph freezes.
 
-    short_query_len: longest query that the launch for short ones meets
+    short_query_len: longest query that the launch for short ones meets; 0 where it serves none
     has_long:        whether longer ones may be there
     """
 
@@ -58,6 +62,7 @@ class TritonMetadataBuilder(MetadataBuilder):
         num_sms = _INTERPRETER_SMS
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._batch_invariant = spec.batch_invariant
         self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
@@ -71,6 +76,8 @@ class TritonMetadataBuilder(MetadataBuilder):
             short_query_len, has_long = key.query_len, False
         elif key.num_tokens <= MAX_SHORT_QUERY:
             has_long = False
+        if self._batch_invariant:
+            short_query_len, has_long = 0, True
         return TritonMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -95,9 +102,8 @@ class TritonBackend(GpuBackend):
         for window, (short, long) in metadata.plans.items():
             plan_decode(short, starts, lens, max_query_len=metadata.short_query_len, window=window)
             if metadata.has_long:
-                plan_prefill(
-                    long, starts, lens, min_query_len=MAX_SHORT_QUERY + 1, causal=metadata.causal, window=window
-                )
+                min_query_len = metadata.short_query_len + 1
+                plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=metadata.causal, window=window)
 
     def forward(
         self,
@@ -167,5 +173,6 @@ def _make_plans(
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_tokens,
         num_sms=num_sms,
+        cuts=not spec.batch_invariant,
         device=device,
     )

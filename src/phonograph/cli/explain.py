@@ -138,6 +138,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "memory": {
             "weights": memory.weights,
             "graphs": memory.graphs,
+            "attention": memory.attention,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -233,8 +234,8 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, plan.limits.block_size
     return [
-        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), KV cache "
-        f"{_bytes(memory.kv_cache)}",
+        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
+        f"{_bytes(memory.attention)}, KV cache {_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
         f"{memory.num_blocks * size} tokens",
     ]
@@ -252,6 +253,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
             continue
         support = rows.support
         console.print(f"{support.level.name}: {support.reason}", markup=False, highlight=False)
+        console.print(rows.invariance, markup=False, highlight=False)
         table = Table("asked", "runs as", *rows.modes[0].batches, "why")
         for mode in rows.modes:
             why = [without_support(reason, support) for reason in mode.reasons[1:]]
@@ -262,6 +264,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
 def _backend_facts(rows: BackendRows) -> dict[str, Any]:
     return {
         "backend": rows.backend,
+        "varies": rows.varies,
         "refusals": rows.refusals,
         "support": None if rows.support is None else {"level": rows.support.level.name, "reason": rows.support.reason},
         "modes": [

@@ -54,6 +54,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "attention_backend",
         "flash_attn_version",
         "cascade_attention",
+        "batch_invariant",
         "cudagraph_mode",
         "cudagraph_capture_sizes",
         "max_cudagraph_capture_size",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
-from phonograph.attention.cascade import MIN_PREFIX, MIN_REQUESTS, CascadeRule
+from phonograph.attention.backend import UNBOUNDED, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.cascade import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.select import Selection, select
 from phonograph.config import EngineConfig
 from phonograph.device import DeviceSpec
@@ -17,7 +17,7 @@ from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
-from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.modes import GraphKey, GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
 from phonograph.runner.slots import most_step_tokens
@@ -34,6 +34,15 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+
+    @property
+    def of_batches(self) -> BatchLimits:
+        """What an attention backend is made for."""
+        return BatchLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +94,23 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes: list[str] = []
     limits = _limits(config, model, device)
     attention = resolve_attention(config, model, device)
+    if config.batch_invariant and device.kind == "cpu":
+        raise ConfigError(
+            "batch_invariant",
+            True,
+            "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
+        )
     selection = select(config.attention_backend, _version(config), attention, device)
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     replayed = resolution.mode is not GraphMode.NONE
     graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
+    graphs = _graphs(config, resolution.mode, limits, graph_tokens) if replayed else ()
+    capabilities = selection.capabilities
+    attention_bytes = capabilities.buffer_bytes(attention, device, limits.of_batches, graphs)
+    if config.cascade_attention:
+        attention_bytes += cascade_bytes(capabilities, attention, device, limits.of_batches, graphs)
     memory = plan_memory(
         config,
         model,
@@ -102,7 +122,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         block_size=limits.block_size,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         graph_tokens=graph_tokens,
-        num_graphs=_num_graphs(config, resolution.mode, limits, graph_tokens) if replayed else 0,
+        num_graphs=len(graphs),
+        attention=attention_bytes,
     )
     if memory.num_blocks < limits.max_num_seqs:
         notes.append(
@@ -176,9 +197,9 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
     return largest
 
 
-def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> int:
+def _graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> tuple[GraphKey, ...]:
     """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
-    return len(_capture_list(config, mode, limits, graph_tokens).largest_first())
+    return _capture_list(config, mode, limits, graph_tokens).largest_first()
 
 
 def _capture_list(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> CaptureList:
@@ -227,6 +248,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,
         cascade=config.cascade_attention,
+        batch_invariant=config.batch_invariant,
     )
 
 

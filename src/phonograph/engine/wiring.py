@@ -80,5 +80,9 @@ def make_prefixes(plan: EnginePlan) -> SharedPrefixes | None:
 
 def make_sampler(plan: EnginePlan, device: torch.device) -> Sampler:
     return Sampler(
-        max_num_seqs=plan.limits.max_num_seqs, vocab_size=plan.model.vocab_size, device=device, seed=plan.config.seed
+        max_num_seqs=plan.limits.max_num_seqs,
+        vocab_size=plan.model.vocab_size,
+        device=device,
+        seed=plan.config.seed,
+        batch_invariant=plan.attention.batch_invariant,
     )

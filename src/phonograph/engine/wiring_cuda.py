@@ -24,6 +24,7 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             max_num_tokens=limits.max_num_batched_tokens,
             max_num_logits=limits.max_num_seqs,
             max_positions=limits.max_model_len,
+            batch_invariant=plan.attention.batch_invariant,
         )
         inputs = DeviceInputs(
             max_num_seqs=limits.max_num_seqs,
@@ -42,6 +43,7 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             kv_caches=parts.kv_caches,
             inputs=inputs,
             runtime=runtime,
+            batch_invariant=plan.attention.batch_invariant,
         ),
         builder=parts.backend.make_builder(),
         inputs=inputs,

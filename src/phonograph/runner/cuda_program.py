@@ -20,7 +20,10 @@ from phonograph.runner.device_inputs import DeviceInputs
 
 
 class CudaStepProgram:
-    """Prepare, attention schedule, decoder layers, logits of the rows that need them, sampling."""
+    """Prepare, attention schedule, decoder layers, logits of the rows that need them, sampling.
+
+    batch_invariant: no kernel is chosen by the number of tokens or requests. The model and the backend must be made so.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class CudaStepProgram:
         kv_caches: list[torch.Tensor],
         inputs: DeviceInputs,
         runtime: GraphRuntime,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.metadata: AttentionMetadata | None = None
@@ -39,6 +43,7 @@ class CudaStepProgram:
         self._kv_caches = kv_caches
         self._inputs = inputs
         self._runtime = runtime
+        self._batch_invariant = batch_invariant
 
     def run(
         self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool
@@ -61,7 +66,9 @@ class CudaStepProgram:
         self._backend.schedule(metadata)
         attention = functools.partial(self._attention, pieces)
         hidden_TE = self.model.forward(inputs.input_ids[:num_tokens], attention)
-        logits_NV = self.model.logits(hidden_TE, None if every_row else inputs.logits_rows[:num_logits], num_logits)
+        # Gathered rows are normed by a kernel of their own.
+        gathered = not every_row or self._batch_invariant
+        logits_NV = self.model.logits(hidden_TE, inputs.logits_rows[:num_logits] if gathered else None, num_logits)
         tokens_N = inputs.tokens[:num_logits]
         rows = inputs.sampling
         sample(
@@ -75,6 +82,7 @@ class CudaStepProgram:
             inputs.sample_scratch,
             tokens_N,
             inputs.last_token,
+            batch_invariant=self._batch_invariant,
         )
         return hidden_TE, logits_NV, tokens_N
 
@@ -94,6 +102,7 @@ class CudaStepProgram:
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             clear_TF=None if self._backend.clears_padding else out_TF,
+            batch_invariant=self._batch_invariant,
         )
         query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
         out_THD = out_TF.unflatten(-1, (-1, spec.head_size))

@@ -97,7 +97,7 @@ def linear(
     """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
     `scratch` from `make_scratch`: without it the inputs of a tile are not split. `config`: instead of what is chosen
-    by the sizes, for measurements.
+    by the sizes, for measurements and for `BATCH_INVARIANT`.
     """
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv.gemv(x_MK, weight_NK, bias_N, out_MN)
@@ -220,6 +220,11 @@ HEAD = 1 << 16
 
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
+
+BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_warps=4, num_stages=4, prefetch=128)
+"""For all products of an engine whose results must not depend on the batch: a row's sums are then in one order,
+whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
+activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
 MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
