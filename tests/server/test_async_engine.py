@@ -210,6 +210,17 @@ def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:
         in_loop(tokenizer, body)
 
 
+def test_a_report_that_cannot_be_taken_is_no_silence(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open()
+        bench.process.report((0, 7, [5], None, None, None))  # there is no sample 7
+        with pytest.raises(ApiError, match="lost track"):
+            await call.wait()
+        assert bench.engine.died.is_set() and bench.engine.problem is not None
+
+    in_loop(tokenizer, body)
+
+
 def test_stats_are_those_of_the_latest_report(tokenizer: Tokenizer) -> None:
     async def body(bench: Bench) -> None:
         assert bench.engine.stats is STATS

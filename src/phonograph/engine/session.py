@@ -155,7 +155,9 @@ class Session:
             logprobs=None if params.logprobs is None else request.logprobs,
         )
         output.outputs.append(completion)
-        text = TextBuilder(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
+        text = None
+        if self.tokenizer is not None and params.detokenize:
+            text = TextBuilder(self.tokenizer, params, output.prompt_token_ids)
         return _Sample(request, completion, text, output)
 
     def _read(self, sample: _Sample, text: TextBuilder) -> None:

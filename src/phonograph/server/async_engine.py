@@ -74,7 +74,7 @@ class AsyncEngine:
                 Prompt(
                     next(self._keys),
                     token_ids,
-                    [Sample(next(indices), self.tokenizer, params) for _ in range(params.n)],
+                    [Sample(next(indices), self.tokenizer, params, token_ids) for _ in range(params.n)],
                     num_growing=params.n,
                 )
                 for token_ids in prompts
@@ -101,6 +101,13 @@ class AsyncEngine:
         self._receiver.cancel()
 
     async def _receive(self) -> None:
+        try:
+            await self._take_all()
+        except Exception as error:
+            log.exception("a report of the engine could not be taken")
+            self._end(f"the server lost track of its engine: {error!r}")
+
+    async def _take_all(self) -> None:
         while True:
             # Reports that are there already come without a break. So where steps come faster than clients can be
             # written to, each write has the tokens of several.
@@ -148,9 +155,12 @@ class AsyncEngine:
                 self._process.send(Abort(prompt.key))
 
     def _mourn(self) -> None:
-        self.death = self._process.end()
-        log.error("%s", self.death)
-        self._fail_all(unavailable(self.death, code="engine_died"))
+        self._end(self._process.end())
+
+    def _end(self, reason: str) -> None:
+        log.error("%s", reason)
+        self.death = reason
+        self._fail_all(unavailable(reason, code="engine_died"))
         self.died.set()
 
     def _fail_all(self, error: ApiError) -> None:

@@ -35,13 +35,13 @@ class Delta:
 class Sample:
     """One choice of an answer. `finish_reason` is None while it grows."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._builder = TextBuilder(tokenizer, params)
+        self._builder = TextBuilder(tokenizer, params, prompt_token_ids)
         self._num_taken = 0
         self._text_taken = 0
 
