@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 # it is a vocabulary that others speak, and ROOT is the package's own file.
 ROOT = "(root)"
 LEAVES = frozenset({"errors", "sampling_params", "batch", "device", "request", "demo", "graphs.modes"})
-CONFIG = frozenset({"config", "config_sources", "config_values"})
+CONFIG = frozenset({"config", "config_model", "config_server", "config_sources", "config_values"})
 COMMON = LEAVES | CONFIG
 BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
 BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "scheduler_limits", "runner"}
@@ -31,6 +31,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "request": frozenset({"errors", "sampling_params", "batch"}),
     "config_values": frozenset({"errors", "graphs.modes"}),
     "config_sources": frozenset({"errors"}),
+    "config_model": frozenset({"errors", "config_sources", "config_values"}),
+    "config_server": frozenset({"errors", "config_model", "config_sources", "config_values"}),
     "config": frozenset({"errors", "graphs.modes"}) | CONFIG,
     "kernels": COMMON,
     "graphs": COMMON | {"kernels"},
@@ -48,6 +50,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     ROOT: BELOW_ENGINE | {"engine"},
 }
+SERVER_PACKAGES = frozenset({"fastapi", "httptools", "starlette", "uvicorn", "uvloop", "zmq"})
+"""What only the extra `server` installs, and only the server may import."""
 WITHOUT_TORCH = COMMON | {"cache", "scheduler", "scheduler_limits"}
 
 MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
@@ -103,6 +107,8 @@ def violations(package: Path) -> list[str]:
             where = f"{path.relative_to(package)}:{line}"
             if name.split(".")[0] == "torch" and part in WITHOUT_TORCH:
                 found.append(f"{where}: {part} must do without torch")
+            if name.split(".")[0] in SERVER_PACKAGES and part != "server":
+                found.append(f"{where}: only server may import {name}")
             if name.split(".")[0] != "phonograph":
                 continue
             other = part_of(name)
@@ -143,6 +149,7 @@ def test_layers_have_no_cycle() -> None:
         ("cache/pool.py", "def late():\n    from torch import empty", "cache must do without torch"),
         ("graphs/modes.py", "from .resolve import resolve", "graphs.modes must not import graphs"),
         ("telemetry.py", "import json", "'telemetry'"),
+        ("engine/llm.py", "def late():\n    from zmq.asyncio import Context", "only server may import zmq.asyncio"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, problem: str) -> None:

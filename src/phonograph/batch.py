@@ -11,6 +11,7 @@ and graphs rely on that order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from phonograph.sampling_params import SamplingParams
 
@@ -70,11 +71,11 @@ class ScheduledBatch:
         return len(self.slots)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: the token itself first, then the `top` most likely ones.
 
-    `ranks[i]` is 1 + the number of tokens more likely than `token_ids[i]`.
+    `ranks[i]` is 1 + the number of tokens more likely than `token_ids[i]`. A tuple, because there are many of them and
+    a server sends them from process to process.
     """
 
     token_ids: list[int]

@@ -6,16 +6,17 @@ ConfigError that names the setting, its value and what would work.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from phonograph import config_values as values
+from phonograph.config_model import Settings, located
+from phonograph.config_server import ServerConfig
 from phonograph.config_sources import Given, read_environment, read_file, read_flags
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
@@ -24,14 +25,12 @@ COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_
 """The keys of `compilation_config` that mean something here; each is a setting of its own too."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Settings):
     """Every setting of the engine.
 
     Raises:
         ConfigError: a setting is unknown, has a value that does not work, or contradicts another.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: values.Text = Field(description="Hugging Face name or folder of the model; demo is the one in the package.")
     tokenizer: values.OptionalText = Field(
@@ -106,14 +105,6 @@ class EngineConfig(BaseModel):
         description=f"For compatibility: JSON with {', '.join(COMPILATION_KEYS)}.",
     )
 
-    if not TYPE_CHECKING:  # a type checker keeps the keywords that pydantic derives from the fields
-
-        def __init__(self, **settings: object) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise _explained(error, settings) from None
-
     @classmethod
     def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
         """The configuration of a process: flags go before the environment, and that before the file.
@@ -131,11 +122,17 @@ class EngineConfig(BaseModel):
         """`load`, and for each setting that was given, by what."""
         given: dict[str, Given] = {}
         for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
-            given |= _unfold_source(source)
+            # One file and one environment serve all commands; what is the server's is for `serve` to read.
+            own = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
+            given |= _unfold_source(own)
         try:
             return cls(**{name: setting.value for name, setting in given.items()}), given  # pyright: ignore[reportArgumentType]
         except ConfigError as error:
-            raise _located(error, given) from None
+            raise located(error, given) from None
+
+    @classmethod
+    def known_names(cls) -> list[str]:
+        return [*cls.model_fields, *ServerConfig.model_fields]
 
     @model_validator(mode="before")
     @classmethod
@@ -201,12 +198,6 @@ def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
     return unfolded
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is no setting."""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
-    return f"did you mean {near[0]}?" if near else f"settings are {', '.join(known)}"
-
-
 def _compilation_items(folded: object) -> list[tuple[str, object]]:
     parsed = folded
     if isinstance(folded, str):
@@ -238,9 +229,9 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _read(setting: str, value: object) -> object:
     """The value as the setting would store it."""
     try:
-        return _kind(setting).read(value)
+        return EngineConfig.kind(setting).read(value)
     except ValueError:
-        raise _bad_value(setting, value) from None
+        raise EngineConfig.bad_value(setting, value) from None
 
 
 def _unfold_source(source: dict[str, Given]) -> dict[str, Given]:
@@ -248,38 +239,13 @@ def _unfold_source(source: dict[str, Given]) -> dict[str, Given]:
     try:
         unfolded = _unfolded({name: setting.value for name, setting in source.items()})
     except ConfigError as error:
-        raise _located(error, source) from None
+        raise located(error, source) from None
     return {
         name: source[name]
         if name in source and source[name].value is value
         else replace(source["compilation_config"], value=value)
         for name, value in unfolded.items()
     }
-
-
-def _located(error: ConfigError, given: Mapping[str, Given]) -> ConfigError:
-    if error.setting not in given:
-        return error
-    return ConfigError(error.setting, error.value, f"{error.problem} (given by {given[error.setting].where})")
-
-
-def _explained(error: ValidationError, settings: Mapping[str, object]) -> ConfigError:
-    """The first thing that pydantic found, in our words."""
-    first = error.errors()[0]
-    name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        return ConfigError(name, settings[name], f"is not a setting; {_nearest(name, EngineConfig.model_fields)}")
-    if first["type"] == "missing":
-        return ConfigError(name, None, "must be given: a Hugging Face name, a folder, or demo")
-    return _bad_value(name, first["input"])
-
-
-def _bad_value(setting: str, value: object) -> ConfigError:
-    return ConfigError(setting, value, f"must be {_kind(setting).works}")
-
-
-def _kind(setting: str) -> values.Kind:
-    return next(kind for kind in EngineConfig.model_fields[setting].metadata if isinstance(kind, values.Kind))
 
 
 def _contradiction(config: EngineConfig, setting: str, other: str, remedy: str) -> ConfigError:

@@ -6,6 +6,7 @@ what would work, which is what an error says.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
@@ -111,6 +112,28 @@ def _parse_fraction(value: Any) -> float:
     return number
 
 
+def _parse_seconds(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError("a truth value is not a number")
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0.0):
+        raise ValueError("out of range")
+    return number
+
+
+def _parse_texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        # A JSON list is how some write it: '["*"]'.
+        listed = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        value = [item.strip() if isinstance(item, str) else item for item in listed]
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise TypeError("not a list")
+    texts = tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("not text")
+    return texts
+
+
 def _parse_mode(value: object) -> GraphMode:
     if isinstance(value, GraphMode):
         return value
@@ -142,11 +165,15 @@ FlashAttnVersion = Literal[2, 3, 4]
 _text = Kind("text that is not empty", _parse_text, "TEXT")
 Text = Annotated[str, _text]
 OptionalText = Annotated[str | None, _text]
+Texts = Annotated[tuple[str, ...], Kind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")]
 Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
 Fraction = Annotated[float, Kind("a number > 0 and <= 1", _parse_fraction, "X")]
 Count = Annotated[int, whole(0)]
 OptionalSize = Annotated[int | None, whole(1)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
+_seconds = Kind("seconds >= 0", _parse_seconds, "SECONDS")
+Seconds = Annotated[float, _seconds]
+OptionalSeconds = Annotated[float | None, _seconds]
 _mode = Kind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
 OptionalMode = Annotated[GraphMode | None, _mode]
 OptionalSizes = Annotated[

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran and why."),
     "chat": ("phonograph.cli.chat:chat", "Talk with the model, each answer streamed."),
     "explain": ("phonograph.cli.explain:explain", "Print what would run and why, for any device, without weights."),
+    "serve": ("phonograph.cli.serve:serve", "Serve a model to OpenAI's clients over HTTP."),
     "verify": ("phonograph.cli.verify:verify", "Replay every captured graph on random batches and compare with eager."),
     "eval": ("phonograph.cli.eval:app", "Score the demo model on held-out tasks, and compare such evaluations."),
     "bench": ("phonograph.cli.bench:app", "Measure published workloads, attention kernels, start-up, idle time."),

@@ -16,8 +16,10 @@ from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
 from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
 from phonograph.config_sources import Given
 from phonograph.config_values import Kind
+from phonograph.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +68,36 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """The headings of the help, and the settings below each."""
 
 
+SERVER_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Server": (
+        "host",
+        "port",
+        "root_path",
+        "api_key",
+        "allowed_origins",
+        "allowed_methods",
+        "allowed_headers",
+        "allow_credentials",
+        "uvicorn_log_level",
+        "disable_uvicorn_access_log",
+    ),
+    "Requests": (
+        "served_model_name",
+        "chat_template",
+        "generation_config",
+        "max_logprobs",
+        "max_queued_requests",
+        "max_request_bytes",
+        "request_timeout",
+        "shutdown_timeout",
+    ),
+}
+"""The same for the settings of the server."""
+
+ENGINE_FIELDS: Mapping[str, FieldInfo] = EngineConfig.model_fields
+SERVER_FIELDS: Mapping[str, FieldInfo] = ServerConfig.model_fields
+_TITLES = {name: title for title, names in {**GROUPS, **SERVER_GROUPS}.items() for name in names}
+
 SHORTER: Mapping[str, str] = {"attention_backend": "--backend"}
 """Flags that have a second name."""
 
@@ -82,17 +114,49 @@ def takes_engine_settings(
     return _with_engine_flags(command, EngineConfig.load_with_sources)
 
 
-def _with_engine_flags(command: Callable[Concatenate[First, P], R], load: Callable[..., First]) -> Callable[..., R]:
+def takes_serve_config(
+    command: Callable[Concatenate[tuple[EngineConfig, ServerConfig], P], R],
+) -> Callable[..., R]:
+    """The command with the model as its argument and the flags of engine and server; it gets both configurations."""
+
+    def load(
+        *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
+    ) -> tuple[EngineConfig, ServerConfig]:
+        split = [{name: flags[name] for name in fields if name in flags} for fields in (ENGINE_FIELDS, SERVER_FIELDS)]
+        engine = EngineConfig.load(flags=split[0], config_file=config_file, environ=environ)
+        return engine, ServerConfig.load(flags=split[1], config_file=config_file, environ=environ)
+
+    model = Parameter(show_default=False, help="The model, if not given by --model.")
+    argument = inspect.Parameter(
+        "model_tag", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=Annotated[str | None, model]
+    )
+    return _with_engine_flags(command, load, fields={**ENGINE_FIELDS, **SERVER_FIELDS}, model=argument)
+
+
+def _with_engine_flags(
+    command: Callable[Concatenate[First, P], R],
+    load: Callable[..., First],
+    *,
+    fields: Mapping[str, FieldInfo] = ENGINE_FIELDS,
+    model: inspect.Parameter | None = None,
+) -> Callable[..., R]:
+    """`model` is an argument that names the model, in place of its flag."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    flags = [_flag(name, field) for name, field in EngineConfig.model_fields.items()]
+    flags = [_flag(name, field) for name, field in fields.items()]
     file = Annotated[Path | None, Parameter(name="--config", group=_group("Model"), help="YAML file of settings.")]
 
     def run(*arguments: Any, config_file: Path | None = None, **keywords: Any) -> R:
         given = {flag.name: keywords.pop(flag.name, None) for flag in flags}
+        if model is not None and arguments:
+            tag, *arguments = arguments  # pyright: ignore[reportAssignmentType]
+            if given["model"] not in (None, tag):
+                raise ConfigError("model", given["model"], f"contradicts the argument {tag!r}; give one of them")
+            given["model"] = tag
         first = load(flags=given, config_file=config_file, environ=os.environ)
         return command(first, *arguments, **keywords)
 
     parameters = [
+        *([] if model is None else [model]),
         *own,
         *flags,
         inspect.Parameter("config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file),
@@ -104,11 +168,11 @@ def _with_engine_flags(command: Callable[Concatenate[First, P], R], load: Callab
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    title = next(title for title, names in GROUPS.items() if name in names)
-    default = "" if field.is_required() or field.default is None else str(field.default)
+    default = "" if field.is_required() or field.default in (None, ()) else field.default
+    default = ",".join(default) if isinstance(default, tuple) else str(default)
     parameter = Parameter(
         alias=SHORTER.get(name),
-        group=_group(title),
+        group=_group(_TITLES[name]),
         help=field.description,
         metavar=next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON"),
         show_default=(default.lower() if field.annotation is bool else default) or False,
@@ -118,4 +182,4 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _group(title: str) -> Group:
-    return Group(title, sort_key=list(GROUPS).index(title))
+    return Group(title, sort_key=[*GROUPS, *SERVER_GROUPS].index(title))

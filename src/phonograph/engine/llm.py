@@ -6,22 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phonograph.config import EngineConfig
-from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
+from phonograph.engine.build import BuildProgress, Engine
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.plan import EnginePlan
 from phonograph.engine.session import Prompt, Session
-from phonograph.engine.tokenizer import ChatMessage, Tokenizer
-from phonograph.errors import ConfigError, PhonographError, RequestError
-from phonograph.graphs.verify import VerifyReport, verify
-from phonograph.models.folder import DEMO, model_folder
-from phonograph.models.spec import read_model_spec
+from phonograph.engine.start import start_engine, verify_engine
+from phonograph.engine.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from phonograph.errors import ConfigError, RequestError
+from phonograph.graphs.verify import VerifyReport
 from phonograph.sampling_params import SamplingParams
 
 VERIFY_REPLAYS = 200
@@ -55,15 +53,9 @@ class LLM:
             problem = "speculation can be explained and its graphs verified, not run yet; 0 works"
             raise ConfigError("num_speculative_tokens", drafts, problem)
         start = time.perf_counter()
-        model = read_model_spec(
-            self.config.model, trust_remote_code=self.config.trust_remote_code, revision=self.config.revision
-        )
-        self._engine: Engine = build_engine(make_plan(self.config, model, this_device(self.config.device)), progress)
-        self._session = Session(self._engine.core, model, _load_tokenizer(self.config), self.config.seed)
-        if self.config.verify_graphs:
-            report = self.verify(num_replays=1)
-            if not report.ok:
-                raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
+        self._engine: Engine = start_engine(self.config, progress)
+        tokenizer = load_tokenizer(self.config)
+        self._session = Session(self._engine.core, self._engine.plan.model, tokenizer, self.config.seed)
         self.start_seconds = time.perf_counter() - start
 
     @property
@@ -162,9 +154,7 @@ class LLM:
         """
         if self._session.has_unfinished:
             raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
-        report = verify(self._engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
-        self._engine.core.scheduler.reset_prefix_cache()
-        return report
+        return verify_engine(self._engine, num_replays=num_replays, seed=seed, progress=progress)
 
     def _answer(
         self,
@@ -209,18 +199,6 @@ class LLM:
                 done += sum(output.finished for output in changed)
                 speed = tokens / (time.perf_counter() - start)
                 bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of the model; None for a local folder without one, which serves token ids only."""
-    name = config.tokenizer or config.model
-    local = name == DEMO or Path(name).is_dir()
-    source = model_folder(name) if local else name
-    if local and config.tokenizer is None:
-        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        if not any((Path(source) / file).is_file() for file in files):
-            return None
-    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
 
 
 def _one_per_prompt(name: str, given: Any, count: int) -> list[Any]:

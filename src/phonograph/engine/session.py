@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from phonograph.engine.core import EngineCore
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.engine.tokenizer import Tokenizer, check_token_ids
 from phonograph.errors import RequestError
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
@@ -103,9 +103,15 @@ class Session:
                 self._report_prompt(sample)
         return list(changed.values())
 
-    def abort(self, output: RequestOutput) -> None:
-        """Ends what is left of a request; what it has generated so far stays in its output."""
-        for sample in [sample for sample in self._samples.values() if sample.parent is output]:
+    def abort(self, output: RequestOutput, index: int | None = None) -> None:
+        """Ends what is left of a request, or of one of its samples; what has been generated so far stays.
+
+        A request that has ended already is fine.
+        """
+        for completion in output.outputs if index is None else [output.outputs[index]]:
+            sample = self._samples.get(_sample_id(output, completion.index))
+            if sample is None or sample.parent is not output:
+                continue
             self.core.scheduler.abort(sample.request.request_id)
             if sample.text is not None:
                 self._read(sample, sample.text)
@@ -120,20 +126,12 @@ class Session:
                 raise RequestError("prompt", prompt, "is empty; at least one token is needed")
             return self.tokenizer.encode(prompt)
         token_ids = list(prompt)
-        vocab_size = self._model.vocab_size
-        # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
-        if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return token_ids
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise RequestError("prompt", token_id, "must be text or a list of integers")
-            if not 0 <= token_id < vocab_size:
-                raise RequestError("prompt", token_id, f"the model's token ids are 0 to {vocab_size - 1}")
+        check_token_ids(token_ids, self._model.vocab_size)
         return token_ids
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
         request = Request(
-            request_id=output.request_id if params.n == 1 else f"{output.request_id}-{index}",
+            request_id=_sample_id(output, index),
             prompt_token_ids=output.prompt_token_ids,
             params=params,
             arrival=time.monotonic(),
@@ -149,7 +147,9 @@ class Session:
             logprobs=None if params.logprobs is None else request.logprobs,
         )
         output.outputs.append(completion)
-        text = TextBuilder(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
+        text = None
+        if self.tokenizer is not None and params.detokenize:
+            text = TextBuilder(self.tokenizer, params, output.prompt_token_ids)
         return _Sample(request, completion, text, output)
 
     def _read(self, sample: _Sample, text: TextBuilder) -> None:
@@ -181,3 +181,8 @@ class Session:
         # Of n samples the one that has got furthest tells.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
             output.prompt_logprobs = [None, *request.prompt_logprobs]
+
+
+def _sample_id(output: RequestOutput, index: int) -> str:
+    """What the scheduler calls a sample."""
+    return f"{output.request_id}-{index}" if index else output.request_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.sampling_params import SamplingParams
 
@@ -12,15 +14,20 @@ class TextBuilder:
     text:    all of it that is certain, the stop string cut off (or kept, as the parameters say)
     stopped: the stop string that ended it, or None
 
-    Text that might still turn out to be the beginning of a stop string is held back until the next tokens tell.
+    `prompt_token_ids` are what the sample goes on with. Text that might still turn out to be the beginning of a stop
+    string is held back until the next tokens tell.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens, after=prompt_token_ids)
         self._params = params
         self._num_tokens = 0
         self._decoded = ""
         self._searched = 0
+        self._longest = max((len(stop) for stop in params.stop), default=1) - 1
+        self._beginning_with: dict[str, list[str]] = {}
+        for stop in params.stop:
+            self._beginning_with.setdefault(stop[0], []).append(stop)
         self.text = ""
         self.stopped: str | None = None
 
@@ -60,9 +67,9 @@ class TextBuilder:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) for stop in self._params.stop), default=1) - 1
-        for length in range(min(longest, len(self._decoded)), 0, -1):
-            tail = self._decoded[-length:]
-            if any(stop.startswith(tail) for stop in self._params.stop):
-                return length
+        tail = self._decoded[-self._longest :] if self._longest else ""
+        for start, character in enumerate(tail):
+            stops = self._beginning_with.get(character)
+            if stops and any(stop.startswith(tail[start:]) for stop in stops):
+                return len(tail) - start
         return 0

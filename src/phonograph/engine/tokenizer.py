@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 from tokenizers.decoders import DecodeStream
 
+from phonograph.config import EngineConfig
 from phonograph.errors import ModelError, RequestError
+from phonograph.models.folder import DEMO, model_folder
 
 ChatMessage = dict[str, Any]
+_DECODED_BEFORE = 8
+"""Tokens of the prompt that are decoded with the first of the output: more than a character ever has."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer with a fast backend, which incremental decoding needs."""
+    """A Hugging Face tokenizer with a fast backend, which incremental decoding needs.
+
+    special_token_ids: those that are left out of the text where special tokens are to be skipped
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
@@ -48,32 +58,111 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects around it."""
-        return list(self._tokenizer(text)["input_ids"])
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects around it unless these are not wanted.
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no encoding of Unicode allows.
+        """
+        try:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("prompt", _shortened(text), "is no Unicode text (half of a surrogate pair)") from None
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        template:               instead of the model's own
+        add_generation_prompt:  end with what begins the assistant's answer
+        continue_final_message: end within the last message, so that the model goes on writing it
+        variables:              more for the template to see
 
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
-        if not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
+        apply = self._tokenizer.apply_chat_template
+        for name in variables or {}:
+            # Else whoever sets variables of the template would set options of the tokenizer.
+            if name in signature(apply).parameters:
+                raise RequestError("chat_template_kwargs", name, "is no variable of a template")
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            encoded = apply(
+                list(messages),
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=True,
+                **(variables or {}),
             )
         except Exception as error:  # templates raise what their authors wrote
-            raise RequestError("messages", list(messages), f"the chat template refuses them: {error}") from error
+            problem = f"the chat template refuses them: {error}"
+            raise RequestError("messages", _shortened(str(list(messages))), problem) from error
         return list(encoded["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, *, skip_special_tokens: bool) -> TokenStream:
-        """A decoder that takes tokens one by one."""
-        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens)
+    def piece(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it, or None where it has no such token."""
+        return cast("str | None", self._backend.id_to_token(token_id))
+
+    def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
+        """A decoder that takes tokens one by one.
+
+        after: tokens whose text the stream goes on with. Some decoders take the space from the beginning of a text,
+               which the middle of one must keep. A special token ends a text, and what follows begins one.
+        """
+        tail = list(after[-_DECODED_BEFORE:])
+        for place in range(len(tail) - 1, -1, -1):
+            if tail[place] in self.special_token_ids:
+                tail = tail[place + 1 :]
+                break
+        if self.decode(tail).endswith("\ufffd"):  # in the middle of a character
+            tail = []
+        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens, after=tail)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses what is no prompt of token ids.
+
+    Raises:
+        RequestError: an item is no integer, or no token id of the model.
+    """
+    # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
+    if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("prompt", token_id, "must be text or a list of integers")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError("prompt", token_id, f"the model's token ids are 0 to {vocab_size - 1}")
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of the model; None for a local folder without one, which serves token ids only.
+
+    Raises:
+        ModelError: there is one and it is unusable.
+    """
+    name = config.tokenizer or config.model
+    local = name == DEMO or Path(name).is_dir()
+    source = model_folder(name) if local else name
+    if local and config.tokenizer is None:
+        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        if not any((Path(source) / file).is_file() for file in files):
+            return None
+    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
 
 
 def _tokenizer_class(folder: Path) -> Any:
@@ -101,12 +190,17 @@ def _is_generic(folder: Path) -> bool:
         return False
 
 
+def _shortened(text: str) -> str:
+    """A text as a message can show it."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class TokenStream:
     """Turns tokens into text as they come; bytes of an unfinished character wait for their rest."""
 
-    def __init__(self, backend: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, *, skip_special_tokens: bool, after: list[int]) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(ids=after, skip_special_tokens=skip_special_tokens)
 
     def push(self, token_id: int) -> str:
         return self._stream.step(self._backend, token_id) or ""

@@ -1,0 +1,78 @@
+"""The settings of `phonograph serve` beside the engine's, from the same sources by the same words.
+
+Names and meanings are vLLM's where it has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from phonograph import config_values as values
+from phonograph.config_model import Settings, located
+from phonograph.config_sources import Given, read_environment, read_file, read_flags
+from phonograph.errors import ConfigError
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+GenerationConfig = Literal["auto", "none"]
+
+
+class ServerConfig(Settings):
+    """Every setting of the server.
+
+    Raises:
+        ConfigError: a setting is unknown or has a value that does not work.
+    """
+
+    host: values.Text = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 is all of the machine's.")
+    port: Annotated[int, values.whole(0, 65535)] = Field(
+        default=8000, description="TCP port to listen on; 0 takes a free one."
+    )
+    api_key: values.Texts = Field(default=(), description="Keys, one of which a client has to send; none: no check.")
+    served_model_name: values.Texts = Field(
+        default=(), description="Names that clients may use for the model, the first in answers; else the model's own."
+    )
+    chat_template: values.OptionalText = Field(
+        default=None, description="File of a chat template, or the template itself, if not the model's own."
+    )
+    generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
+        default="auto", description="Whether the sampling defaults that come with the model are used."
+    )
+    max_logprobs: values.Count = Field(default=20, description="Likely tokens that a request may ask for at most.")
+
+    allowed_origins: values.Texts = Field(default=(), description="Origins of web pages that may call; * is any.")
+    allowed_methods: values.Texts = Field(default=("*",), description="HTTP methods that these pages may use.")
+    allowed_headers: values.Texts = Field(default=("*",), description="HTTP headers that these pages may send.")
+    allow_credentials: values.Flag = Field(default=False, description="Whether these pages may send credentials.")
+    root_path: values.OptionalText = Field(default=None, description="Path under which a proxy shows the server.")
+
+    max_queued_requests: values.Count = Field(
+        default=4096, description="Prompts that may wait beside those that run, samples counted; more are refused."
+    )
+    max_request_bytes: Annotated[int, values.whole(1)] = Field(
+        default=16 * 2**20, description="Size of a request's body at most."
+    )
+    request_timeout: values.OptionalSeconds = Field(
+        default=None, description="Seconds that an answer may take from its request to its end."
+    )
+    shutdown_timeout: values.Seconds = Field(
+        default=20.0, description="Seconds that answers in progress are given after SIGTERM."
+    )
+    uvicorn_log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
+        default="info", description="What the HTTP server logs."
+    )
+    disable_uvicorn_access_log: values.Flag = Field(default=False, description="No line in the log for each request.")
+
+    @classmethod
+    def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
+        """The settings of a process, as `EngineConfig.load`; what is no setting of the server is left to that."""
+        given: dict[str, Given] = {}
+        for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
+            given |= {name: setting for name, setting in source.items() if name in cls.model_fields}
+        try:
+            return cls(**{name: setting.value for name, setting in given.items()})  # pyright: ignore[reportArgumentType]
+        except ConfigError as error:
+            raise located(error, given) from None

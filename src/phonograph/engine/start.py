@@ -1,0 +1,40 @@
+"""From a configuration to an engine that is ready: the same start for the offline API and for a server's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phonograph.config import EngineConfig
+from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
+from phonograph.engine.plan import make_plan
+from phonograph.errors import PhonographError
+from phonograph.graphs.verify import VerifyReport, verify
+from phonograph.models.spec import read_model_spec
+
+
+def start_engine(config: EngineConfig, progress: BuildProgress | None = None) -> Engine:
+    """Reads the model, captures its graphs, and compares each with eager where `verify_graphs` is set.
+
+    Raises:
+        PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+    """
+    model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    engine = build_engine(make_plan(config, model, this_device(config.device)), progress)
+    if config.verify_graphs:
+        report = verify_engine(engine, num_replays=1)
+        if not report.ok:
+            raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
+    return engine
+
+
+def verify_engine(
+    engine: Engine, *, num_replays: int, seed: int = 0, progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Compares replays of every captured graph on random batches with eager runs. No request may be in flight.
+
+    Raises:
+        ConfigError: the mode has no graphs.
+    """
+    report = verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
+    engine.core.scheduler.reset_prefix_cache()
+    return report

@@ -1,0 +1,89 @@
+"""The application: endpoints, guards before them, and every error in OpenAI's form."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from phonograph import __version__
+from phonograph.errors import RequestError
+from phonograph.server import chat, completions, status, tokens
+from phonograph.server.errors import ApiError, failed, invalid, refused
+from phonograph.server.guards import ApiKeys, BodyLimit, error_response
+from phonograph.server.serving import Serving
+
+log = logging.getLogger(__name__)
+
+ROUTERS = (completions.router, chat.router, tokens.router, status.router)
+
+
+def make_app(serving: Serving) -> FastAPI:
+    """The application of one server. Several may share an engine."""
+    config = serving.config
+    # The pages for people that FastAPI offers load their scripts from elsewhere.
+    app = FastAPI(
+        title="Phonograph", version=__version__, root_path=config.root_path or "", docs_url=None, redoc_url=None
+    )
+    app.state.serving = serving
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    # The last one added is met first.
+    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
+    if config.api_key:
+        app.add_middleware(ApiKeys, keys=config.api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+        )
+    return app
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(refused(error))
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_response(invalid(None, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if not isinstance(error.body, dict):
+        return error_response(invalid(None, "the body must be a JSON object, sent as application/json"))
+    if not path:
+        return error_response(invalid(None, f"the body: {first['msg']}"))
+    name, problem = ".".join(path), first["msg"].removeprefix("Value error, ")
+    return error_response(invalid(name, f"{name}: {problem}"))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework refuses: unknown paths, wrong methods, bodies that cannot be parsed."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The framework raises it again after this answer, so that the log has all of it."""
+    return error_response(failed("the server met an error of its own; its log has more", code="internal_error"))

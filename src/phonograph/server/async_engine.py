@@ -1,0 +1,168 @@
+"""The engine as the server's event loop sees it: calls are opened, grow by themselves, and end. A queue, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.sampling_params import SamplingParams
+from phonograph.server.calls import Call, Prompt, Sample
+from phonograph.server.engine_process import EngineProcess
+from phonograph.server.errors import ApiError, failed, refused, unavailable
+from phonograph.server.messages import Abort, Add, EngineFacts, Report
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_SECONDS = 0.02
+REPORTS_AT_ONCE = 8
+
+
+class AsyncEngine:
+    """Calls in progress, by the keys of their prompts. One event loop drives it.
+
+    num_open: samples that have not ended
+    stats:    of the scheduler, as of the latest report
+    died:     set when the engine's process has ended by itself, with the reason in `death`
+    """
+
+    def __init__(self, process: EngineProcess, facts: EngineFacts, tokenizer: Tokenizer) -> None:
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.num_open = 0
+        self.stats = facts.stats
+        self.num_steps = 0
+        self.died = asyncio.Event()
+        self.death: str | None = None
+        self.draining = False
+        self._process = process
+        self._keys = itertools.count()
+        self._open: dict[int, tuple[Call, Prompt]] = {}
+        self._receiver = asyncio.create_task(self._receive(), name="engine-reports")
+        process.on_death(self._mourn)
+
+    @property
+    def problem(self) -> ApiError | None:
+        """Why no call can be opened, if so."""
+        if self.death is not None:
+            return unavailable(self.death, code="engine_died")
+        if self.draining:
+            return unavailable("the server is shutting down", code="shutting_down")
+        return None
+
+    def open(
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, streams: bool = False, priority: int = 0
+    ) -> Call:
+        """Queues prompts, given as token ids. The samples of the first come first among those of the call.
+
+        A prompt that the engine refuses fails the call, which says so where it is waited for.
+
+        Raises:
+            ApiError: the engine takes no calls any more.
+        """
+        if self.problem is not None:
+            raise self.problem
+        # Stop strings are found here, where text is made.
+        bare = replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
+        indices = itertools.count()
+        call = Call(
+            [
+                Prompt(
+                    next(self._keys),
+                    token_ids,
+                    [Sample(next(indices), self.tokenizer, params, token_ids) for _ in range(params.n)],
+                    num_growing=params.n,
+                )
+                for token_ids in prompts
+            ],
+            streams=streams,
+            end=self._abandon,
+        )
+        for prompt in call.prompts:
+            self._open[prompt.key] = call, prompt
+            self.num_open += params.n
+        self._process.send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority))
+        return call
+
+    async def drain(self, seconds: float) -> None:
+        """Opens no call any more, gives those in progress so many seconds, and fails the rest."""
+        self.draining = True
+        until = time.monotonic() + seconds
+        while self._open and self.death is None and time.monotonic() < until:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        self._fail_all(unavailable("the server was shut down before the answer was complete", code="shutting_down"))
+
+    def close(self) -> None:
+        """Forgets the process, which its owner closes."""
+        self._receiver.cancel()
+
+    async def _receive(self) -> None:
+        try:
+            await self._take_all()
+        except Exception as error:
+            log.exception("a report of the engine could not be taken")
+            self._end(f"the server lost track of its engine: {error!r}")
+
+    async def _take_all(self) -> None:
+        while True:
+            # Reports that are there already come without a break. So where steps come faster than clients can be
+            # written to, each write has the tokens of several.
+            for _ in range(REPORTS_AT_ONCE):
+                self._take(await self._process.receive())
+            await asyncio.sleep(0)
+
+    def _take(self, report: Report) -> None:
+        self.stats, self.num_steps = report.stats, report.num_steps
+        for key, error in report.refused.items():
+            if key in self._open:
+                self._open[key][0].fail(refused(error))
+        for key, facts in report.prompts.items():
+            if key in self._open:
+                prompt = self._open[key][1]
+                prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
+        for key, index, token_ids, logprobs, finish_reason, stop_reason in report.updates:
+            if key not in self._open:
+                continue
+            call, prompt = self._open[key]
+            sample = prompt.samples[index]
+            if sample.finish_reason is not None:
+                continue
+            if finish_reason == "abort":
+                call.fail(failed(f"the engine could not go on: {stop_reason}", code="engine_failed"))
+                continue
+            try:
+                sample.grow(token_ids, logprobs, finish_reason, stop_reason)
+            except Exception:  # one answer that cannot be made text must not end the others
+                log.exception("a token could not be turned into text")
+                call.fail(failed("the output could not be turned into text", code="detokenizing_failed"))
+                continue
+            call.touch(prompt, sample)
+            if sample.finish_reason is not None:
+                self.num_open -= 1
+                if finish_reason is None:
+                    self._process.send(Abort(key, index))
+                if not prompt.num_growing:
+                    del self._open[key]
+
+    def _abandon(self, call: Call) -> None:
+        for prompt in call.prompts:
+            if self._open.pop(prompt.key, None) is not None:
+                self.num_open -= prompt.num_growing
+                self._process.send(Abort(prompt.key))
+
+    def _mourn(self) -> None:
+        self._end(self._process.end())
+
+    def _end(self, reason: str) -> None:
+        log.error("%s", reason)
+        self.death = reason
+        self._fail_all(unavailable(reason, code="engine_died"))
+        self.died.set()
+
+    def _fail_all(self, error: ApiError) -> None:
+        for call in {id(call): call for call, _ in self._open.values()}.values():
+            call.fail(error)

@@ -1,0 +1,179 @@
+"""One HTTP call on its way: the samples of its prompts as they grow, and who waits for them.
+
+The engine's reports are taken in as they come, however slowly a client reads; what has come since the client's last
+turn is then one piece. So a slow client costs memory for its own answer, and nobody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import Receive
+
+from phonograph.batch import TokenLogprobs
+from phonograph.engine.text import TextBuilder
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.request import FinishReason
+from phonograph.sampling_params import SamplingParams
+from phonograph.server.errors import ApiError
+
+CLIENT_GONE = 499
+"""The status that nobody reads; logs have it."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a sample got since the last one was taken."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Sample:
+    """One choice of an answer. `finish_reason` is None while it grows."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._builder = TextBuilder(tokenizer, params, prompt_token_ids)
+        self._num_taken = 0
+        self._text_taken = 0
+
+    @property
+    def text(self) -> str:
+        """All of it that is certain."""
+        return self._builder.text
+
+    def grow(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        """Takes what the engine reported. A stop string in the text ends the sample, whatever the engine said."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs or ()
+        self._builder.push(self.token_ids)
+        if self._builder.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self._builder.stopped
+        elif finish_reason is not None:
+            self._builder.finish()
+            self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+    def take(self) -> Delta:
+        """What is new since the last call of this."""
+        start, text_start = self._num_taken, self._text_taken
+        self._num_taken, self._text_taken = len(self.token_ids), len(self.text)
+        return Delta(self.text[text_start:], self.token_ids[start:], self.logprobs[start:])
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt and its samples; the other fields are known once its first token has come."""
+
+    key: int
+    token_ids: list[int]
+    samples: list[Sample]
+    num_growing: int
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Call:
+    """The prompts of one HTTP request. Whoever opened it closes it, whatever happened.
+
+    streams: whether its owner wants to know of every change, or of the end only
+    end:     tells the engine that nobody waits any more
+    """
+
+    def __init__(self, prompts: list[Prompt], *, streams: bool, end: Callable[[Call], None]) -> None:
+        self.prompts = prompts
+        self._streams = streams
+        self._end = end
+        self._num_growing = sum(prompt.num_growing for prompt in prompts)
+        self._error: ApiError | None = None
+        self._closed = False
+        self._changed: dict[int, Sample] = {}
+        self._event = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The choices of the answer, in their order."""
+        return [sample for prompt in self.prompts for sample in prompt.samples]
+
+    @property
+    def finished(self) -> bool:
+        return not self._num_growing
+
+    async def begin(self) -> None:
+        """Waits until there is something for `wait` to return.
+
+        Raises:
+            ApiError: the call has failed.
+        """
+        await self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def wait(self) -> list[Sample]:
+        """The samples that changed since the last call of this, once there are any; without `streams`, all at the end.
+
+        Raises:
+            ApiError: the call has failed.
+        """
+        await self.begin()
+        self._event.clear()
+        if not self._streams:
+            return self.samples
+        changed, self._changed = self._changed, {}
+        return list(changed.values())
+
+    def touch(self, prompt: Prompt, sample: Sample) -> None:
+        """A sample has grown, and may have ended by it."""
+        if sample.finish_reason is not None:
+            prompt.num_growing -= 1
+            self._num_growing -= 1
+        if self._streams:
+            self._changed[sample.index] = sample
+        if self._streams or self.finished:
+            self._event.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the call; whoever waits for it is told why. The first error stays, and after the end there is none."""
+        if not self._closed:
+            self._error = error
+            self.close()
+            self._event.set()
+
+    def limit(self, seconds: float, error: ApiError) -> None:
+        """Fails the call with `error` unless it is closed in time."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
+
+    def watch(self, receive: Receive) -> None:
+        """Fails the call when the client goes away. The request's body must have been received."""
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.fail(ApiError(CLIENT_GONE, "the client has gone away", code="client_gone"))
+
+        self._watcher = asyncio.create_task(until_gone())
+
+    def close(self) -> None:
+        """Ends what is still growing. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for helper in (self._timer, self._watcher):
+            if helper is not None:
+                helper.cancel()
+        self._end(self)

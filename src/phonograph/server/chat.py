@@ -1,0 +1,87 @@
+"""POST /v1/chat/completions: answers conversations through the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from phonograph.batch import TokenLogprobs
+from phonograph.server.answers import AnswerHead, answer_id, usage_of
+from phonograph.server.calls import Call, Delta, Sample
+from phonograph.server.errors import invalid
+from phonograph.server.logprobs import chat_content, prompt_positions
+from phonograph.server.protocol import ChatBody
+from phonograph.server.serving import Serving, respond
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    """Answers a conversation."""
+    serving: Serving = request.app.state.serving
+    headers = serving.admit(body, 1)
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use stream=false")
+    prompt = await serving.encode_chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    asked = body.asked_tokens()
+    params = body.sampling_params(
+        serving.defaults,
+        max_tokens=serving.max_tokens([prompt], asked, field="max_completion_tokens"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        max_logprobs=serving.config.max_logprobs,
+    )
+    call = serving.open(request, [prompt], params, body)
+    return await respond(call, ChatAnswer(serving, call, body), body, headers)
+
+
+class ChatAnswer:
+    """The answer to one body."""
+
+    def __init__(self, serving: Serving, call: Call, body: ChatBody) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self.head = AnswerHead(answer_id("chatcmpl", body.request_id), kind, serving.names[0])
+        self._serving = serving
+        self._call = call
+        self._body = body
+        self._begun: set[int] = set()
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": sample.index,
+                "message": {"role": "assistant", "content": sample.text, "refusal": None},
+                **self._rest(sample, sample.logprobs),
+            }
+            for sample in self._call.samples
+        ]
+        answer = {**self.head.fields(), "choices": choices, "usage": usage_of(self._call)}
+        if self._body.prompt_logprobs is not None:
+            positions = self._call.prompts[0].logprobs
+            answer["prompt_logprobs"] = prompt_positions(positions, self._serving.texts, top=self._body.prompt_logprobs)
+        return answer
+
+    def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if sample.index not in self._begun:
+            self._begun.add(sample.index)
+            role = {"role": "assistant", "content": ""}
+            found.append({"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None})
+        if delta.text or (delta.logprobs and self._body.logprobs) or sample.finish_reason is not None:
+            content = {"content": delta.text} if delta.text else {}
+            found.append({"index": sample.index, "delta": content, **self._rest(sample, delta.logprobs)})
+        return found
+
+    def _rest(self, sample: Sample, positions: list[TokenLogprobs]) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            logprobs = {"content": chat_content(positions, self._serving.texts, as_ids=as_ids), "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}

@@ -1,0 +1,99 @@
+"""POST /v1/completions: goes on with prompts, given as text or as token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from phonograph.batch import TokenLogprobs
+from phonograph.server.answers import AnswerHead, answer_id, usage_of
+from phonograph.server.calls import Call, Delta, Prompt, Sample
+from phonograph.server.errors import invalid
+from phonograph.server.logprobs import CompletionLogprobs, prompt_positions
+from phonograph.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
+from phonograph.server.serving import Serving, respond
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionBody, request: Request) -> Response:
+    """Continues one prompt or several."""
+    serving: Serving = request.app.state.serving
+    headers = serving.admit(body, len(body.prompt))
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
+    prompts = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    asked = body.asked_tokens()
+    # An engine that is to score a prompt makes one token, which is not shown.
+    max_tokens = serving.max_tokens(prompts, 1 if asked == 0 else asked, field="max_tokens")
+    params = body.sampling_params(
+        serving.defaults,
+        max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+        max_logprobs=serving.config.max_logprobs,
+        scores_prompt=bool(body.echo),
+    )
+    call = serving.open(request, prompts, params, body)
+    return await respond(call, CompletionAnswer(serving, call, body), body, headers)
+
+
+class CompletionAnswer:
+    """The answer to one body."""
+
+    def __init__(self, serving: Serving, call: Call, body: CompletionBody) -> None:
+        self.head = AnswerHead(answer_id("cmpl", body.request_id), "text_completion", serving.names[0])
+        self._serving = serving
+        self._call = call
+        self._body = body
+        self._prompt_only = body.asked_tokens() == 0
+        self._begun: set[int] = set()
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [choice for sample in self._call.samples for choice in self.choices(sample, sample.take())]
+        usage = usage_of(self._call, num_completion_tokens=0 if self._prompt_only else None)
+        return {**self.head.fields(), "choices": choices, "usage": usage}
+
+    def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
+        echoed = bool(self._body.echo) and sample.index not in self._begun
+        self._begun.add(sample.index)
+        if self._prompt_only:
+            delta = Delta("", [], [])
+        shows = echoed or delta.text or (delta.logprobs and self._body.logprobs is not None)
+        if not shows and sample.finish_reason is None:
+            return []
+        prompt = self._prompt_of(sample)
+        choice: dict[str, Any] = {
+            "index": sample.index,
+            "text": (self._prompt_text(sample, prompt) if echoed else "") + delta.text,
+            "logprobs": self._block(sample, prompt, delta, echoed=echoed),
+            "finish_reason": "length" if self._prompt_only and sample.finish_reason else sample.finish_reason,
+            "stop_reason": None if self._prompt_only else sample.stop_reason,
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_positions(
+                prompt.logprobs, self._serving.texts, top=self._body.prompt_logprobs
+            )
+        return [choice]
+
+    def _prompt_of(self, sample: Sample) -> Prompt:
+        return self._call.prompts[sample.index // (self._body.n or 1)]
+
+    def _prompt_text(self, sample: Sample, prompt: Prompt) -> str:
+        given = self._body.prompt[sample.index // (self._body.n or 1)]
+        return given if isinstance(given, str) else self._serving.tokenizer.decode(prompt.token_ids)
+
+    def _block(self, sample: Sample, prompt: Prompt, delta: Delta, *, echoed: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        hidden = self._serving.tokenizer.special_token_ids if self._body.skip_special_tokens is not False else ()
+        writer = self._logprobs.setdefault(
+            sample.index, CompletionLogprobs(self._serving.texts, as_ids=as_ids, hidden=hidden)
+        )
+        token_ids: list[int] = [*(prompt.token_ids if echoed else ()), *delta.token_ids]
+        positions: list[TokenLogprobs | None] = [*(prompt.logprobs or () if echoed else ()), *delta.logprobs]
+        return writer.block(token_ids, positions, top=self._body.logprobs)

@@ -1,0 +1,77 @@
+"""Messages of a chat as templates take them: checked, and their text parts joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phonograph.server.errors import ApiError, invalid
+
+Message = dict[str, Any]
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+KEYS = frozenset(
+    {
+        "role",
+        "content",
+        "name",
+        "refusal",
+        "audio",
+        "annotations",
+        "function_call",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning",
+        "reasoning_content",
+    }
+)
+
+
+def read_messages(messages: list[Message]) -> list[Message]:
+    """The messages with plain text as content, without what is null.
+
+    Raises:
+        ApiError: a message has no known role, an unknown key, or content that is no text.
+    """
+    return [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _read(message: Message, where: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise invalid(f"{where}.role", f"role must be one of {', '.join(sorted(ROLES))}")
+    for key in message:
+        if key not in KEYS:
+            raise invalid(f"{where}.{key[:100]}", f"unknown key {key[:100]!r} in a message")
+    read = {key: value for key, value in message.items() if value is not None}
+    if "content" in read:
+        read["content"] = _text(read["content"], f"{where}.content")
+    elif role != "assistant" or not (read.get("tool_calls") or read.get("function_call")):
+        raise invalid(f"{where}.content", "content must be given: a string or a list of text parts")
+    else:
+        read["content"] = None
+    return read
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(where, "content must be a string or a list of text parts")
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise invalid(where, "a part must be an object with a type")
+    if part["type"] != "text":
+        raise _unsupported(part["type"], where)
+    if not isinstance(part.get("text"), str):
+        raise invalid(f"{where}.text", "the text of a part must be a string")
+    return part["text"]
+
+
+def _unsupported(kind: str, where: str) -> ApiError:
+    return invalid(
+        where, f"parts of type {kind[:50]!r} are not supported: the model reads text", code="unsupported_part"
+    )

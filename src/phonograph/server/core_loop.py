@@ -1,0 +1,124 @@
+"""What the engine's process does: obeys commands between steps, and reports what each step brought."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.session import Session
+from phonograph.errors import RequestError
+from phonograph.server.messages import Abort, Add, Command, PromptFacts, Report, Stop
+
+COMMAND_SECONDS = 0.002
+"""Time that commands may take between two steps; a flood of new requests waits, those that run go on."""
+
+
+class Commands(Protocol):
+    """Where commands come from."""
+
+    def receive(self, *, wait: bool) -> Command | None:
+        """The next command. With `wait` it is waited for; without, None where there is none yet."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A prompt in progress: its output, and how many tokens of each sample have been reported."""
+
+    key: int
+    output: RequestOutput
+    num_reported: list[int]
+    prompt_reported: bool = False
+    ended: set[int] = field(default_factory=set[int])
+
+
+class CoreLoop:
+    """A session driven by commands. Its output is token ids; text is made, and stop strings found, by the server."""
+
+    def __init__(self, session: Session, commands: Commands, send: Callable[[Report], None]) -> None:
+        self._session = session
+        self._commands = commands
+        self._send = send
+        self._by_key: dict[int, _Open] = {}
+        self._by_output: dict[int, _Open] = {}
+        self._num_steps = 0
+
+    def run(self) -> None:
+        """Until told to stop."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Obeys the commands that are there, waiting for one if there is nothing else to do, then runs a step.
+
+        Returns whether to go on.
+        """
+        refused: dict[int, RequestError] = {}
+        aborted = False
+        command = self._commands.receive(wait=not self._session.has_unfinished)
+        until = time.monotonic() + COMMAND_SECONDS
+        while command is not None:
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Add):
+                self._add(command, refused)
+            else:
+                self._abort(command)
+                aborted = True
+            command = self._commands.receive(wait=False) if time.monotonic() < until else None
+        changed: list[RequestOutput] = []
+        if self._session.has_unfinished:
+            changed = self._session.step()
+            self._num_steps += 1
+        if changed or refused or aborted:
+            self._report(changed, refused)
+        return True
+
+    def _add(self, command: Add, refused: dict[int, RequestError]) -> None:
+        for key, token_ids in command.prompts.items():
+            try:
+                output = self._session.add(token_ids, command.params, priority=command.priority)
+            except RequestError as error:
+                refused[key] = error
+                for other in command.prompts:
+                    self._abort(Abort(other))
+                return
+            opened = _Open(key, output, [0] * len(output.outputs))
+            self._by_key[key] = self._by_output[id(output)] = opened
+
+    def _abort(self, command: Abort) -> None:
+        opened = self._by_key.get(command.key)
+        if opened is None:
+            return
+        self._session.abort(opened.output, command.index)
+        if opened.output.finished:
+            self._forget(opened)
+
+    def _forget(self, opened: _Open) -> None:
+        del self._by_key[opened.key], self._by_output[id(opened.output)]
+
+    def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError]) -> None:
+        report = Report(stats=self._session.core.scheduler.stats, num_steps=self._num_steps, refused=refused)
+        for output in changed:
+            opened = self._by_output[id(output)]
+            if not opened.prompt_reported:
+                opened.prompt_reported = True
+                report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)
+            for index, completion in enumerate(output.outputs):
+                start, end = opened.num_reported[index], len(completion.token_ids)
+                ended = completion.finish_reason is not None and index not in opened.ended
+                if start == end and not ended:
+                    continue
+                opened.num_reported[index] = end
+                if ended:
+                    opened.ended.add(index)
+                logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
+                token_ids = completion.token_ids[start:end]
+                reasons = completion.finish_reason, completion.stop_reason
+                report.updates.append((opened.key, index, token_ids, logprobs, *reasons))
+            if output.finished:
+                self._forget(opened)
+        self._send(report)

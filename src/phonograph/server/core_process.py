@@ -1,0 +1,109 @@
+"""The engine's process: starts the engine, then runs the loop until the server says stop, or is gone."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+import zmq
+
+from phonograph.config import EngineConfig
+from phonograph.errors import PhonographError
+from phonograph.server.messages import Command, EngineFacts, Message, Progress, StartFailed
+
+if TYPE_CHECKING:
+    from phonograph.engine.build import Engine
+
+FAREWELL_MILLISECONDS = 2000
+"""How long the last messages may take to be sent when the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the two sockets are: commands come to the engine, messages go to the server."""
+
+    commands: str
+    messages: str
+
+
+class _Channel:
+    """This process's ends of the sockets. ZeroMQ's own thread moves the bytes, so a slow server never delays a step."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> None:
+        self._commands = context.socket(zmq.PULL)
+        self._messages = context.socket(zmq.PUSH)
+        for socket in (self._commands, self._messages):
+            socket.set_hwm(0)
+            socket.linger = FAREWELL_MILLISECONDS
+        self._commands.connect(addresses.commands)
+        self._messages.connect(addresses.messages)
+
+    def send(self, message: Message) -> None:
+        self._messages.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), copy=False)
+
+    def receive(self, *, wait: bool) -> Command | None:
+        try:
+            return pickle.loads(self._commands.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+
+def run_core(config: EngineConfig, addresses: Addresses) -> None:
+    """The process from its first line to its last. It ends with an exit code other than 0 only where a step failed."""
+    # The server decides when this process ends, on Ctrl-C too, which reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with_the_server()
+    # Here, because the server's process has this module too and needs nothing of what the engine is made of.
+    from phonograph.engine.session import Session
+    from phonograph.engine.start import start_engine
+    from phonograph.server.core_loop import CoreLoop
+
+    began = time.perf_counter()
+    with zmq.Context() as context:
+        channel = _Channel(context, addresses)
+        try:
+            engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
+        except PhonographError as error:
+            channel.send(StartFailed(error))
+            return
+        session = Session(engine.core, engine.plan.model, None, config.seed)
+        # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
+        gc.collect()
+        gc.freeze()
+        channel.send(_facts(engine, time.perf_counter() - began))
+        CoreLoop(session, channel, channel.send).run()
+
+
+def _end_with_the_server() -> None:
+    server = multiprocessing.parent_process()
+    assert server is not None, "this is a process that the server starts"
+
+    def watch() -> None:
+        wait([server.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-the-server", daemon=True).start()
+
+
+def _facts(engine: Engine, seconds: float) -> EngineFacts:
+    plan = engine.plan
+    return EngineFacts(
+        context_len=engine.core.scheduler.limits.context_len,
+        vocab_size=plan.model.vocab_size,
+        max_num_seqs=plan.limits.max_num_seqs,
+        scheduling_policy=plan.config.scheduling_policy,
+        device=plan.device.name,
+        attention_backend=plan.selection.capabilities.label,
+        mode="; ".join(str(reason) for reason in plan.resolution.reasons),
+        start_seconds=seconds,
+        stats=engine.core.scheduler.stats,
+    )

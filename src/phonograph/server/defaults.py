@@ -1,0 +1,52 @@
+"""What comes with a model for those who serve it: sampling defaults, and a chat template from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
+from phonograph.errors import ConfigError, ModelError, RequestError
+from phonograph.models.folder import model_folder
+from phonograph.sampling_params import SamplingParams
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The fields of a generation_config.json that are defaults of requests here."""
+
+
+def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    """The model's own sampling parameters, for what requests leave open; none where they are not wanted.
+
+    Raises:
+        ModelError: the model's file of them is unusable.
+    """
+    if server.generation_config == "none":
+        return {}
+    file = model_folder(engine.model, revision=engine.revision) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    problem = f"{file}: is unusable; --generation-config none does without it"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: content[name] for name in SAMPLING if content.get(name) is not None}
+        SamplingParams(**found)
+    except (OSError, ValueError, AttributeError, RequestError) as error:
+        raise ModelError(f"{problem} ({error})") from error
+    return found
+
+
+def chat_template(server: ServerConfig) -> str | None:
+    """The template that the setting names or is.
+
+    Raises:
+        ConfigError: it names a file that cannot be read.
+    """
+    given = server.chat_template
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("chat_template", given, f"is no template and no file that can be read: {error}") from None

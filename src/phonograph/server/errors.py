@@ -1,0 +1,68 @@
+"""Errors as OpenAI's clients read them: an HTTP status and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phonograph.errors import RequestError
+
+MAX_MESSAGE = 1000
+"""Characters of a message at most: a value that is wrong may be long."""
+
+
+class ApiError(Exception):
+    """A request that is not answered, or not to its end.
+
+    status: of HTTP, if the answer has not begun
+    kind:   OpenAI's `type`: whose fault it is
+    code:   a word for programs
+    param:  the field of the request that is at fault
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.message = _printable(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
+        self.kind = kind
+        self.code = code
+        self.param = None if param is None else _printable(param)
+        self.headers = headers
+        super().__init__(self.message)
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
+    """The request is wrong, whoever sends it and whenever."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def refused(error: RequestError) -> ApiError:
+    """The engine's refusal, with the parameter it names."""
+    return invalid(error.parameter, str(error))
+
+
+def failed(message: str, *, code: str) -> ApiError:
+    """The request was fine, and the server could not answer it."""
+    return ApiError(500, message, kind="server_error", code=code)
+
+
+def unavailable(message: str, *, code: str) -> ApiError:
+    """Not now, and not by this process again."""
+    return ApiError(503, message, kind="server_error", code=code)
+
+
+def _printable(text: str) -> str:
+    """Without halves of surrogate pairs, which JSON may bring in and UTF-8 does not let out."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,175 @@
+"""Fields of requests: none is dropped in silence. What is unknown or would change the answer is refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+
+from phonograph.config_model import nearest
+from phonograph.server.errors import invalid
+
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+"""Stop strings of a request, and characters of one: each new token is compared with them."""
+
+NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""OpenAI's fields that say nothing about the answer. They are accepted, and a header says that they had no effect."""
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": (),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": (),
+    "function_call": ("none",),
+    "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prompt_embeds": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "verbosity": ("medium",),
+    "vllm_xargs": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI or vLLM that are not served, with values that ask for nothing. So do null, false, [] and {}."""
+
+
+class Body(BaseModel):
+    """A request's body. JSON types are taken as they are: "5" is no number."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def check_fields(self) -> list[str]:
+        """The fields that were given and have no effect.
+
+        Raises:
+            ApiError: a field is unknown, or asks for what is not served.
+        """
+        ignored: list[str] = []
+        for name, value in (self.model_extra or {}).items():
+            if name in NO_EFFECT:
+                if value is not None:
+                    ignored.append(name)
+            elif name in UNSUPPORTED:
+                if not _asks_nothing(value, UNSUPPORTED[name]):
+                    raise invalid(name, f"{name} is not supported by this server", code="unsupported_parameter")
+            else:
+                known = [*type(self).model_fields, *NO_EFFECT, *UNSUPPORTED]
+                shown = name if len(name) <= 100 else f"{name[:100]}..."
+                hint = nearest(name[:100], known)
+                hint = hint if hint.startswith("did you mean") else "it is no field of this endpoint"
+                raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
+        return ignored
+
+
+def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    return value is None or value is False or value in ([], {}) or value in neutral
+
+
+def _texts(value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in texts):
+        raise ValueError(f"at most {MAX_STOPS} stop strings of at most {MAX_STOP_LENGTH} characters are served")
+    return texts
+
+
+def _biases(value: object) -> dict[int, float]:
+    """JSON has token ids as text."""
+    if not isinstance(value, dict):
+        raise ValueError("must map token ids to biases")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal()) or len(key) > 10:
+            raise ValueError(f"{str(key)[:50]!r} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"the bias of token {key} must be a number")
+        biases[int(key)] = bias
+    return biases
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """One prompt or several, each as text or as token ids."""
+    problem = "must be a string, a list of token ids, or a list of these"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(problem)
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if not value or not kinds <= {str, list}:
+        raise ValueError(problem if value else "is empty")
+    if any(isinstance(prompt, list) and set(map(type, prompt)) - {int} for prompt in value):
+        raise ValueError(problem)
+    return value
+
+
+def _token_ids(value: object) -> list[int]:
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise ValueError("must be a list of token ids")
+    return value
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise ValueError("must be a list of one message or more, each an object")
+    return value
+
+
+# Lists are read as a whole by the functions above: pydantic would keep one error for each item of a hostile list.
+_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_ONE_PROMPT: list[dict[str, Any]] = [{"type": "string"}, _IDS]
+
+Stops = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_TEXT_OR_TEXTS)]
+Biases = Annotated[
+    dict[int, float],
+    BeforeValidator(_biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+Prompts = Annotated[
+    list[Any],
+    BeforeValidator(_prompts),
+    WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}),
+]
+TokenIds = Annotated[list[Any], BeforeValidator(_token_ids), WithJsonSchema(_IDS)]
+Messages = Annotated[
+    list[Any],
+    BeforeValidator(_messages),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1}),
+]

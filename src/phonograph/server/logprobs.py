@@ -1,0 +1,91 @@
+"""Log-probabilities in the three forms that clients know: of completions, of chats, and of prompts as vLLM has them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import Any
+
+from phonograph.batch import TokenLogprobs
+from phonograph.server.token_text import TokenTexts
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not know."""
+
+
+class CompletionLogprobs:
+    """Those of one completion, piece by piece: the offsets go on where the last piece ended.
+
+    as_ids: tokens are named by their ids
+    hidden: tokens that are not in the text
+    """
+
+    def __init__(self, texts: TokenTexts, *, as_ids: bool, hidden: Collection[int]) -> None:
+        self._name = _namer(texts, as_ids)
+        self._bytes = texts.bytes
+        self._hidden = hidden
+        self._offset = 0
+        # A token may be half a character: the offset moves when the rest has come.
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def block(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], *, top: int) -> dict[str, Any]:
+        """Of some tokens, one position each; a position is None for the first token of a prompt.
+
+        top: likely tokens to name beside each; the positions may have more
+        """
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if token_id not in self._hidden:
+                self._offset += len(self._characters.decode(self._bytes(token_id)))
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if position is None else _finite(position.logprobs[0]) for position in positions],
+            "top_logprobs": [None if position is None else self._top(position, top) for position in positions],
+            "text_offset": offsets,
+        }
+
+    def _top(self, position: TokenLogprobs, top: int) -> dict[str, float]:
+        """The token itself is in it, whether or not it is one of the most likely."""
+        pairs = zip(position.token_ids[: top + 1], position.logprobs, strict=False)
+        return {self._name(token_id): _finite(logprob) for token_id, logprob in pairs}
+
+
+def chat_content(positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_ids: bool) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat's choice."""
+    name = _namer(texts, as_ids)
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": name(token_id), "logprob": _finite(logprob), "bytes": list(texts.bytes(token_id))}
+
+    found: list[dict[str, Any]] = []
+    for position in positions:
+        first, *top = (entry(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True))
+        found.append({**first, "top_logprobs": top})
+    return found
+
+
+def prompt_positions(
+    positions: Sequence[TokenLogprobs | None] | None, texts: TokenTexts, *, top: int
+) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` of a choice: by token id, the token itself and the `top` most likely."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts.text(token_id)}
+            for token_id, logprob, rank in islice(zip(*position, strict=True), top + 1)
+        }
+        for position in positions
+    ]
+
+
+def _namer(texts: TokenTexts, as_ids: bool) -> Callable[[int], str]:
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else texts.text
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -1,0 +1,111 @@
+"""What the server's process and the engine's process say to each other, as pickles on a socket that only they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phonograph.batch import TokenLogprobs
+from phonograph.errors import PhonographError, RequestError
+from phonograph.request import FinishReason
+from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler_limits import SchedulerStats
+
+# -- to the engine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Add:
+    """Prompts of one call to continue, by keys that the server gives them and never gives again.
+
+    If one of them cannot be served, none is.
+    """
+
+    prompts: dict[int, list[int]]
+    params: SamplingParams
+    priority: int
+
+
+@dataclass(slots=True)
+class Abort:
+    """Ends a prompt, or one of its samples. One that has ended already is fine."""
+
+    key: int
+    index: int | None = None
+
+
+@dataclass(slots=True)
+class Stop:
+    """Ends the process, with whatever is in progress."""
+
+
+Command = Add | Abort | Stop
+
+# -- from the engine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the start has come: `done` of `total` in a phase."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineFacts:
+    """The engine is ready, and what the server has to know of it.
+
+    context_len: tokens of prompt and output together that a request can have
+    mode:        the graph mode that runs, with its reasons
+    stats:       of the scheduler, before the first step
+    """
+
+    context_len: int
+    vocab_size: int
+    max_num_seqs: int
+    scheduling_policy: str
+    device: str
+    attention_backend: str
+    mode: str
+    start_seconds: float
+    stats: SchedulerStats
+
+
+@dataclass(slots=True)
+class StartFailed:
+    """The engine could not start; the message of the error says why."""
+
+    error: PhonographError
+
+
+SampleUpdate = tuple[int, int, list[int], list[TokenLogprobs] | None, FinishReason | None, int | str | None]
+"""What one sample got: key, index, its new tokens, their log-probabilities where asked for, and where it has ended the
+finish reason and the stop reason. A plain tuple: there is one for each running sequence in each step."""
+
+
+@dataclass(slots=True)
+class PromptFacts:
+    """What is known of a prompt once its first token has come; see `RequestOutput`."""
+
+    num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+@dataclass(slots=True)
+class Report:
+    """What a step brought, or what commands changed.
+
+    prompts: by key, for prompts whose first token is among the updates
+    refused: by key, prompts that cannot be served
+    stats:   of the scheduler, after `num_steps` steps
+    """
+
+    stats: SchedulerStats
+    num_steps: int
+    updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
+    prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
+    refused: dict[int, RequestError] = field(default_factory=dict[int, RequestError])
+
+
+Message = Progress | EngineFacts | StartFailed | Report

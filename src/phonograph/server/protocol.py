@@ -1,0 +1,191 @@
+"""The bodies of requests, in the words of OpenAI's and vLLM's clients, and the engine's parameters from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from phonograph.sampling_params import SamplingParams
+from phonograph.server.errors import invalid
+from phonograph.server.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+
+DEFAULT_MAX_TOKENS = 16
+"""Of completions, as OpenAI has it. A chat's answer may fill the context."""
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+"""Fields that are called in the engine what they are called here."""
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chats have in common. Null means the default, as where nothing is given."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Biases | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Field(max_length=200)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def check(self) -> list[str]:
+        """The fields that were given and have no effect.
+
+        Raises:
+            ApiError: fields are unknown, not supported, or contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options needs stream=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; give one of them")
+        extra = self.model_extra or {}
+        if extra.get("best_of") is not None and extra["best_of"] != (self.n or 1):
+            raise invalid("best_of", "best_of other than n is not supported", code="unsupported_parameter")
+        return self.check_fields()
+
+    def asked_tokens(self) -> int | None:
+        """max_tokens by either of its names."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    def sampling_params(
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        max_logprobs: int,
+        scores_prompt: bool = False,
+    ) -> SamplingParams:
+        """The engine's parameters; `defaults` are those of the model for what the request leaves open.
+
+        scores_prompt: whether `logprobs` are wanted of the prompt too
+
+        Raises:
+            ApiError, RequestError: a value is out of range.
+        """
+        for name, value in (("logprobs", logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None and value > max_logprobs:
+                raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
+        given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        if scores_prompt and logprobs is not None:
+            given["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+        return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    def check(self) -> list[str]:
+        if self.asked_tokens() == 0 and not self.echo:
+            raise invalid("max_tokens", "max_tokens=0 needs echo=true: there would be nothing to answer")
+        return super().check()
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> list[str]:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message", "continue_final_message contradicts add_generation_prompt; give one of them"
+            )
+        return super().check()
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> list[str]:
+        """As that of `GenerationBody`."""
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise invalid("add_special_tokens", "the chat template adds them; leave it out with messages")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name):
+                raise invalid(name, f"{name} needs messages")
+        return self.check_fields()
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

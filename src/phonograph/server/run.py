@@ -1,0 +1,188 @@
+"""The server's process from start to end: engine and socket, then requests, until a signal or the engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.config import LOGGING_CONFIG
+
+from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
+from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
+from phonograph.errors import ConfigError, ModelError
+from phonograph.server.app import make_app
+from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.defaults import chat_template, sampling_defaults
+from phonograph.server.engine_process import EngineProcess
+from phonograph.server.serving import Serving
+
+log = logging.getLogger(__name__)
+
+DEATH_SECONDS = 1.0
+"""How long a server without an engine stays: open requests get their error, and /health says 503."""
+FLUSH_SECONDS = 5
+"""Time that clients have to read the end of their answers before connections are cut."""
+KEEP_ALIVE_SECONDS = 60
+"""Connections without a request are kept so long: longer than clients keep them in their pools."""
+BACKLOG = 4096
+MAX_CONNECTIONS = 65_536
+
+StartProgress = Callable[[str, int, int], None]
+
+
+def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
+    """Serves until SIGINT, SIGTERM or the death of the engine; returns the exit code, 1 for a death.
+
+    ready: called with one line that says where and what is served
+
+    Raises:
+        PhonographError: the server could not start.
+    """
+    _allow_many_connections()
+    config = uvicorn.Config("", loop="auto")
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_serve(engine, server, progress, ready))
+
+
+async def _serve(
+    engine_config: EngineConfig, config: ServerConfig, progress: StartProgress, ready: Callable[[str], None]
+) -> int:
+    template = chat_template(config)
+    with _bound(config) as listener:
+        defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
+        async with running_engine(engine_config, progress) as engine:
+            serving = Serving(engine, config, engine_config.model, defaults, template)
+            http = _Server(serving)
+            # As in the engine's process: what exists now needs no garbage collector, whose pauses clients would see.
+            gc.collect()
+            gc.freeze()
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {engine.facts.mode}")
+            return await http.run_until_done(listener)
+
+
+@asynccontextmanager
+async def running_engine(config: EngineConfig, progress: StartProgress) -> AsyncGenerator[AsyncEngine]:
+    """An engine in its process, ready for requests. The process ends with the block.
+
+    Raises:
+        PhonographError: it could not start.
+    """
+    process = EngineProcess(config)
+    starting = asyncio.ensure_future(process.ready(progress))
+    try:
+        # The one process takes seconds to load weights, the other to load what tokenizes.
+        facts, tokenizer = await asyncio.gather(starting, asyncio.to_thread(_tokenizer, config))
+        engine = AsyncEngine(process, facts, tokenizer)
+        try:
+            yield engine
+        finally:
+            engine.close()
+    finally:
+        starting.cancel()
+        process.close()
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(config)
+    if tokenizer is None:
+        raise ModelError(f"{config.model} has no tokenizer, which a server needs; give one with --tokenizer")
+    return tokenizer
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, ended by draining at the first signal, at once at the second, and by the engine's death."""
+
+    def __init__(self, serving: Serving) -> None:
+        config = serving.config
+        super().__init__(
+            uvicorn.Config(
+                make_app(serving),
+                lifespan="off",
+                ws="none",
+                log_config=_logging(config.uvicorn_log_level),
+                log_level=config.uvicorn_log_level,
+                access_log=not config.disable_uvicorn_access_log,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+        self._engine = serving.engine
+        self._drain_seconds = config.shutdown_timeout
+        self._signalled = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run_until_done(self, listener: socket.socket) -> int:
+        """Serves on the socket; returns the process's exit code."""
+        watchers = [asyncio.create_task(self._end_by_signal()), asyncio.create_task(self._end_by_death())]
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+        return 0 if self._engine.death is None else 1
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._signalled.is_set():
+            self.should_exit = self.force_exit = True
+        else:
+            log.info("%s: %g s for the answers in progress", signal.Signals(sig).name, self._drain_seconds)
+            # A signal's handler runs between any two instructions: the event loop has to hear of it in its own time.
+            self._loop.call_soon_threadsafe(self._signalled.set)
+
+    async def _end_by_signal(self) -> None:
+        await self._signalled.wait()
+        await self._engine.drain(self._drain_seconds)
+        self.should_exit = True
+
+    async def _end_by_death(self) -> None:
+        await self._engine.died.wait()
+        await asyncio.sleep(DEATH_SECONDS)
+        self.should_exit = True
+
+
+def _bound(config: ServerConfig) -> socket.socket:
+    """The socket, bound before the engine starts, so that a port in use is found out at once; it listens later."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError("host", config.host, f"is no address of this machine: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("port", config.port, f"cannot be bound on {config.host}: {error.strerror}") from None
+    return listener
+
+
+def _allow_many_connections() -> None:
+    """Each connection is a file descriptor, and the usual limit is far below what the system allows."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _logging(level: str) -> dict[str, Any]:
+    """uvicorn's logging, with ours beside it."""
+    settings = copy.deepcopy(LOGGING_CONFIG)
+    settings["loggers"]["phonograph"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
+    return settings

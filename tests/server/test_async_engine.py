@@ -1,0 +1,232 @@
+"""The server's side of the engine, with reports made by hand: what one call does to another, which is nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.errors import RequestError
+from phonograph.models.folder import model_folder
+from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler_limits import SchedulerStats
+from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.calls import Call, Sample
+from phonograph.server.errors import ApiError
+from phonograph.server.messages import Abort, Add, EngineFacts, PromptFacts, Report, SampleUpdate
+
+STATS = SchedulerStats(
+    num_running=0,
+    num_waiting=0,
+    blocks_used=0,
+    num_blocks=8,
+    num_preemptions=0,
+    prefix_queries=0,
+    prefix_hits=0,
+)
+FACTS = EngineFacts(
+    context_len=100,
+    vocab_size=2048,
+    max_num_seqs=4,
+    scheduling_policy="fcfs",
+    device="cpu",
+    attention_backend="reference",
+    mode="FULL",
+    start_seconds=0.0,
+    stats=STATS,
+)
+
+
+class FakeProcess:
+    """Keeps what is sent to it, and reports what it is given."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.reports: asyncio.Queue[Report] = asyncio.Queue()
+        self.die: Callable[[], None] = lambda: None
+
+    def send(self, command: Any) -> None:
+        self.sent.append(command)
+
+    async def receive(self) -> Report:
+        return await self.reports.get()
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        self.die = callback
+
+    def end(self) -> str:
+        return "it ended"
+
+    def report(self, *updates: SampleUpdate, **more: Any) -> None:
+        self.reports.put_nowait(Report(stats=STATS, num_steps=1, updates=list(updates), **more))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(model_folder("demo"))
+
+
+class Bench:
+    """An engine on a fake process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.process = FakeProcess()
+        self.engine = AsyncEngine(self.process, FACTS, tokenizer)  # pyright: ignore[reportArgumentType]
+        self.tokenizer = tokenizer
+
+    def open(self, *, streams: bool = True, count: int = 1, **params: Any) -> Call:
+        return self.engine.open([[5, 6]] * count, SamplingParams(max_tokens=90, **params), streams=streams)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+
+def in_loop(tokenizer: Tokenizer, body: Callable[[Bench], Any]) -> None:
+    async def run() -> None:
+        bench = Bench(tokenizer)
+        try:
+            await asyncio.wait_for(body(bench), 10)
+        finally:
+            bench.engine.close()
+
+    asyncio.run(run())
+
+
+def test_what_came_meanwhile_is_one_piece(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open(stop=["zzz"])
+        (add,) = bench.process.sent
+        assert isinstance(add, Add) and add.params.stop == () and not add.params.detokenize
+        (key,) = add.prompts
+        for token_id in bench.ids("Tom has 12"):
+            bench.process.report((key, 0, [token_id], None, None, None))
+        (sample,) = await call.wait()
+        assert sample.take().text == "Tom has 12" and sample.take().text == ""
+        bench.process.report((key, 0, bench.ids(" apples"), None, "length", None), (key, 0, [7], None, None, None))
+        await call.wait()
+        assert call.finished and sample.take().text == " apples" and sample.finish_reason == "length"
+        assert bench.engine.num_open == 0 and len(bench.process.sent) == 1
+
+    in_loop(tokenizer, body)
+
+
+def test_a_stop_string_ends_the_sample_in_the_engine_too(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open(n=2, stop=[" has"])
+        (key,) = bench.process.sent[0].prompts
+        bench.process.report((key, 1, bench.ids("Tom has 12"), None, None, None))
+        (sample,) = await call.wait()
+        assert (sample.index, sample.text, sample.finish_reason, sample.stop_reason) == (1, "Tom", "stop", " has")
+        assert bench.process.sent[1:] == [Abort(key, 1)] and bench.engine.num_open == 1
+        bench.process.report((key, 1, [5], None, "abort", None), (key, 0, [5], None, "stop", 5))
+        await call.wait()
+        assert call.finished and sample.text == "Tom" and bench.engine.num_open == 0
+
+    in_loop(tokenizer, body)
+
+
+def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grow = Sample.grow
+
+    def broken(sample: Sample, token_ids: list[int], *rest: Any) -> None:
+        assert token_ids != [666]
+        grow(sample, token_ids, *rest)
+
+    monkeypatch.setattr(Sample, "grow", broken)
+
+    async def body(bench: Bench) -> None:
+        calls = [bench.open(streams=place % 2 == 0) for place in range(4)]
+        keys = [next(iter(add.prompts)) for add in bench.process.sent]
+        bench.process.report(
+            (keys[0], 0, [666], None, None, None),
+            (keys[1], 0, [5], None, "abort", "not finite"),
+            (keys[2], 0, [5], None, "stop", None),
+            refused={keys[3]: RequestError("prompt", 1, "is bad")},
+            prompts={keys[2]: PromptFacts(1, None)},
+        )
+        await calls[2].wait()
+        assert calls[2].finished and calls[2].prompts[0].num_cached_tokens == 1
+        for place, status, says in ((0, 500, "not be turned into text"), (1, 500, "not finite"), (3, 400, "is bad")):
+            with pytest.raises(ApiError, match=says) as caught:
+                await calls[place].wait()
+            assert caught.value.status == status
+        assert bench.engine.num_open == 0
+        assert [command.key for command in bench.process.sent[4:]] == [keys[3], keys[0], keys[1]]
+
+    in_loop(tokenizer, body)
+
+
+def test_closing_aborts_what_grows_and_only_that(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open(count=2)
+        first, second = bench.process.sent[0].prompts
+        bench.process.report((first, 0, [5], None, "stop", None))
+        await call.wait()
+        call.limit(60, ApiError(504, "late"))
+        call.close()
+        call.close()
+        assert bench.process.sent[1:] == [Abort(second)] and bench.engine.num_open == 0
+        bench.process.report((second, 0, [5], None, None, None))  # it was on its way
+        call.fail(ApiError(500, "after the end there is no error"))
+        await asyncio.sleep(0)
+
+    in_loop(tokenizer, body)
+
+
+def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:
+    async def dying(bench: Bench) -> None:
+        calls = [bench.open(), bench.open(streams=False)]
+        bench.process.die()
+        for call in calls:
+            with pytest.raises(ApiError, match="it ended"):
+                await call.wait()
+        with pytest.raises(ApiError, match="it ended"):
+            bench.open()
+        assert bench.engine.died.is_set() and bench.engine.num_open == 0
+
+    async def draining(bench: Bench) -> None:
+        call = bench.open()
+        ending = asyncio.create_task(bench.engine.drain(0.05))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="shutting down"):
+            bench.open()
+        with pytest.raises(ApiError, match="before the answer was complete"):
+            await call.wait()
+        await ending
+
+    async def drained(bench: Bench) -> None:
+        call = bench.open()
+        ending = asyncio.create_task(bench.engine.drain(60))
+        bench.process.report((next(iter(bench.process.sent[0].prompts)), 0, [5], None, "stop", None))
+        await call.wait()
+        await ending
+        assert call.finished
+
+    for body in (dying, draining, drained):
+        in_loop(tokenizer, body)
+
+
+def test_a_report_that_cannot_be_taken_is_no_silence(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open()
+        bench.process.report((0, 7, [5], None, None, None))  # there is no sample 7
+        with pytest.raises(ApiError, match="lost track"):
+            await call.wait()
+        assert bench.engine.died.is_set() and bench.engine.problem is not None
+
+    in_loop(tokenizer, body)
+
+
+def test_stats_are_those_of_the_latest_report(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        assert bench.engine.stats is STATS
+        later = replace(STATS, blocks_used=3)
+        bench.process.reports.put_nowait(Report(stats=later, num_steps=9))
+        await asyncio.sleep(0.01)
+        assert bench.engine.stats == later and bench.engine.num_steps == 9
+
+    in_loop(tokenizer, body)

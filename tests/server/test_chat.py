@@ -1,0 +1,118 @@
+"""/v1/chat/completions through OpenAI's client: templates, content parts, streams, log-probabilities; /tokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from servers import QUESTION, Server
+
+ASK: list[Any] = [{"role": "user", "content": QUESTION}]
+GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
+
+
+def test_an_answer_through_the_template(client: OpenAI) -> None:
+    answer = client.chat.completions.create(messages=ASK, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and (choice.message.content or "").endswith("#### 19")
+    assert choice.finish_reason == "stop" and answer.object == "chat.completion"
+    assert answer.usage is not None and answer.usage.completion_tokens > 5
+
+
+def test_content_parts_are_joined_and_null_fields_ignored(client: OpenAI) -> None:
+    whole = client.chat.completions.create(messages=ASK, **GREEDY)
+    first, second = QUESTION.split(". ")
+    parts = [{"type": "text", "text": f"{first}."}, {"type": "text", "text": second}]
+    lined: Any = [{"role": "user", "content": f"{first}.\n{second}"}]
+    parted: Any = [{"role": "user", "content": parts, "name": None}]
+    joined = [client.chat.completions.create(messages=messages, **GREEDY) for messages in (lined, parted)]
+    assert joined[0].choices[0].message.content == joined[1].choices[0].message.content
+    assert joined[1].usage.prompt_tokens == joined[0].usage.prompt_tokens  # pyright: ignore[reportOptionalMemberAccess]
+    # What the client's own library gives back as a message can be sent again.
+    turn = [*ASK, whole.choices[0].message.model_dump(), {"role": "user", "content": "Why?"}]
+    assert client.chat.completions.create(messages=turn, max_tokens=4, **GREEDY).choices[0].message.content
+
+
+def test_lengths_by_both_names_and_up_to_the_context(client: OpenAI) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.chat.completions.create(messages=ASK, **{name: 3}, **GREEDY)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_a_stream_begins_with_the_role(client: OpenAI) -> None:
+    body: dict[str, Any] = {**GREEDY, "messages": ASK, "n": 2, "temperature": 0.8, "seed": 7, "max_tokens": 20}
+    whole = client.chat.completions.create(**body)
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **body))
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[0].object == "chat.completion.chunk"
+    for choice in whole.choices:
+        deltas = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert deltas[0].delta.role == "assistant" and deltas[0].delta.content == ""
+        assert "".join(one.delta.content or "" for one in deltas) == choice.message.content
+        assert [one.finish_reason for one in deltas if one.finish_reason] == [choice.finish_reason]
+        assert deltas[-1].finish_reason == choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_each_token(client: OpenAI, stream: bool) -> None:
+    body: dict[str, Any] = {**GREEDY, "messages": ASK, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = list(client.chat.completions.create(stream=True, **body))
+        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        found = [
+            one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
+        ]
+    else:
+        (choice,) = client.chat.completions.create(**body).choices
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        text, found = choice.message.content or "", choice.logprobs.content
+    assert found[-1].token == "<|end|>"
+    assert b"".join(bytes(one.bytes or []) for one in found[:-1]).decode() == text
+    for one in found:
+        assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob
+        assert one.top_logprobs[0].token == one.token
+
+
+def test_going_on_with_the_last_message(client: OpenAI) -> None:
+    begun: Any = [*ASK, {"role": "assistant", "content": "12 + 7 ="}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    # The demo's template trims messages and closes each; what it adds behind the last one is cut off.
+    answer = client.chat.completions.create(messages=begun, extra_body=options, **GREEDY)
+    assert (answer.choices[0].message.content or "").strip().startswith("19")
+
+
+def test_tokenize_and_detokenize(server: Server) -> None:
+    text = "Tom has 12 apples é😀"
+    found = server.post("/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True}).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 1024
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": ASK}).json()
+    assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == (
+        f"<|begin|><|user|>{QUESTION}<|end|><|assistant|>"
+    )
+
+
+def test_who_serves(server: Server, client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "demo" and model.max_model_len == 1024  # pyright: ignore[reportAttributeAccessIssue]
+    assert client.models.retrieve("demo") == model
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").json()["version"]
+    assert {"/v1/completions", "/v1/chat/completions"} <= set(server.get("/openapi.json").json()["paths"])
+
+
+def test_other_names_templates_and_defaults(serve_with: Any) -> None:
+    server = serve_with(served_model_name=["small", "best"])
+    assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["small", "best"]
+    for name in ("small", "best", None):
+        answer = server.post("/v1/completions", {"model": name, "prompt": "The", "max_tokens": 2})
+        assert answer.json()["model"] == "small"
+    assert server.post("/v1/completions", {"model": "demo", "prompt": "The"}).status_code == 404
+    plain = serve_with(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}{{ more }}")
+    body = {"messages": ASK, "chat_template_kwargs": {"more": "!"}}
+    assert plain.post("/tokenize", body).json() == plain.post("/tokenize", {"prompt": f"{QUESTION}!"}).json()
+    cold = serve_with(defaults={"temperature": 0.0})
+    answers = {cold.post("/v1/completions", {"prompt": "Tom has"}).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(answers) == 1

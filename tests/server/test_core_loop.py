@@ -1,0 +1,127 @@
+"""The loop of the engine's process, driven turn by turn: aborts give blocks back at once, nothing is reported twice."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from phonograph.config import EngineConfig
+from phonograph.engine.build import Engine
+from phonograph.engine.session import Session
+from phonograph.engine.start import start_engine
+from phonograph.sampling_params import SamplingParams
+from phonograph.server.core_loop import CoreLoop
+from phonograph.server.messages import Abort, Add, Command, Report, Stop
+
+LONG = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
+
+
+class Driven:
+    """A loop with its commands in a list and its reports in another."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.scheduler = engine.core.scheduler
+        self.commands: deque[Command] = deque()
+        self.reports: list[Report] = []
+        self.loop = CoreLoop(Session(engine.core, engine.plan.model, None, 0), self, self.reports.append)
+
+    def receive(self, *, wait: bool) -> Command | None:
+        assert self.commands or not wait, "it waits although there is nothing to come"
+        return self.commands.popleft() if self.commands else None
+
+    def turn(self, *commands: Command) -> list[Report]:
+        self.commands += commands
+        before = len(self.reports)
+        assert self.loop.turn()
+        return self.reports[before:]
+
+    def tokens(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for report in self.reports:
+            for key, index, token_ids, *_ in report.updates:
+                found.setdefault((key, index), []).extend(token_ids)
+        return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return start_engine(EngineConfig(model="demo", enforce_eager=True, max_num_seqs=4, max_model_len=256))
+
+
+@pytest.fixture
+def driven(engine: Engine) -> Iterator[Driven]:
+    driven = Driven(engine)
+    yield driven
+    driven.scheduler.check()
+    assert driven.scheduler.stats.blocks_used == 0 and not driven.scheduler.has_unfinished
+
+
+def add(key: int, *prompts: list[int], params: SamplingParams = LONG, **more: Any) -> Add:
+    return Add({key + place: prompt for place, prompt in enumerate(prompts)}, params, more.get("priority", 0))
+
+
+def test_each_token_is_reported_once_and_the_end_too(driven: Driven) -> None:
+    params = SamplingParams(max_tokens=5, n=2, ignore_eos=True, detokenize=False, logprobs=1, prompt_logprobs=0)
+    driven.turn(add(1, [5, 6, 7], [8, 9], params=params))
+    while driven.scheduler.has_unfinished:
+        driven.turn()
+    assert {sample: len(found) for sample, found in driven.tokens().items()} == {
+        (1, 0): 5,
+        (1, 1): 5,
+        (2, 0): 5,
+        (2, 1): 5,
+    }
+    updates = [update for report in driven.reports for update in report.updates]
+    assert all(logprobs is not None and len(logprobs) == len(ids) for _, _, ids, logprobs, _, _ in updates)
+    assert [reason for _, _, _, _, reason, _ in updates if reason] == ["length"] * 4
+    prompts = {key: facts for report in driven.reports for key, facts in report.prompts.items()}
+    assert sum(len(report.prompts) for report in driven.reports) == 2
+    assert [len(prompts[key].prompt_logprobs or ()) for key in (1, 2)] == [3, 2]
+    assert [report.num_steps for report in driven.reports] == list(range(1, 6))
+
+
+def test_an_abort_gives_the_blocks_back_before_the_next_step(driven: Driven) -> None:
+    driven.turn(add(1, [5] * 100), add(2, [6] * 40))
+    for _ in range(3):
+        driven.turn()
+    held = driven.scheduler.stats.blocks_used
+    (report,) = driven.turn(Abort(1))
+    assert report.stats.blocks_used <= held - 6 and report.stats.num_running == 1
+    assert {key for key, *_ in report.updates} == {2}
+    # The last one aborted: no step follows, and the report says so all the same.
+    (report,) = driven.turn(Abort(2))
+    assert report.stats.blocks_used == 0 and report.updates == []
+    assert driven.turn(Abort(1), Abort(2), Abort(99)) != []
+
+
+def test_one_sample_of_several_can_be_ended(driven: Driven) -> None:
+    params = SamplingParams(max_tokens=6, n=3, ignore_eos=True, detokenize=False)
+    driven.turn(add(7, [5, 6], params=params))
+    driven.turn(Abort(7, 1))
+    while driven.scheduler.has_unfinished:
+        driven.turn()
+    assert [len(driven.tokens()[7, index]) for index in range(3)] == [6, 1, 6]
+    assert driven.reports[-1].stats.num_running == 0
+
+
+def test_one_bad_prompt_refuses_its_call_and_no_other(driven: Driven) -> None:
+    (report,) = driven.turn(add(1, [5]), add(2, [6], [5000], [7]), add(5, [8]))
+    assert list(report.refused) == [3] and report.refused[3].parameter == "prompt"
+    assert {key for key, *_ in report.updates} == {1, 5} and report.stats.num_running == 2
+    driven.turn(Abort(1), Abort(5))
+
+
+def test_requests_keep_coming_while_others_run(driven: Driven) -> None:
+    for key in range(6):
+        driven.turn(add(key, [5 + key]))
+    assert driven.scheduler.stats.num_running == 4 and driven.scheduler.stats.num_waiting == 2
+    assert len(driven.tokens()[0, 0]) == 6
+    driven.turn(*(Abort(key) for key in range(6)))
+
+
+def test_stop_ends_the_loop(driven: Driven) -> None:
+    driven.commands.append(Stop())
+    assert not driven.loop.turn() and driven.reports == []

@@ -1,0 +1,35 @@
+"""What comes with a model, or from a file, for the server to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
+from phonograph.errors import ConfigError, ModelError
+from phonograph.server.defaults import chat_template, sampling_defaults
+
+
+def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+    engine = EngineConfig(model=str(tmp_path))
+    assert sampling_defaults(engine, ServerConfig()) == {}
+    content = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "do_sample": True, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert sampling_defaults(engine, ServerConfig()) == {"temperature": 0.6, "top_p": 0.9}
+    assert sampling_defaults(engine, ServerConfig(generation_config="none")) == {}
+    for bad in ("{", "[]", '{"temperature": -1}'):
+        (tmp_path / "generation_config.json").write_text(bad)
+        with pytest.raises(ModelError, match="--generation-config none"):
+            sampling_defaults(engine, ServerConfig())
+
+
+def test_a_chat_template_by_file_or_by_itself(tmp_path: Path) -> None:
+    assert chat_template(ServerConfig()) is None
+    assert chat_template(ServerConfig(chat_template="{{ messages }}")) == "{{ messages }}"
+    (tmp_path / "chat.jinja").write_text("é{{ messages }}", encoding="utf-8")
+    assert chat_template(ServerConfig(chat_template=str(tmp_path / "chat.jinja"))) == "é{{ messages }}"
+    with pytest.raises(ConfigError, match="no file that can be read"):
+        chat_template(ServerConfig(chat_template=str(tmp_path / "absent")))

@@ -1,0 +1,181 @@
+"""The whole command in processes of its own: what a user starts, what kills it, and what is left then."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+LONG = {"prompt": "Tom", "max_tokens": 8000, "ignore_eos": True}
+
+
+class Process:
+    """`phonograph serve demo` with more flags, started; what it says on stderr is kept."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "phonograph", "serve", "demo", "--max-num-seqs", "4"]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PHONOGRAPH_")}
+        self.process = subprocess.Popen(
+            [*command, "--enforce-eager", *([] if "--port" in flags else ["--port", "0"]), *flags],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """Where it serves, waited for."""
+        wait_for(lambda: "serving demo at" in self.said or self.process.poll() is not None)
+        found = re.search(r"serving demo at (http://\S+)/v1", self.said)
+        assert found, self.said
+        return found[1]
+
+    @property
+    def engine_pid(self) -> int:
+        """The child that has torch loaded, and so by far the most memory of all."""
+        children = psutil.Process(self.process.pid).children()
+        return max(children, key=lambda child: child.memory_info().rss).pid
+
+    def exit_code(self) -> int:
+        code = self.process.wait(30)
+        self._reader.join(5)
+        return code
+
+
+def wait_for(holds: Callable[[], Any], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def make(*flags: str) -> Process:
+        started.append(Process(*flags))
+        return started[-1]
+
+    yield make
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+
+
+def stream_to_its_end(url: str, into: list[str], body: dict[str, Any]) -> threading.Thread:
+    """A stream in a thread, which has begun."""
+
+    def read() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+            into.extend(response.iter_lines())
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    wait_for(lambda: into)
+    return thread
+
+
+def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..., Process]) -> None:
+    server = start("--disable-uvicorn-access-log")
+    url, lines, answers = server.url, [], []
+    streaming = stream_to_its_end(url, lines, LONG)
+    waiting = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=LONG, timeout=60))
+    )
+    waiting.start()
+    time.sleep(0.2)
+    engine = server.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    streaming.join(10)
+    waiting.join(10)
+    assert httpx.get(f"{url}/health").status_code == 503
+    assert lines[-2] == "data: [DONE]" and "SIGKILL" in lines[-4] and '"error"' in lines[-4]
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "engine_died"
+    assert server.exit_code() == 1
+    assert "the engine's process ended by SIGKILL" in server.said and "Traceback" not in server.said
+    assert not psutil.pid_exists(engine)
+
+
+def test_a_terminated_server_finishes_what_it_has_in_time(start: Callable[..., Process]) -> None:
+    server = start("--shutdown-timeout", "3")
+    url, short, long = server.url, [], []
+    threads = [stream_to_its_end(url, short, {**LONG, "max_tokens": 20}), stream_to_its_end(url, long, LONG)]
+    engine = server.engine_pid
+    # As a service manager does: every process of the group gets the signal.
+    os.kill(engine, signal.SIGTERM)
+    server.process.terminate()
+    wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+    refused = httpx.post(f"{url}/v1/completions", json=LONG)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    for thread in threads:
+        thread.join(20)
+    assert '"finish_reason":"length"' in "".join(short) and "error" not in "".join(short)
+    assert "shut down before the answer was complete" in long[-4]
+    assert server.exit_code() == 0, server.said
+    assert not psutil.pid_exists(engine)
+
+
+def test_the_engine_ends_with_a_server_that_is_killed() -> None:
+    """However far its start has come. A server without HTTP starts sooner, and dies the same."""
+    program = """if __name__ == "__main__":
+    import asyncio
+    from phonograph.config import EngineConfig
+    from phonograph.server.engine_process import EngineProcess
+
+    async def start():
+        process = EngineProcess(EngineConfig(model="demo", enforce_eager=True))
+        print(process.pid, flush=True)
+        await asyncio.sleep(60)
+
+    asyncio.run(start())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        engine = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+    wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-model-len", "9999999"], "max_model_len=9999999: the model was made for 8192 positions"),
+        (["--chat-template", "absent.jinja"], "chat_template='absent.jinja': is no template and no file"),
+    ],
+)
+def test_a_start_that_fails_is_one_line(start: Callable[..., Process], flags: list[str], says: str) -> None:
+    server = start(*flags)
+    assert server.exit_code() == 2
+    assert says in server.said and "Traceback" not in server.said
+
+
+def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Process]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = start("--port", port)
+        assert server.exit_code() == 2
+        assert f"port={port}: cannot be bound on 127.0.0.1" in server.said and "starting" not in server.said

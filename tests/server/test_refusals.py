@@ -1,0 +1,216 @@
+"""Whatever a client sends, it gets an error that names what is wrong, in OpenAI's form, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from servers import QUESTION, Server
+
+USER = {"role": "user", "content": "Hi"}
+COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    # body beside the prompt, the field that is at fault, part of what is said
+    ({"prompt": None}, "prompt", "must be a string"),
+    ({"prompt": 5}, "prompt", "must be a string"),
+    ({"prompt": []}, "prompt", "is empty"),
+    ({"prompt": ""}, "prompt", "is empty"),
+    ({"prompt": [[]]}, "prompt", "is empty"),
+    ({"prompt": [1, "a"]}, "prompt", "must be a string"),
+    ({"prompt": [True]}, "prompt", "must be a string"),
+    ({"prompt": [[1.5]]}, "prompt", "must be a string"),
+    ({"prompt": [5, -1]}, "prompt", "0 to 2047"),
+    ({"prompt": [5, 2048]}, "prompt", "0 to 2047"),
+    ({"prompt": [10**30]}, "prompt", "0 to 2047"),
+    ({"prompt": "half \ud83d of a pair"}, "prompt", "no Unicode text"),
+    ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "echo"),
+    ({"max_tokens": -1}, "max_tokens", ">= 1"),
+    ({"max_tokens": 1024}, "max_tokens", "context holds 1024 tokens"),
+    ({"max_tokens": 10**30}, "max_tokens", "context holds 1024 tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "contradict"),
+    ({"n": 0}, "n", "n=0"),
+    ({"n": 10**6}, "n", "takes 4100 at most"),
+    ({"n": True}, "n", "valid integer"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"temperature": -1}, "temperature", "temperature=-1"),
+    ({"temperature": 10**400}, "temperature", ""),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "top_p=0"),
+    ({"top_k": -2}, "top_k", "top_k=-2"),
+    ({"min_p": 2}, "min_p", "min_p=2"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
+    ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
+    ({"logit_bias": [1]}, "logit_bias", "must map"),
+    ({"seed": 2**64}, "seed", "seed="),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"stop": [1]}, "stop", "list of strings"),
+    ({"stop": ["x"] * 65}, "stop", "at most 64"),
+    ({"stop": "x" * 1025}, "stop", "1024 characters"),
+    ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
+    ({"stop_token_ids": "5"}, "stop_token_ids", "list of token ids"),
+    ({"min_tokens": 17}, "min_tokens", "at most max_tokens"),
+    ({"logprobs": 21}, "logprobs", "20 at most"),
+    ({"logprobs": True}, "logprobs", "valid integer"),
+    ({"logprobs": -1}, "logprobs", "logprobs=-1"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "20 at most"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "not permitted"),
+    ({"priority": 1}, "priority", "--scheduling-policy"),
+    ({"request_id": "x" * 201}, "request_id", "200"),
+    ({"request_id": "\udc00"}, "request_id", ""),
+    ({"suffix": "."}, "suffix", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"guided_regex": "a"}, "guided_regex", "not supported"),
+    ({"temprature": 1}, "temprature", "did you mean temperature?"),
+    ({"x" * 5000: 1}, "x" * 100 + "...", "unknown field"),
+    ({"\ud800": 1}, None, "valid string"),
+]
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "list of one message"),
+    ({"messages": []}, "messages", "list of one message"),
+    ({"messages": ["Hi"]}, "messages", "each an object"),
+    ({"messages": [{}]}, "messages[0].role", "role must be one of"),
+    ({"messages": [{"role": "boss", "content": ""}]}, "messages[0].role", "role must be one of"),
+    ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role", "role must be one of"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "must be given"),
+    ({"messages": [{**USER, "content": 5}]}, "messages[0].content", "string or a list"),
+    ({"messages": [{**USER, "content": [5]}]}, "messages[0].content[0]", "an object with a type"),
+    ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "must be a string"),
+    ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "reads text"),
+    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown key"),
+    ({"messages": [{**USER, "content": "\ud800"}]}, "messages", ""),
+    ({"logprobs": 3}, "logprobs", "valid boolean"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20 at most"),
+    ({"max_completion_tokens": 1024}, "max_completion_tokens", "context holds 1024 tokens"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradicts"),
+    ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "no variable"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
+    ({"chat_template": "x"}, "chat_template", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"echo": True}, "echo", "no field of this endpoint"),
+]
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert len(error["message"]) < 1100
+    return error
+
+
+def test_every_wrong_field_is_named(server: Server) -> None:
+    """In one test, on one connection: the table is long."""
+    # json.dumps writes halves of surrogate pairs as escapes, which is how they come over the wire.
+    tables = [("/v1/completions", {"prompt": "Hi"}, COMPLETIONS), ("/v1/chat/completions", {"messages": [USER]}, CHATS)]
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}) as http:
+        for path, rest, table in tables:
+            for body, param, says in table:
+                error = error_of(http.post(path, content=json.dumps({**rest, **body})))
+                assert error["type"] == "invalid_request_error"
+                assert error["param"] == param and says in error["message"], (body, error)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "oops": True}, "oops"),
+        ("/detokenize", {"tokens": [2048]}, "tokens"),
+        ("/detokenize", {"tokens": "12"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_so_do_tokenize_and_detokenize(server: Server, path: str, body: dict[str, Any], param: str) -> None:
+    assert error_of(server.post(path, body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "JSON object"),
+        (b"{", "no JSON"),
+        (b"[]", "JSON object"),
+        (b'"prompt"', "JSON object"),
+        (b"\xff\xfe{}", ""),
+        (b"[" * 200_000, ""),
+        (b'{"prompt":' * 50_000, ""),
+        (b'{"prompt": "Hi", "max_tokens": ' + b"9" * 10_000 + b"}", ""),
+        (b'{"prompt": "Hi", "temperature": NaN}', "temperature=nan"),
+        (b'{"prompt": "Hi", "temperature": Infinity}', "temperature=inf"),
+        (b"prompt=Hi", "no JSON"),
+    ],
+)
+def test_bodies_that_are_no_request(server: Server, content: bytes, says: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert says in error_of(answer)["message"]
+
+
+def test_what_is_not_there(server: Server, client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-5", prompt="Hi")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    assert error_of(server.get("/v1/models/gpt-5"), 404)["code"] == "model_not_found"
+    assert "Not Found" in error_of(server.get("/v2"), 404)["message"]
+    assert "Method Not Allowed" in error_of(server.get("/v1/completions"), 405)["message"]
+    plain = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "Hi"}', headers={"content-type": "a/b"})
+    assert "application/json" in error_of(plain)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_does_not_fit(server: Server, client: OpenAI, stream: bool) -> None:
+    for prompt in ([5] * 1024, "word " * 9000):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="demo", prompt=prompt, max_tokens=1, stream=stream)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        assert caught.value.code == "context_length_exceeded" and "1024" in caught.value.message
+    fits = client.completions.create(model="demo", prompt=[5] * 1023, max_tokens=1)
+    assert fits.usage is not None and fits.usage.total_tokens == 1024
+
+
+def test_one_bad_prompt_refuses_its_batch_and_nothing_is_left(server: Server) -> None:
+    for stream in (False, True):
+        body = {"prompt": [[5, 6], [5, 2048], [7]], "max_tokens": 900, "ignore_eos": True, "stream": stream}
+        assert error_of(server.post("/v1/completions", body))["param"] == "prompt"
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x00\x01\x7f\u200b\u202e\u2066",
+        "a" + "\u0301" * 200,
+        "👨‍👩‍👧‍👦" * 20,
+        "\ufffd\ufffe\uffff\U0010ffff",
+        "<|end|><|user|><|begin|>" * 20,
+        "ﷺ" * 100 + "𒐫" * 20,
+    ],
+)
+def test_hostile_unicode_comes_through_whole(server: Server, text: str) -> None:
+    found = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": found}).json()["prompt"] == text
+    answer = server.post("/v1/completions", {"prompt": text, "max_tokens": 2, "echo": True, "logprobs": 1})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"].startswith(text)
+
+
+def test_others_are_answered_beside_all_this(server: Server, client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": QUESTION}], temperature=0, stream=True
+    )
+    pieces: list[str] = []
+    for chunk in stream:
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+        error_of(server.post("/v1/completions", {"prompt": [5, 2048]}))
+    assert "".join(pieces).endswith("#### 19")

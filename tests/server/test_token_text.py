@@ -1,0 +1,48 @@
+"""Single tokens as text and bytes, for tokenizers that write bytes in either of the usual ways."""
+
+from __future__ import annotations
+
+import pytest
+from sentencepiece_like import sentencepiece_like
+
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.models.folder import model_folder
+from phonograph.server.logprobs import CompletionLogprobs
+from phonograph.server.token_text import TokenTexts
+
+TEXTS = ["Tom has 12 apples.", "é😀 ﷺ\n\tx", "  two  spaces ", "\ufffd?", "a", "👨‍👩‍👧"]
+
+
+@pytest.fixture(params=["demo", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer.load(model_folder("demo")) if request.param == "demo" else sentencepiece_like()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text)
+    assert b"".join(map(texts.bytes, ids)).decode().removeprefix(" ") == text.removeprefix(" ")
+    for token_id in ids:
+        shown = texts.text(token_id)
+        assert shown.encode() == texts.bytes(token_id) or shown.startswith("bytes:\\x")
+
+
+def test_every_token_has_bytes_of_its_own(tokenizer: Tokenizer) -> None:
+    texts = TokenTexts(tokenizer)
+    single = {texts.bytes(token_id) for token_id in range(tokenizer._backend.get_vocab_size())}
+    assert {bytes([byte]) for byte in range(0x80, 0x100)} - {
+        b"\xc0",
+        b"\xc1",
+        *(bytes([b]) for b in range(0xF5, 256)),
+    } <= single
+    assert texts.text(10**6) == ""
+
+
+def test_offsets_are_those_of_characters(tokenizer: Tokenizer) -> None:
+    text = "To 😀m."
+    ids = tokenizer.encode(text)
+    block = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=()).block(ids, [None] * len(ids), top=0)
+    space = block["tokens"][0].startswith(" ")  # in one of them a text begins with a space that nobody wrote
+    assert block["text_offset"][-1] == len(text) - 1 + space
+    assert block["text_offset"][0] == 0 and block["text_offset"] == sorted(block["text_offset"])

@@ -1,0 +1,101 @@
+"""An engine in its process, its event loop in a thread, and servers on it with real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import OpenAI
+
+from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
+from phonograph.server.app import make_app
+from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.run import running_engine
+from phonograph.server.serving import Serving
+
+QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}
+
+
+@dataclass
+class Server:
+    """A server on the shared engine."""
+
+    url: str
+    engine: AsyncEngine
+
+    def client(self, **settings: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **settings})
+
+    def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **settings)
+
+    def get(self, path: str, **settings: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30, **settings)
+
+    def wait_until(self, holds: Callable[[AsyncEngine], bool], seconds: float = 30) -> None:
+        """Waits for something about the engine, and says how it was at last where it does not come about."""
+        until = time.monotonic() + seconds
+        while not holds(self.engine):
+            assert time.monotonic() < until, (self.engine.num_open, self.engine.stats)
+            time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        """Until no request is open and no block is held: what every test must come back to."""
+        self.wait_until(lambda engine: engine.num_open == 0)
+        self.wait_until(lambda engine: engine.stats.blocks_used == engine.stats.num_running == 0)
+
+
+class EngineThread:
+    """An event loop in a thread, with the engine on it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.engine: Future[AsyncEngine] = Future()
+        self._done = asyncio.Event()
+        self._thread = threading.Thread(target=self.loop.run_until_complete, args=(self._run(),), daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(20)
+
+    async def _run(self) -> None:
+        try:
+            async with running_engine(EngineConfig(model="demo", **SMALL), lambda *_: None) as engine:
+                self.engine.set_result(engine)
+                await self._done.wait()
+        except BaseException as error:
+            if not self.engine.done():
+                self.engine.set_exception(error)
+            raise
+
+
+@contextmanager
+def serving(thread: EngineThread, config: ServerConfig, *, defaults: dict[str, Any] | None = None) -> Iterator[Server]:
+    """One more server on the engine."""
+    engine = thread.engine.result()
+    app = make_app(Serving(engine, config, "demo", defaults or {}, config.chat_template))
+    http = uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1)
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = thread.submit(http.serve(sockets=[listener]))
+    try:
+        yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
+    finally:
+        http.should_exit = True
+        running.result(20)
