@@ -67,7 +67,7 @@ def arena_of(version: str, spec: AttentionSpec, *, query_len: int = 1, slots: in
     refusals = registered.refusals(spec, here)
     if refusals:
         pytest.skip("; ".join(refusals))
-    absent = kernel_missing(version, spec.head_size, spec.dtype, torch.device("cuda"))
+    absent = kernel_missing(version, spec.head_size, spec.kv_cache_dtype, torch.device("cuda"))
     if absent is not None:
         pytest.skip(absent)
     return CascadeArena(
@@ -129,6 +129,7 @@ def test_one_graph_for_every_prefix(version: str, query_len: int, record_propert
         {"num_query_heads": 64, "num_kv_heads": 8, "layout": KVLayout.HND, "block_size": 32},
         {"head_size": 96, "softcap": 20.0},
         {"lse": False, "block_size": 64},
+        {"kv_cache_dtype": "float8_e4m3fn"},
     ],
     ids=str,
 )
