@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import test_attention_decode as decode
 import test_attention_prefill as prefill
+import test_cascade as cascade
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
@@ -92,6 +93,8 @@ def run_all(device: torch.device) -> None:
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
     page_indices.check(7, 1100, 16, device)
+    cascade.test_cut(cascade.in_triton, 9, 40, 16, device)
+    cascade.test_a_side_without_keys_is_not_read(cascade.in_triton, device)
     test_quantize.test_queries(5, 8, 2, 64, dtype, True, device)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
