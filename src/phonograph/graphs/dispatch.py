@@ -25,11 +25,15 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding."""
+    """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding.
+
+    cause: the part of the reason without the numbers of this step, so that steps can be counted by it
+    """
 
     mode: GraphMode
     key: GraphKey | None
     num_tokens: int
+    cause: str
     reason: str
 
     @property
@@ -69,17 +73,18 @@ class Dispatcher:
         padding = key.num_tokens - tokens
         text = f"{kind}; " + (f"{padding} of {key.num_tokens} tokens are padding" if padding else "no padding")
         if key.graphs is not GraphSet.PIECEWISE:
-            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, reason=text)
+            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
         text += "; attention runs between the pieces"
-        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, reason=text)
+        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
 
     def _eager(self, tokens: int, keys: list[GraphKey]) -> Decision:
         mode = self.resolution.mode
         if mode is GraphMode.NONE:
-            reason = f"graphs are off: {self.resolution.reasons[-1].text}"
+            cause = reason = f"graphs are off: {self.resolution.reasons[-1].text}"
         elif keys:
             largest = max(key.num_tokens for key in keys)
+            cause = "more tokens than the largest graph holds"
             reason = f"{tokens} tokens are more than the largest graph holds ({largest})"
         else:
-            reason = f"{mode.value} has no graph for a batch that is not uniform"
-        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, reason=reason)
+            cause = reason = f"{mode.value} has no graph for a batch that is not uniform"
+        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, cause=cause, reason=reason)
