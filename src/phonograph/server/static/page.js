@@ -26,21 +26,24 @@ let rates = [];
 let key = sessionStorage.getItem("phonograph-key");
 let paused = false;
 let timer = null;
+let turns = 0; // of polling: an answer that comes after the next question was asked, or after a pause, is late
 
 const picture = new Picture(id("picture"), showChosen);
 
 async function poll() {
   clearTimeout(timer);
+  const turn = ++turns;
   try {
     const newest = steps.at(-1)?.number ?? 0;
     const headers = key ? { authorization: `Bearer ${key}` } : {};
     const answer = await fetch(`v1/graphs?last=${KEPT}&after=${newest}`, { headers, cache: "no-store" });
+    const news = answer.ok ? await answer.json() : null;
+    if (turn !== turns) return;
     if (answer.status === 401) {
       id("key").hidden = false;
       return state("waiting", "An API key is needed");
     }
-    if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
-    const news = await answer.json();
+    if (!news) throw new Error(`the server answers ${answer.status}`);
     id("key").hidden = true;
     if (news.num_steps < newest) {
       // Another server than before: its steps are counted from the beginning.
@@ -51,9 +54,10 @@ async function poll() {
     }
     show(news);
   } catch (error) {
+    if (turn !== turns) return;
     state("down", `No answer: ${error.message}`);
   }
-  timer = paused || document.hidden ? null : setTimeout(poll, EVERY);
+  if (!document.hidden) timer = setTimeout(poll, EVERY);
 }
 
 function state(name, text) {
@@ -70,12 +74,12 @@ function show(news) {
   showDecisions(news.decisions);
   showResolution(news);
   rows("list", steps.slice(-LISTED).reverse(), (step) => [
-    number(whole(step.number)),
+    number(whole(step.number), "step"),
     batch(step),
     modeMark(step.mode, graphName(step)),
-    number(whole(step.padded_tokens)),
-    number(milliseconds(step.seconds)),
-    step.reason,
+    number(whole(step.padded_tokens), "padding"),
+    number(milliseconds(step.seconds), "time"),
+    reason(step.reason),
   ]);
   picture.show(steps);
 }
@@ -121,10 +125,10 @@ function showDecisions(decisions) {
   rows("decisions", sorted, (one) => [
     modeMark(one.mode, one.mode === "NONE" ? "no graph" : one.mode),
     one.kind,
-    one.cause,
-    number(whole(one.steps)),
-    number(percent(one.padded_tokens, one.padded_tokens + one.tokens)),
-    number(milliseconds(one.seconds / one.steps)),
+    reason(one.cause),
+    number(whole(one.steps), "steps"),
+    number(percent(one.padded_tokens, one.padded_tokens + one.tokens), "padding"),
+    number(milliseconds(one.seconds / one.steps), "mean time"),
   ]);
 }
 
@@ -134,23 +138,19 @@ function showResolution({ resolution, support, captures, notes }) {
     const change = one.from && one.from !== one.to ? `${one.from} → ${one.to}` : one.to;
     return `${change}: ${one.why}`;
   }));
-  put("support", `The backend supports ${support.level}: ${support.reason}`);
+  // Most chains of reasons have that of the support in them already.
+  const told = resolution.reasons.some((one) => one.why.includes(support.reason));
+  put("support", told ? "" : `The backend supports ${support.level}: ${support.reason}`);
   items("notes", notes);
   const megabytes = (captures.memory_bytes / 2 ** 20).toFixed(1);
   const count = captures.graphs.length;
   put("graphs-summary", `${plural(count, "graph")}, ${megabytes} MiB, captured in ${captures.seconds.toFixed(1)} s`);
-  const sets = Map.groupBy ? Map.groupBy(captures.graphs, (graph) => graph.set) : grouped(captures.graphs);
-  const nodes = [...sets].flatMap(([set, graphs]) => [
+  const sets = [...new Set(captures.graphs.map((graph) => graph.set))];
+  const nodes = sets.flatMap((set) => [
     element("dt", `${set}, tokens`),
-    element("dd", graphs.map((graph) => graph.tokens).join(", ")),
+    element("dd", captures.graphs.filter((graph) => graph.set === set).map((graph) => graph.tokens).join(", ")),
   ]);
   id("captures").replaceChildren(...nodes);
-}
-
-function grouped(graphs) {
-  const sets = new Map();
-  for (const graph of graphs) sets.set(graph.set, [...(sets.get(graph.set) ?? []), graph]);
-  return sets;
 }
 
 function showChosen(step) {
@@ -188,7 +188,8 @@ function element(name, content, className = "") {
   return node;
 }
 
-const number = (text) => ({ text, className: "n" });
+const number = (text, label) => ({ text, className: "n", label });
+const reason = (text) => ({ text, className: "reason" });
 const modeMark = (mode, text) => ({ text, className: "mode", mode });
 
 function rows(body, values, cells) {
@@ -197,6 +198,7 @@ function rows(body, values, cells) {
     for (const cell of cells(value)) {
       const node = element("td", cell.text ?? cell, cell.className);
       if (cell.mode) node.dataset.mode = cell.mode;
+      if (cell.label) node.dataset.label = cell.label;
       row.append(node);
     }
     return row;
@@ -206,11 +208,14 @@ function rows(body, values, cells) {
 
 function items(list, texts) {
   const node = id(list);
-  if (node.children.length !== texts.length) node.replaceChildren(...texts.map((text) => element("li", text)));
+  const shown = [...node.children].map((child) => child.textContent);
+  if (shown.join("\n") !== texts.join("\n")) node.replaceChildren(...texts.map((text) => element("li", text)));
 }
 
 id("pause").addEventListener("click", () => {
   paused = !paused;
+  clearTimeout(timer);
+  turns += 1;
   put("pause", paused ? "Go on" : "Pause");
   id("pause").setAttribute("aria-pressed", String(paused));
   if (paused) state("waiting", "Paused");
