@@ -55,7 +55,7 @@ async def graphs(
 
 
 def _graph(key: GraphKey) -> dict[str, Any]:
-    return {"set": key.graphs.value, "tokens": key.num_tokens, "slots": key.num_reqs}
+    return {"set": key.kind, "tokens": key.num_tokens, "slots": key.num_reqs}
 
 
 def _engine(engine: AsyncEngine) -> dict[str, Any]:
