@@ -222,3 +222,15 @@ def test_a_prefix_is_weighed_once() -> None:
     ]
     assert rule.asked == 4
     assert decisions[:4] == decisions[4:8] and decisions[1] is decisions[5]
+
+
+@pytest.mark.parametrize("mode", list(GraphMode))
+def test_causes_are_few(mode: GraphMode) -> None:
+    """Whoever counts steps by them must not get a series for every size."""
+    dispatcher = _cascading(mode, Rule())
+    shapes = [_sharing(count, prefix) for count in range(1, 25) for prefix in (0, 256, 512)]
+    shapes += [_shape(1, *[2] * count) for count in range(1, 40)]
+    decisions = [dispatcher.decide(shape) for shape in shapes]
+    assert len({decision.cause for decision in decisions}) <= 4
+    assert len({decision.reason for decision in decisions}) > 20 or mode is GraphMode.NONE
+    assert all(decision.cascade == decision.cause.endswith("; cascade") for decision in decisions)

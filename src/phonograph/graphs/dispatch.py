@@ -43,12 +43,14 @@ class CascadeRule(Protocol):
 class Decision:
     """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding.
 
+    cause: the part of the reason without the numbers of this step, so that steps can be counted by it
     cascade: the common prefix is attended once, in a graph (then `key` says so too) or eagerly
     """
 
     mode: GraphMode
     key: GraphKey | None
     num_tokens: int
+    cause: str
     reason: str
     cascade: bool = False
 
@@ -106,29 +108,30 @@ class Dispatcher:
         choice = rule.weigh(num_reqs=tokens // self._query_len, query_len=self._query_len, prefix_len=prefix_len)
         if not choice.taken:
             return replace(plain, reason=f"{plain.reason}; no cascade: {choice.reason}")
-        reason = f"{plain.reason}; cascade: {choice.reason}"
+        cause, reason = f"{plain.cause}; cascade", f"{plain.reason}; cascade: {choice.reason}"
         if plain.key is None:
-            return replace(plain, reason=reason, cascade=True)
+            return replace(plain, cause=cause, reason=reason, cascade=True)
         key = replace(plain.key, cascade=True)
         if key not in self.captures.cascade:
             return replace(plain, reason=f"{plain.reason}; no cascade: {plain.key.kind} graphs have no such variant")
-        return replace(plain, key=key, reason=reason, cascade=True)
+        return replace(plain, key=key, cause=cause, reason=reason, cascade=True)
 
     def _graph(self, tokens: int, key: GraphKey, kind: str) -> Decision:
         padding = key.num_tokens - tokens
         text = f"{kind}; " + (f"{padding} of {key.num_tokens} tokens are padding" if padding else "no padding")
         if key.graphs is not GraphSet.PIECEWISE:
-            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, reason=text)
+            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
         text += "; attention runs between the pieces"
-        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, reason=text)
+        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
 
     def _eager(self, tokens: int, keys: list[GraphKey]) -> Decision:
         mode = self.resolution.mode
         if mode is GraphMode.NONE:
-            reason = f"graphs are off: {self.resolution.reasons[-1].text}"
+            cause = reason = f"graphs are off: {self.resolution.reasons[-1].text}"
         elif keys:
             largest = max(key.num_tokens for key in keys)
+            cause = "more tokens than the largest graph holds"
             reason = f"{tokens} tokens are more than the largest graph holds ({largest})"
         else:
-            reason = f"{mode.value} has no graph for a batch that is not uniform"
-        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, reason=reason)
+            cause = reason = f"{mode.value} has no graph for a batch that is not uniform"
+        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, cause=cause, reason=reason)

@@ -19,7 +19,7 @@ from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.errors import CaptureError
 from phonograph.graphs.cuda import CudaRuntime
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
@@ -40,7 +40,10 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class CudaStep:
     """A step in flight. `output` has what was known when it was sent; `result` adds the tokens."""
 
-    def __init__(self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput) -> None:
+    def __init__(
+        self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput, decision: Decision
+    ) -> None:
+        self.decision = decision
         self._ring = ring
         self._ticket = ticket
         self._batch = batch
@@ -192,7 +195,7 @@ class CudaRunner:
             output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
-            return CudaStep(self._ring, self._ring.send(tokens), batch, output)
+            return CudaStep(self._ring, self._ring.send(tokens), batch, output, decision)
 
     def replay(self, key: GraphKey) -> Outputs:
         """Replays `key` on the inputs written for it; the next step overwrites what it returns."""

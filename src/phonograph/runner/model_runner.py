@@ -84,7 +84,7 @@ class ModelRunner:
             common = fill_buffers(self._buffers, self._slots, batch, decision.key, prefix_len)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
-            return CompletedStep(self._sample(batch, hidden, logits))
+            return CompletedStep(self._sample(batch, hidden, logits), decision)
 
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
