@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece_like import END, sentencepiece_like
 
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.text import TextBuilder
@@ -17,7 +18,7 @@ TOKENIZER = Tokenizer.load(MODEL_DIRECTORY)
 
 def build(text: str, **settings) -> tuple[TextBuilder, list[str], int]:
     """Feeds the tokens of a text one by one; what was shown after each, and how many were needed."""
-    builder = TextBuilder(TOKENIZER, SamplingParams(**settings))
+    builder = TextBuilder(TOKENIZER, SamplingParams(**settings), ())
     token_ids = TOKENIZER.encode(text)
     shown = []
     for count in range(1, len(token_ids) + 1):
@@ -35,6 +36,28 @@ def test_a_stop_string_cuts_the_text_and_is_named() -> None:
     assert (builder.text, builder.stopped) == ("12 + 7 ", "= 19.")
     assert all("12 + 7 ".startswith(earlier) for earlier in shown), "nothing shown is taken back"
     assert build(text, stop="####", include_stop_str_in_output=True)[0].text == "12 + 7 = 19. ####"
+
+
+@pytest.mark.parametrize("prompt", ["To", "To 😀", "To a To a To a To a To a"])
+def test_text_goes_on_with_the_space_that_a_decoder_would_take(prompt: str) -> None:
+    tokenizer = sentencepiece_like()
+    before = tokenizer.encode(prompt)
+    builder = TextBuilder(tokenizer, SamplingParams(), before)
+    builder.push(tokenizer.encode(f"{prompt} a Tom.")[len(before) :])
+    assert builder.text == " a Tom."
+    # Behind a special token a text begins, as an answer behind a template does.
+    begun = TextBuilder(tokenizer, SamplingParams(), tokenizer.encode(prompt + END))
+    begun.push(tokenizer.encode("a Tom."))
+    assert begun.text == "a Tom."
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
+    for tokenizer in (TOKENIZER, sentencepiece_like()):
+        token_ids = tokenizer.encode("a😀.")
+        for cut in range(1, len(token_ids)):
+            builder = TextBuilder(tokenizer, SamplingParams(), token_ids[:cut])
+            builder.push(token_ids[cut:])
+            assert "a" not in builder.text and builder.text.endswith(".")
 
 
 def test_min_tokens_holds_stop_strings_back() -> None:

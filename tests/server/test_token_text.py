@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from sentencepiece_like import sentencepiece_like
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.models.folder import model_folder
@@ -13,18 +11,6 @@ from phonograph.server.logprobs import CompletionLogprobs
 from phonograph.server.token_text import TokenTexts
 
 TEXTS = ["Tom has 12 apples.", "é😀 ﷺ\n\tx", "  two  spaces ", "\ufffd?", "a", "👨‍👩‍👧"]
-
-
-def sentencepiece_like() -> Tokenizer:
-    """Spaces are written as ▁, and bytes that have no token as <0x..>; a decoder takes the first space away."""
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "▁a", "T", "o", "m", "▁T", "▁To", "."]
-    merges = [("▁", "a"), ("▁", "T"), ("▁T", "o")]
-    backend = Backend(models.BPE({piece: place for place, piece in enumerate(pieces)}, merges, byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 @pytest.fixture(params=["demo", "sentencepiece"])

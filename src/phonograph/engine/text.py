@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.sampling_params import SamplingParams
 
@@ -12,11 +14,12 @@ class TextBuilder:
     text:    all of it that is certain, the stop string cut off (or kept, as the parameters say)
     stopped: the stop string that ended it, or None
 
-    Text that might still turn out to be the beginning of a stop string is held back until the next tokens tell.
+    `prompt_token_ids` are what the sample goes on with. Text that might still turn out to be the beginning of a stop
+    string is held back until the next tokens tell.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens, after=prompt_token_ids)
         self._params = params
         self._num_tokens = 0
         self._decoded = ""

@@ -15,6 +15,8 @@ from phonograph.errors import ModelError, RequestError
 from phonograph.models.folder import DEMO, model_folder
 
 ChatMessage = dict[str, Any]
+_DECODED_BEFORE = 8
+"""Tokens of the prompt that are decoded with the first of the output: more than a character ever has."""
 
 
 class Tokenizer:
@@ -150,9 +152,36 @@ class Tokenizer:
         """A token as the vocabulary writes it, or None where it has no such token."""
         return cast("str | None", self._backend.id_to_token(token_id))
 
-    def stream(self, *, skip_special_tokens: bool) -> TokenStream:
-        """A decoder that takes tokens one by one."""
-        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens)
+    def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
+        """A decoder that takes tokens one by one.
+
+        after: tokens whose text the stream goes on with. Some decoders take the space from the beginning of a text,
+               which the middle of one must keep. A special token ends a text, and what follows begins one.
+        """
+        tail = list(after[-_DECODED_BEFORE:])
+        for place in range(len(tail) - 1, -1, -1):
+            if tail[place] in self.special_token_ids:
+                tail = tail[place + 1 :]
+                break
+        if self.decode(tail).endswith("\ufffd"):  # in the middle of a character
+            tail = []
+        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens, after=tail)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses what is no prompt of token ids.
+
+    Raises:
+        RequestError: an item is no integer, or no token id of the model.
+    """
+    # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
+    if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("prompt", token_id, "must be text or a list of integers")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError("prompt", token_id, f"the model's token ids are 0 to {vocab_size - 1}")
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -204,9 +233,9 @@ def _shortened(text: str) -> str:
 class TokenStream:
     """Turns tokens into text as they come; bytes of an unfinished character wait for their rest."""
 
-    def __init__(self, backend: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, *, skip_special_tokens: bool, after: list[int]) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(ids=after, skip_special_tokens=skip_special_tokens)
 
     def push(self, token_id: int) -> str:
         return self._stream.step(self._backend, token_id) or ""
