@@ -107,7 +107,7 @@ class PhonographLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Token ids; special tokens around them only with add_bos_token, unless the harness says."""
         special = self._add_bos_token if add_special_tokens is None else add_special_tokens
         return self._tokenizer.encode(string, add_special_tokens=special)
@@ -118,7 +118,8 @@ class PhonographLM(TemplateLM):
         params: list[SamplingParams] = []
         stops: list[list[str]] = []
         for request in requests:
-            context, asked = request.args
+            arguments: tuple[Any, ...] = request.args
+            context, asked = arguments
             wanted: dict[str, Any] = {**normalize_gen_kwargs(asked, self._max_gen_toks)}
             wanted.pop("do_sample", None)
             max_tokens, until = wanted.pop("max_gen_toks"), [one for one in wanted.pop("until") if one]
@@ -155,7 +156,7 @@ class PhonographLM(TemplateLM):
         return sums
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is what greedy decoding would have written."""
         # The engine makes a token after each prompt that it scores.

@@ -2,7 +2,7 @@
 
 The clock is read in the socket's callback, and what came is kept as it is and read later (`events`). A client that
 wakes a task for each piece, and reads it there, is late by as much as it has to do for all streams: at 256 streams and
-25,000 tokens a second it times itself (docs/serving-benchmark.md has figures).
+25,000 tokens a second it times itself (docs/evaluation.md has figures).
 """
 
 from __future__ import annotations
