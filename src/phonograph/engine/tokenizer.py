@@ -51,6 +51,11 @@ class Tokenizer:
         return cls(tokenizer)
 
     @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of transformers, for libraries that want that."""
+        return self._tokenizer
+
+    @property
     def eos_token_id(self) -> int | None:
         return cast("int | None", self._tokenizer.eos_token_id)
 

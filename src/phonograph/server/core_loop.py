@@ -104,6 +104,10 @@ class CoreLoop:
         report = Report(stats=self._session.core.scheduler.stats, num_steps=self._num_steps, refused=refused)
         for output in changed:
             opened = self._by_output[id(output)]
+            if output.error is not None:
+                refused[opened.key] = output.error
+                self._forget(opened)
+                continue
             if not opened.prompt_reported:
                 opened.prompt_reported = True
                 report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)
