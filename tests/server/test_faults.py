@@ -121,9 +121,9 @@ def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..
 
 
 def test_a_terminated_server_finishes_what_it_has_in_time(start: Callable[..., Process]) -> None:
-    server = start("--shutdown-timeout", "2")
+    server = start("--shutdown-timeout", "3")
     url, short, long = server.url, [], []
-    threads = [stream_to_its_end(url, short, {**LONG, "max_tokens": 60}), stream_to_its_end(url, long, LONG)]
+    threads = [stream_to_its_end(url, short, {**LONG, "max_tokens": 20}), stream_to_its_end(url, long, LONG)]
     engine = server.engine_pid
     # As a service manager does: every process of the group gets the signal.
     os.kill(engine, signal.SIGTERM)

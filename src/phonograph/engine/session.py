@@ -16,7 +16,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.engine.tokenizer import Tokenizer, check_token_ids
 from phonograph.errors import RequestError
 from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
@@ -196,15 +196,7 @@ class Session:
                 raise RequestError("prompt", prompt, "is empty; at least one token is needed")
             return self.tokenizer.encode(prompt)
         token_ids = list(prompt)
-        vocab_size = self._model.vocab_size
-        # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
-        if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return token_ids
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise RequestError("prompt", token_id, "must be text or a list of integers")
-            if not 0 <= token_id < vocab_size:
-                raise RequestError("prompt", token_id, f"the model's token ids are 0 to {vocab_size - 1}")
+        check_token_ids(token_ids, self._model.vocab_size)
         return token_ids
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:

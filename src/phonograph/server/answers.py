@@ -76,7 +76,9 @@ class EventStream(Response):
     """Sends events as they come, and closes the call that they are of, however it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], call: Call, headers: Mapping[str, str]) -> None:
-        super().__init__(None, 200, {**headers, "cache-control": "no-cache"}, "text/event-stream")
+        # Proxies must neither keep the events nor wait for more of them (the second is nginx's word for it).
+        streamed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, {**headers, **streamed}, "text/event-stream")
         del self.headers["content-length"]
         self._events = events
         self._call = call

@@ -25,11 +25,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     headers = serving.admit(body, len(body.prompt))
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
-    special = body.add_special_tokens is not False
-    prompts = [
-        await serving.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        for prompt in body.prompt
-    ]
+    prompts = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     asked = body.asked_tokens()
     # An engine that is to score a prompt makes one token, which is not shown.
     max_tokens = serving.max_tokens(prompts, 1 if asked == 0 else asked, field="max_tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import logging
 import resource
 import signal
@@ -35,6 +36,7 @@ FLUSH_SECONDS = 5
 KEEP_ALIVE_SECONDS = 60
 """Connections without a request are kept so long: longer than clients keep them in their pools."""
 BACKLOG = 4096
+MAX_CONNECTIONS = 65_536
 
 StartProgress = Callable[[str, int, int], None]
 
@@ -62,6 +64,9 @@ async def _serve(
         async with running_engine(engine_config, progress) as engine:
             serving = Serving(engine, config, engine_config.model, defaults, template)
             http = _Server(serving)
+            # As in the engine's process: what exists now needs no garbage collector, whose pauses clients would see.
+            gc.collect()
+            gc.freeze()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {engine.facts.mode}")
@@ -170,8 +175,10 @@ def _bound(config: ServerConfig) -> socket.socket:
 
 def _allow_many_connections() -> None:
     """Each connection is a file descriptor, and the usual limit is far below what the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _logging(level: str) -> dict[str, Any]:

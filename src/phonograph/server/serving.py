@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from phonograph.config_server import ServerConfig
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.engine.tokenizer import Tokenizer, check_token_ids
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import DONE, AnswerHead, ChunkWriter, EventStream, error_chunk, usage_of
 from phonograph.server.async_engine import AsyncEngine
@@ -109,9 +109,25 @@ class Serving:
             )
         return warning_headers(ignored)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def encode(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of prompts; those that are token ids already stay as they are.
+
+        Raises:
+            RequestError: a prompt has token ids that the model has not, or is no text.
+        """
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                check_token_ids(prompt, self.engine.facts.vocab_size)
+
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        return await self._run(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
 
     async def encode_chat(
         self,

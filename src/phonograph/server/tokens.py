@@ -28,7 +28,7 @@ async def tokenize(body: TokenizeBody, request: Request, response: Response) -> 
         )
     else:
         assert body.prompt is not None
-        token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        (token_ids,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
     return {
         "count": len(token_ids),
         "max_model_len": serving.engine.facts.context_len,
