@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from phonograph import config_values as values
 from phonograph.config_model import Settings, located
@@ -18,6 +18,7 @@ from phonograph.errors import ConfigError
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none"]
+ToolCallParser = Literal["hermes", "llama3_json"]
 
 
 class ServerConfig(Settings):
@@ -40,6 +41,12 @@ class ServerConfig(Settings):
     )
     generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
         default="auto", description="Whether the sampling defaults that come with the model are used."
+    )
+    enable_auto_tool_choice: values.Flag = Field(
+        default=False, description="Whether the model may decide to call tools; needs tool_call_parser."
+    )
+    tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
+        default=None, description="Form in which the model writes tool calls."
     )
     max_logprobs: values.Count = Field(default=20, description="Likely tokens that a request may ask for at most.")
 
@@ -65,6 +72,13 @@ class ServerConfig(Settings):
         default="info", description="What the HTTP server logs."
     )
     disable_uvicorn_access_log: values.Flag = Field(default=False, description="No line in the log for each request.")
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            known = ", ".join(get_args(ToolCallParser))
+            raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
+        return self
 
     @classmethod
     def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:

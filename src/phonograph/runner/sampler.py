@@ -217,7 +217,7 @@ class Sampler:
         return _sampled(slots, token_ids, logprobs)
 
     def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
-        """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits themselves where there is none."""
+        """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
         ruled = np.flatnonzero(self._grammars.constrained[by_row])
