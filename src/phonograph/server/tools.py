@@ -1,4 +1,4 @@
-"""Tools of a chat: checked, shown to the template, and where a call is required, a schema that allows nothing else."""
+"""Tools of a chat: checked, shown to the template, and where a call is required, a schema that has it be one."""
 
 from __future__ import annotations
 
