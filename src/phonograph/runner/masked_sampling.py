@@ -73,5 +73,16 @@ class MaskedSampling:
         num_rows = logits_NV.shape[0]
         slots_N, drawn_N = self._slots[:num_rows], self._tokens[:num_rows]
         mask_logits(logits_NV, slots_N, self._bitmask[:num_rows])
-        sample(logits_NV, slots_N, *(each[:num_rows] for each in parameters), scratch, drawn_N, last_token_R)
+        sample(
+            logits_NV,
+            slots_N,
+            parameters.temperature[:num_rows],
+            parameters.top_k[:num_rows],
+            parameters.top_p[:num_rows],
+            parameters.min_p[:num_rows],
+            parameters.draw_keys[:num_rows],
+            scratch,
+            drawn_N,
+            last_token_R,
+        )
         torch.where(slots_N >= 0, drawn_N, tokens_N, out=tokens_N)

@@ -213,8 +213,7 @@ class JsonCalls(_Calls):
         found = Found()
         for character in text:
             if self._object is not None:
-                self._read(character, found)
-                if self._object is None and not self.num_calls:
+                if self._read(character, found) and not self.num_calls:
                     self._plain = True  # JSON, and no call
             elif self._plain:
                 found.content += character
