@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from phonograph import config_values as values
 from phonograph.config_model import Settings, located
@@ -72,13 +72,6 @@ class ServerConfig(Settings):
         default="info", description="What the HTTP server logs."
     )
     disable_uvicorn_access_log: values.Flag = Field(default=False, description="No line in the log for each request.")
-
-    @model_validator(mode="after")
-    def _check_contradictions(self) -> Self:
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            known = ", ".join(get_args(ToolCallParser))
-            raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
-        return self
 
     @classmethod
     def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:

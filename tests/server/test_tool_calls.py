@@ -10,6 +10,7 @@ import pytest
 
 from phonograph.config_server import ServerConfig
 from phonograph.errors import ConfigError
+from phonograph.server.defaults import check_tools
 from phonograph.server.tool_answers import CallReader
 from phonograph.server.tools import ToolChoice, read_tools
 
@@ -93,6 +94,6 @@ def test_references_of_parameters_still_hold() -> None:
 
 def test_a_parser_is_needed() -> None:
     with pytest.raises(ConfigError, match="hermes, llama3_json"):
-        ServerConfig(enable_auto_tool_choice=True)
+        check_tools(ServerConfig(enable_auto_tool_choice=True))
     with pytest.raises(ConfigError, match="tool_call_parser"):
         ServerConfig(tool_call_parser="mistral")
