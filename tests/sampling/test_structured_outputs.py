@@ -60,6 +60,8 @@ def test_the_other_kinds(llm: LLM) -> None:
     text = answer(llm, {"grammar": 'root ::= "[" item ("," item){2} "]"\nitem ::= [0-9] | "(" item ")"'})
     assert re.fullmatch(r"\[[()0-9]+(,[()0-9]+){2}\]", text)
     # Left to itself, the demo model breaks its lines for ever.
+    for form, pattern in (("ipv4", r"(0|[1-9]\d{0,2})(\.(0|[1-9]\d{0,2})){3}"), ("date", r"[1-9]\d{3}-[01]\d-[0-3]\d")):
+        assert re.fullmatch(pattern, json.loads(answer(llm, {"json": {"type": "string", "format": form}})))
     short = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(answer(llm, {"json": short}, temperature=0)) == {"a": 1}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.engine.grammars.schema import refusal
+from phonograph.engine.grammars.schema import narrowed, refusal
 from phonograph.engine.grammars.worker import Done, Job, receive, send
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import PhonographError, RequestError
@@ -67,11 +67,13 @@ class GrammarCompiler:
             )
         if not self._eos_token_ids:
             raise RequestError("structured_outputs", structured.kind, "the model has no end-of-sequence token")
+        source = structured.source
         if structured.kind == "json":
             problem = refusal(structured.source)
             if problem is not None:
-                raise RequestError("json", shortened(structured.source), problem)
-        job = Job(structured.kind, structured.source, not structured.disable_any_whitespace)
+                raise RequestError("json", shortened(source), problem)
+            source = narrowed(source)
+        job = Job(structured.kind, source, not structured.disable_any_whitespace)
         with self._lock:
             future = self._kept.get(job)
             if future is None:

@@ -48,6 +48,16 @@ _WHOLE = {"$ref": _NOTES, "anyOf": _NOTES, "oneOf": _NOTES, "allOf": _NOTES} | d
     ("const", "enum"), _NOTES | {"type"}
 )
 """Keywords that the library takes for the whole schema, and what may stand beside them."""
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])"
+_DAYS = (
+    "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])",
+    "(0[469]|11)-(0[1-9]|[12][0-9]|30)",
+    "02-(0[1-9]|1[0-9]|2[0-8])",  # a 29th would need the year
+)
+_PATTERNS = {
+    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
+    "date": f"^[1-9][0-9]{{3}}-({'|'.join(_DAYS)})$",
+}
 MAX_DEPTH = 200
 
 
@@ -74,6 +84,15 @@ def refusal(source: str) -> str | None:
         if texts and ("minLength" in schema or "maxLength" in schema):
             return f"{texts[0]} and a length exclude each other; write the length into the pattern, as {{1,10}}"
     return None
+
+
+def narrowed(source: str) -> str:
+    """The schema with patterns for formats that the library takes too widely: leading zeros, a 30th of February."""
+    value = json.loads(source)
+    for schema, _ in _schemas(value, 0):
+        if schema.get("type") == "string" and schema.get("format") in _PATTERNS and "pattern" not in schema:
+            schema["pattern"] = _PATTERNS[schema.pop("format")]
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _schemas(value: Any, depth: int) -> Iterator[tuple[dict[str, Any], int]]:
