@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from schemas import random_schema
 
@@ -64,6 +65,19 @@ def test_the_other_kinds(llm: LLM) -> None:
         assert re.fullmatch(pattern, json.loads(answer(llm, {"json": {"type": "string", "format": form}})))
     short = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(answer(llm, {"json": short}, temperature=0)) == {"a": 1}
+
+
+def test_strings_hold_no_control_characters(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    matcher = (
+        llm.session.grammars.request(StructuredOutputs(json={"type": "string", "maxLength": 9})).result().matcher()
+    )
+    assert matcher.accept(llm.tokenizer.encode('"', add_special_tokens=False)[0])
+    bitmask = np.zeros((1, 2048 // 32), np.int32)
+    matcher.fill(bitmask, 0)
+    allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+    texts = [llm.tokenizer.decode([token]) for token in allowed.tolist()]
+    assert len(texts) > 500 and not [text for text in texts if any(character < " " for character in text)]
 
 
 def test_an_output_that_is_cut_is_a_beginning(llm: LLM) -> None:

@@ -31,6 +31,8 @@ KEPT_BYTES = 512 * 2**20
 KEPT_COUNT = 1024
 """Grammars and refusals that are kept for requests to come."""
 
+_CONTROL = frozenset(range(0x20)) - {ord("\n"), ord("\r")}
+
 
 class GrammarCompiler:
     """Compiles structured outputs for one vocabulary. Any thread may ask.
@@ -113,7 +115,7 @@ class GrammarCompiler:
             self._workers.put(worker)
         if done.problem is not None:
             raise RequestError(job.kind, shortened(job.source), done.problem)
-        grammar = vocabulary.grammar(done.compiled)
+        grammar = vocabulary.grammar(done.compiled, is_json=job.kind in ("json", "json_object"))
         with self._lock:
             if job in self._kept:
                 self._sizes[job] = grammar.num_bytes
@@ -198,26 +200,33 @@ class _Vocabulary:
             tokenizer.hugging_face, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
         )
         self.text: str = self._info.serialize_json()
+        # The library lets control characters into strings of bounded length, where JSON has none.
+        printable = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        printable[:vocab_size] = [_CONTROL.isdisjoint(token) for token in self._info.decoded_vocab]
+        self._printable_W = np.packbits(printable, bitorder="little").view(np.int32)
 
-    def grammar(self, compiled: str) -> _XGrammar:
-        return _XGrammar(self._library, self._library.CompiledGrammar.deserialize_json(compiled, self._info))
+    def grammar(self, compiled: str, *, is_json: bool) -> _XGrammar:
+        restored = self._library.CompiledGrammar.deserialize_json(compiled, self._info)
+        return _XGrammar(self._library, restored, self._printable_W if is_json else None)
 
 
 class _XGrammar:
-    """A compiled grammar of the library; `num_bytes` of memory."""
+    """A compiled grammar of the library; `num_bytes` of memory. `within_W` are the tokens that it may have at all."""
 
-    def __init__(self, library: Any, compiled: Any) -> None:
+    def __init__(self, library: Any, compiled: Any, within_W: np.ndarray | None) -> None:
+        self._within_W = within_W
         self._library = library
         self._compiled = compiled
         self.num_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> _XMatcher:
-        return _XMatcher(self._library.GrammarMatcher(self._compiled))
+        return _XMatcher(self._library.GrammarMatcher(self._compiled), self._within_W)
 
 
 class _XMatcher:
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, within_W: np.ndarray | None) -> None:
         self._matcher = matcher
+        self._within_W = within_W
 
     @property
     def ended(self) -> bool:
@@ -228,6 +237,8 @@ class _XMatcher:
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)
+        if self._within_W is not None:
+            bitmask_RW[row] &= self._within_W
 
 
 def shortened(text: str) -> str:
