@@ -102,7 +102,7 @@ class HostRunner:
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
         output.token_ids = [7 + slot for slot in output.slots]
         timed("append", self.slots.append_tokens, output.slots, output.token_ids)
-        return CompletedStep(output)
+        return CompletedStep(output, decision)
 
 
 class Host:

@@ -23,9 +23,14 @@ CAP = 4.0
 """Times the floor at which a bar is cut."""
 
 
+def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The comparison without those of our backends that were asked for by name."""
+    return [row for row in result["comparison"] if row.get("system", "ours") == "ours"]
+
+
 def latency_chart(result: dict[str, Any]) -> str | None:
     """Milliseconds of one request over its input length, ours and the peers'."""
-    rows = [row for row in result["comparison"] if row["suite"] == "latency"]
+    rows = [row for row in of_ours(result) if row["suite"] == "latency"]
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         for system, value in {"Phonograph": row["ours"], **row["peers"]}.items():
@@ -37,7 +42,7 @@ def latency_chart(result: dict[str, Any]) -> str | None:
 def decode_chart(result: dict[str, Any]) -> str | None:
     """Milliseconds between tokens, as multiples of the floor so that small and large batches share an axis."""
     floors = {row["case"]: row["floor_ms"] for row in result["rows"] if "floor_ms" in row}
-    rows = [row for row in result["comparison"] if row["suite"] == "decode" and row["case"] in floors]
+    rows = [row for row in of_ours(result) if row["suite"] == "decode" and row["case"] in floors]
     if not rows:
         return None
     systems = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))

@@ -25,8 +25,7 @@ import torch
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton import linear
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.linear import LinearConfig, ProductConfig
+from phonograph.kernels.triton.linear import LinearConfig
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 
@@ -36,7 +35,7 @@ NOISE = 0.003
 """A configuration that gains less than this share is not worth an entry."""
 
 Shape = tuple[int, int]
-Settings = dict[tuple[str, Shape], ProductConfig | None]
+Settings = dict[tuple[str, Shape], LinearConfig | None]
 """By ("product" or "silu", (outputs, inputs))."""
 
 
@@ -121,10 +120,10 @@ def applied(settings: Settings, rows_class: int) -> Iterator[None]:
         linear.choose_silu.cache_clear()
 
 
-def candidates(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | None]:
+def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | None]:
     """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own."""
     outputs, inputs = shape
-    found: list[ProductConfig | None] = [None]
+    found: list[LinearConfig | None] = [None]
     tiles = [(16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 1), (32, 128, 2), (32, 256, 2), (32, 256, 4)]
     tiles += [(32, 512, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8)]
     # Many rows are several tiles of the same weights.
@@ -141,15 +140,6 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | N
             shared = stages * (block_n * (1 + silu) + side) * block_k * 2
             if shared <= MOST_SHARED and stages <= max(3, steps // splits + 1):
                 found.append(LinearConfig(side, block_n, block_k, splits, warps, stages, prefetch))
-    if rows <= 16 and inputs <= 4096:
-        options = (8, 16, 32), (512, 1024, 2048), (1, 2, 3, 6), (4, 8, 16), (1, 2)
-        for block_n, block_k, ahead, warps, chains in itertools.product(*options):
-            # Values in a thread's registers, of weights and of the rows' side.
-            held = (block_n * (1 + silu) + rows) * min(block_k * ahead, inputs) // (32 * warps)
-            if block_k % (32 * warps * chains) or (ahead - 1) * block_k >= inputs or not 32 <= held <= 256:
-                continue
-            if -(-outputs // block_n) >= 100:
-                found.append(FewRowsConfig(rows, block_n, block_k, ahead, warps, chains))
     return found
 
 

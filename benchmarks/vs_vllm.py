@@ -9,15 +9,19 @@ interruption, and a peer that fails costs only its own column. --modes compares 
 workload.
 
 A run is written as NAME=SUITE,SUITE: `ours=decode,latency`, `ours:FULL=mixed` (a graph mode of ours),
-`FLASH_ATTN/FULL_AND_PIECEWISE=decode` (backend and mode of vLLM) or `FLASH_ATTN/FULL/16=mixed` (with graphs captured up
-to 16 tokens). All ratios say how many times as fast we are: above 1 is faster than the peer.
+`ours@flash_attn:3:FULL=decode` (also a backend of ours, with or without version and mode; one for each part is
+`ours@prefill=flash_attn,decode=triton=decode`), `FLASH_ATTN/FULL_AND_PIECEWISE=decode` (backend and mode of vLLM) or
+`FLASH_ATTN/FULL/16=mixed` (with graphs captured up to 16 tokens). All ratios say how many times as fast we are: above 1
+is faster than the peer. Bars are for `ours` alone; beside a backend of ours, * marks peers that run the same library.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -34,12 +38,12 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.evaluation.bench import read_records
+from phonograph.evaluation.bench_versus import OURS, backend_of, compare, summarise
 from phonograph.evaluation.record import provenance, write_result
+from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}
-HIGHER_IS_BETTER = ("throughput",)
 MODES = ("FULL", "FULL_AND_PIECEWISE", "NONE")
-OURS = "ours"
 DEFAULT_RUNS = (
     "ours=decode,latency,throughput",
     "ours=mixed",
@@ -57,28 +61,62 @@ PEER_STARTED = '"suite": "startup"'
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process. system: "ours", "ours:MODE" or "BACKEND/MODE[/CAPTURE_MAX]"; the rest of a command is common."""
+    """One process; what its system does not say is common to all.
+
+    system: "ours[@BACKEND[:VERSION]][:MODE]" or, of the peer, "BACKEND/MODE[/CAPTURE_MAX]"
+    """
 
     system: str
     suites: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Run:
-        system, _, suites = text.partition("=")
+        # From the right: a backend of ours for each part has this sign in its name.
+        system, _, suites = text.rpartition("=")
         run = cls(system, tuple(suites.split(",")))
-        well_named = run.is_ours or system.count("/") in (1, 2)
+        well_named = run.is_well_named_ours if run.is_ours else system.count("/") in (1, 2)
         if not well_named or not set(run.suites) <= set(METRICS) or ("mixed" in run.suites and len(run.suites) > 1):
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SUITE,SUITE (mixed alone); see --help")
         return run
 
+    @classmethod
+    def parse_all(cls, text: str) -> list[Run]:
+        """As `parse`, but where mixed has company it gets a process of its own, since it needs other limits."""
+        system, _, suites = text.rpartition("=")
+        names = suites.split(",")
+        groups = [
+            group for group in ([name for name in names if name != "mixed"], ["mixed"]) if set(group) & set(names)
+        ]
+        return [cls.parse(f"{system}={','.join(group)}") for group in groups or [names]]
+
     @property
     def is_ours(self) -> bool:
-        return self.system.partition(":")[0] == OURS
+        return re.split("[:@]", self.system, maxsplit=1)[0] == OURS
+
+    @property
+    def backend(self) -> str | None:
+        """Of ours, without the version; None where the system names none."""
+        return backend_of(self.system)
+
+    @property
+    def is_well_named_ours(self) -> bool:
+        words = self.system.split(":")[1:]
+        versions = [word for word in words if word.isdecimal()]
+        modes = [word for word in words if word in GraphMode.__members__]
+        return words == [*versions, *modes] and len(modes) <= 1 and len(versions) <= (self.backend is not None)
+
+    @property
+    def our_flags(self) -> list[str]:
+        """What the system says, as flags of our engine."""
+        flags = ["--backend", self.backend] if self.backend else []
+        for word in self.system.split(":")[1:]:
+            flags += ["--flash-attn-version" if word.isdecimal() else "--cudagraph-mode", word]
+        return flags
 
     @property
     def name(self) -> str:
         """As a file's name."""
-        return f"{self.system}-{'-'.join(self.suites)}".replace("/", "-").replace(":", "-")
+        return re.sub("[/:@=,]", "-", f"{self.system}-{'-'.join(self.suites)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +138,7 @@ class Settings:
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
         command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
         command += ["--load-format", "dummy", "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
-        _, _, mode = run.system.partition(":")
-        command += ["--cudagraph-mode", mode] if mode else []
+        command += run.our_flags
         return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
 
     def environment(self, run: Run) -> dict[str, str]:
@@ -191,73 +228,6 @@ def case_of(row: dict[str, Any]) -> str:
     return str({"latency": row.get("input_len"), "mixed": row.get("ctx"), "throughput": row.get("reqs")}[row["suite"]])
 
 
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case of ours how many times as fast it is as each peer, and whether that meets the bars."""
-    best: dict[tuple[str, str, str], float] = {}
-    for row in rows:
-        key = row["system"], row["suite"], row["case"]
-        choose = max if row["suite"] in HIGHER_IS_BETTER else min
-        best[key] = choose(best.get(key, row["value"]), row["value"])
-    table: list[dict[str, Any]] = []
-    for (system, suite, case), ours in best.items():
-        if system != OURS:
-            continue
-        peers = {
-            peer: value for (peer, *of), value in best.items() if of == [suite, case] and not peer.startswith(OURS)
-        }
-        speedups = {
-            peer: round(ours / value if suite in HIGHER_IS_BETTER else value / ours, 3) for peer, value in peers.items()
-        }
-        bars = [
-            {
-                "against": bar.peer,
-                "least": round(bar.least, 3),
-                "speedup": speedups[bar.peer],
-                "pass": bar.met(speedups[bar.peer]),
-            }
-            for bar in bars_of(suite, case, speedups)
-        ]
-        table.append({"suite": suite, "case": case, "ours": ours, "peers": peers, "speedups": speedups, "bars": bars})
-    return table
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """How many times as fast as a peer we must be at least; `more`: equal is not enough."""
-
-    peer: str
-    least: float
-    more: bool = False
-
-    def met(self, speedup: float) -> bool:
-        return speedup > self.least if self.more else speedup >= self.least
-
-
-def bars_of(suite: str, case: str, speedups: dict[str, float]) -> list[Bar]:
-    """What is asked of a case, of the peers that ran it: the strongest one, or each by name."""
-    if not speedups:
-        return []
-    strongest = min(speedups, key=lambda peer: speedups[peer])
-    if suite == "decode":
-        return [Bar(strongest, 1.1) if case.startswith("1x") else Bar(strongest, 1.0, more=True)]
-    if suite == "throughput":
-        return [Bar(strongest, 1.05)]
-    if suite == "startup":
-        return [Bar(strongest, 1.0, more=True)]
-    if suite == "latency":
-        least = 1.0 if int(case) <= 2000 else 1 / 1.15
-        return [Bar(peer, least) for peer in speedups if peer.startswith("FLASH_ATTN")]
-    bars: list[Bar] = []
-    for peer in speedups:
-        if peer.count("/") == 2:  # the peer tuned by hand
-            bars.append(Bar(peer, 1.0, more=True))
-        elif not peer.startswith("TRITON_ATTN"):
-            bars.append(Bar(peer, 2.0))
-        elif case == "65536":
-            bars.append(Bar(peer, 4.0))
-    return bars
-
-
 def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
     console = Console(width=max(Console().width, 140))
     for suite in METRICS:
@@ -265,14 +235,19 @@ def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dic
         peers = list(dict.fromkeys(peer for row in of_suite for peer in row["peers"]))
         if not of_suite:
             continue
-        shown = Table(f"{suite}, {METRICS[suite]}", OURS, *peers, "bars (times as fast as, at least)")
+        several = {row["system"] for row in of_suite} != {OURS}
+        named = ["system"] if several else []
+        shown = Table(f"{suite}, {METRICS[suite]}", *named, OURS, *peers, "bars (times as fast as, at least)")
         for row in of_suite:
             cells = [
-                f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x)" if peer in row["peers"] else ""
+                f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x{'*' if peer in row['same_kind'] else ''})"
+                if peer in row["peers"]
+                else ""
                 for peer in peers
             ]
             bars = [f"{'pass' if bar['pass'] else 'FAIL'} {bar['least']:.3g} {bar['against']}" for bar in row["bars"]]
-            shown.add_row(row["case"], f"{row['ours']:g}", *cells, "\n".join(bars))
+            own = [row["system"]] if several else []
+            shown.add_row(row["case"], *own, f"{row['ours']:g}", *cells, "\n".join(bars))
         console.print(shown, markup=False)
     modes = [row for row in rows if row["suite"] == "mixed" and row["system"].startswith(OURS)]
     if len({row["system"] for row in modes}) > 1:
@@ -284,11 +259,6 @@ def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dic
     for run in runs:
         if not run["ok"]:
             print(f"{run['system']} ({', '.join(run['suites'])}) failed: {run['problem']}; its log is beside its rows")
-
-
-def summarise(table: list[dict[str, Any]]) -> dict[str, int]:
-    passed = [bar["pass"] for row in table for bar in row["bars"]]
-    return {"bars": len(passed), "passed": sum(passed)}
 
 
 def _follow(process: subprocess.Popen[str], log: Any, stamps: list[float]) -> None:
@@ -332,7 +302,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-site", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where the runs leave their rows and logs")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--runs", type=Run.parse, nargs="+", default=[Run.parse(text) for text in DEFAULT_RUNS])
+    runs_default = [Run.parse_all(text) for text in DEFAULT_RUNS]
+    parser.add_argument("--runs", type=Run.parse_all, nargs="+", default=runs_default, metavar="NAME=SUITE,SUITE")
     parser.add_argument("--modes", action="store_true", help="also our modes FULL, FULL_AND_PIECEWISE, NONE on mixed")
     parser.add_argument("--dtype", default="bfloat16", help="of our side; vLLM's script has bfloat16")
     parser.add_argument("--max-model-len", type=int)
@@ -351,7 +322,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
         our_flags=tuple(arguments.our_flags),
         timeout=arguments.timeout,
     )
-    wanted: list[Run] = [*arguments.runs, *(Run(f"{OURS}:{mode}", ("mixed",)) for mode in MODES if arguments.modes)]
+    wanted: list[Run] = [
+        *itertools.chain(*arguments.runs),
+        *(Run(f"{OURS}:{mode}", ("mixed",)) for mode in MODES if arguments.modes),
+    ]
     runs: list[dict[str, Any]] = []
     for run in wanted:
         print(f"{run.system}: {', '.join(run.suites)} ...", flush=True)

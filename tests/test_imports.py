@@ -54,7 +54,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     ROOT: BELOW_ENGINE | {"engine"},
 }
-SERVER_PACKAGES = frozenset({"fastapi", "httptools", "starlette", "uvicorn", "uvloop", "zmq"})
+SERVER_PACKAGES = frozenset({"fastapi", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq"})
 """What only the extra `server` installs, and only the server may import."""
 WITHOUT_TORCH = COMMON | {"cache", "scheduler", "scheduler_limits"}
 

@@ -80,6 +80,13 @@ class EngineConfig(Settings):
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
     )
+    cascade_attention: values.Flag = Field(
+        default=False, description="Attend a prefix that a whole decode batch shares once, where that pays."
+    )
+    batch_invariant: values.Flag = Field(
+        default=False,
+        description="A request's tokens are the same, bit by bit, whatever runs beside it; slower, and on a GPU only.",
+    )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )
@@ -141,6 +148,20 @@ class EngineConfig(Settings):
         if self.flash_attn_version is not None and "flash_attn" not in backend and backend != "auto":
             raise _contradiction(
                 self, "flash_attn_version", "attention_backend", "works with attention_backend flash_attn or none given"
+            )
+        if self.cascade_attention and not self.enable_prefix_caching:
+            raise _contradiction(
+                self,
+                "cascade_attention",
+                "enable_prefix_caching",
+                "requests share blocks through the prefix cache only",
+            )
+        if self.cascade_attention and self.batch_invariant:
+            raise _contradiction(
+                self,
+                "cascade_attention",
+                "batch_invariant",
+                "a cascade is there for what requests share; give one of them",
             )
         if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
             raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")

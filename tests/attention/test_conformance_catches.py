@@ -91,17 +91,6 @@ class SwapsKeysAndValues(ReferenceBackend):
         super().write_kv(layer, value, key, kv_cache, metadata)
 
 
-class LosesTheProjectionsKeys(ReferenceBackend):
-    def takes_projection(self, metadata: Any) -> bool:
-        return True
-
-    def forward_projection(
-        self, layer: AttentionLayer, qkv: Any, fresh: Any, kv_cache: Any, metadata: Any, out: Any
-    ) -> None:
-        heads = qkv.unflatten(-1, (-1, out.shape[-1]))[:, : out.shape[1]]
-        super().forward(layer, heads, kv_cache, metadata, out)
-
-
 WRONG = {
     "no window": without(window=(-1, -1)),
     "a window one longer": without(window=(7, 0)),
@@ -118,7 +107,6 @@ WRONG = {
     "padding left": LeavesPadding,
     "another slot written": WritesPadding,
     "keys and values swapped": SwapsKeysAndValues,
-    "the projection's keys lost": LosesTheProjectionsKeys,
 }
 
 

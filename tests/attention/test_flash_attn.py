@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import fake_flash
 import numpy as np
 import pytest
 import torch
 from fake_flash import CALLS
+from flash_kernels import kernel_missing
 
 from phonograph.attention import select as select_module
 from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape, batch_shapes, make_layer
 from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
 from phonograph.device import known_device
@@ -33,7 +36,6 @@ from phonograph.attention.flash_attn.backend import (
     FlashAttention4Backend,
     FlashAttentionBackend,
 )
-from phonograph.attention.flash_attn.builders import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 
 Installed = Callable[..., Path]
 H100 = known_device("h100")
@@ -101,6 +103,91 @@ def test_pages_of_256(installed: Installed, device: torch.device) -> None:
     assert all(result.passed for result in results), [str(result) for result in results]
 
 
+FP8 = replace(SPEC, dtype="bfloat16", kv_cache_dtype="float8_e4m3fn")
+
+
+@pytest.fixture
+def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The interpreter drops the carry where rounding to FP8 fills the mantissa, so without a GPU torch rounds."""
+
+    def rounded(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_THD: torch.Tensor) -> None:
+        group = query_THD.shape[1] // (1 if scale_K is None else len(scale_K))
+        scale_H1 = 1.0 if scale_K is None else scale_K.repeat_interleave(group)[:, None]
+        out_THD.copy_((query_THD.float() / scale_H1).clamp(-448, 448).to(out_THD.dtype))
+
+    if device.type == "cpu":
+        monkeypatch.setattr("phonograph.attention.flash_attn.backend.quantize_queries", rounded)
+        monkeypatch.setattr("phonograph.attention.gpu_backend.write_kv", _write_kv)
+
+
+def _write_kv(
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    written = slot_mapping_T >= 0
+    blocks, offsets = slot_mapping_T[written] // kv_cache.shape[2], slot_mapping_T[written] % kv_cache.shape[2]
+    for plane, rows, scale_K in ((0, key_TKD, k_scale), (1, value_TKD, v_scale)):
+        assert scale_K is not None
+        stored = (rows[: len(written)][written].float() / scale_K[:, None]).clamp(-448, 448).to(kv_cache.dtype)
+        kv_cache.view(torch.uint8)[plane, blocks, offsets] = stored.view(torch.uint8)
+
+
+@pytest.mark.usefixtures("exact_rounding")
+@pytest.mark.parametrize(
+    ("package", "changes"),
+    [
+        ("vllm 3", {}),
+        ("vllm 3", {"windows": (FULL, (6, 0)), "layout": KVLayout.HND}),
+        ("vllm 3", {"sinks": True, "softcap": 1.5}),
+        ("interface 3", {}),
+    ],
+    ids=str,
+)
+def test_an_fp8_cache(package: str, changes: dict[str, object], installed: Installed, device: torch.device) -> None:
+    """Within the rounding of bfloat16, as the stand-in rounds no weights, and the oracle gets the queries rounded."""
+    installed(package)
+    shapes = [shape for shape in batch_shapes(16, AttentionKind.DECODER) if shape.name in SHAPES]
+    results = check_backend(FlashAttention3Backend, replace(FP8, **changes), device, shapes=shapes)
+    assert all(result.passed and result.out_error < 1e-2 for result in results), [str(result) for result in results]
+    assert all(call["q"].dtype == torch.float8_e4m3fn for call in CALLS)
+
+
+@pytest.mark.usefixtures("exact_rounding")
+def test_a_graph_over_an_fp8_cache_freezes_nothing_that_moves(installed: Installed) -> None:
+    installed("vllm 3")
+    step = Step("3", FP8, slots=5, tokens=6)
+    calls = [step.run(batch, MIXED)[0] for batch in BATCHES]
+    assert len({call["q"].data_ptr() for call in calls}) == 1
+    layer = step.layers[0]
+    for name, scale in (("q_descale", layer.q_scale), ("k_descale", layer.k_scale), ("v_descale", layer.v_scale)):
+        factors = [call[name] for call in calls]
+        assert scale is not None and {factor.data_ptr() for factor in factors} == {scale.data_ptr()}
+        assert all(torch.equal(factor, scale.expand(5, 2)) for factor in factors)
+    step.layers = [replace(layer, q_scale=None, k_scale=None, v_scale=None)]
+    (call,) = step.run(BATCHES[0], MIXED)
+    assert call["q_descale"] is call["k_descale"] is call["v_descale"] is None
+
+
+@pytest.mark.parametrize("package", ["vllm 3", "interface 3"])
+def test_a_package_without_factors_for_fp8(package: str, installed: Installed) -> None:
+    folder = installed(package)
+    file, function = {
+        "vllm 3": ("vllm/vllm_flash_attn/__init__.py", "flash_attn_varlen_func"),
+        "interface 3": ("flash_attn_interface.py", "flash_attn_with_kvcache"),
+    }[package]
+    without_arguments(folder / file, function, ["k_descale", "q_descale"])
+    limits = BatchLimits(max_num_seqs=1, max_num_tokens=1, max_model_len=1)
+    FlashAttention3Backend(SPEC, torch.device("cpu"), limits)
+    with pytest.raises(BackendError) as caught:
+        FlashAttention3Backend(FP8, torch.device("cpu"), limits)
+    for part in (f"has {function} without the argument k_descale, q_descale", "of unknown version"):
+        assert part in str(caught.value)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_alibi(softcap: float, installed: Installed, device: torch.device) -> None:
     installed("vllm 2")
@@ -133,8 +220,11 @@ class Step:
         self.slot_mapping = torch.full((tokens,), -1)
         generator = torch.Generator().manual_seed(tokens)
         heads, kv_heads, size = spec.num_query_heads, spec.num_kv_heads, spec.head_size
-        self.cache = torch.randn(2, slots * 4, spec.block_size, kv_heads, size, generator=generator)
-        self.query = torch.randn(tokens, heads + 2 * kv_heads, size, generator=generator)[:, :heads]
+        cache = torch.randn(2, slots * 4, spec.block_size, kv_heads, size, generator=generator)
+        query = torch.randn(tokens, heads + 2 * kv_heads, size, generator=generator)[:, :heads]
+        self.cache, self.query = (
+            rows.to(getattr(torch, dtype)) for rows, dtype in ((cache, spec.kv_cache_dtype), (query, spec.dtype))
+        )
         self.layers = [
             make_layer(spec, index, window, torch.device("cpu"), generator) for index, window in enumerate(spec.windows)
         ]
@@ -170,7 +260,7 @@ class Step:
     def attend(self, metadata: object) -> list[dict]:
         CALLS.clear()
         for layer in self.layers:
-            out = torch.full((self.tokens, self.spec.num_query_heads, self.spec.head_size), torch.nan)
+            out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
             lse = torch.full((self.spec.num_query_heads, self.tokens), torch.nan) if self.spec.lse else None
             self.backend.forward(layer, self.query, self.cache, metadata, out, lse)
             end = int(self.starts[-1])
@@ -249,6 +339,24 @@ def test_mixed_windows_have_no_plan_and_one_split_in_graphs(installed: Installed
     assert {call["num_splits"] for call in many.run([(1, 5)], None)} == {1}
 
 
+@pytest.mark.parametrize("windows", [(FULL,), (FULL, (4, 0))], ids=["one window", "two"])
+@pytest.mark.parametrize("package", ["vllm 3", "interface 3"])
+def test_batch_invariance_is_one_split_no_plan_and_one_launch_for_all(
+    package: str, windows: tuple[tuple[int, int], ...], installed: Installed
+) -> None:
+    installed(package)
+    step = Step("3", replace(SPEC, windows=windows, batch_invariant=True), slots=5, tokens=6)
+    keys = (None, MIXED, GraphKey(GraphSet.DECODE, 5, 5, 1), replace(MIXED, graphs=GraphSet.PIECEWISE))
+    told: set[tuple[object, ...]] = set()
+    for key in keys:
+        for batch in [BATCHES[3]] if key is not None and key.graphs is GraphSet.DECODE else BATCHES:
+            for call in step.run(batch, key):
+                assert call["scheduler_metadata"] is None
+                told.add((call["num_splits"], call["max_seqlen_q"], call.get("max_seqlen_k")))
+    assert len(told) == 1 and told.pop()[:2] == (1, 6)
+    assert not step.backend._plan.any()
+
+
 @pytest.mark.parametrize(
     ("heads", "head_size", "tokens", "bound"),
     [
@@ -305,7 +413,7 @@ def test_what_a_graph_freezes(
     installed: Installed,
 ) -> None:
     installed(f"vllm {version}")
-    (call,) = Step(version, SPEC, slots=slots, tokens=tokens).run(batch, key)
+    (call,) = Step(version, replace(SPEC, lse=False), slots=slots, tokens=tokens).run(batch, key)
     assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (longest, 64)
 
 
@@ -328,9 +436,35 @@ def test_version_2_folds_only_where_every_slot_has_a_token(
     key: GraphKey | None, slots: int, tokens: int, batch: list[tuple[int, int]], longest: int, installed: Installed
 ) -> None:
     installed("vllm 2")
-    (call,) = Step("2", SPEC, slots=slots, tokens=tokens).run(batch, key)
+    (call,) = Step("2", replace(SPEC, lse=False), slots=slots, tokens=tokens).run(batch, key)
     assert call["max_seqlen_q"] == longest
+    (with_lse,) = Step("2", SPEC, slots=slots, tokens=tokens).run(batch, key)
+    assert with_lse["max_seqlen_q"] == max(longest, 2)
     assert call["num_splits"] == 0 and call["scheduler_metadata"] is None
+
+
+@pytest.mark.parametrize("package", ["vllm 2", "package 2"])
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 1, 1), (1, 3)])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_version_2_as_two_launches(
+    padding: int, lengths: tuple[int, ...], package: str, installed: Installed, device: torch.device
+) -> None:
+    """As it is selected: neither part writes over the other's rows, also where it has none of its own."""
+    installed(package)
+    block_size = 256 if package == "package 2" else 16
+    made = load(select("flash_attn", "2", replace(HALF, block_size=block_size), H100))
+    spec = replace(SPEC, speculative_tokens=lengths[0] - 1, block_size=block_size)
+    # As many tokens as slots, in pieces and eagerly.
+    slots = max(len(lengths), sum(lengths)) + padding
+    shape = BatchShape(
+        name="as many tokens as slots",
+        query_lens=lengths,
+        seq_lens=tuple(length + 20 for length in lengths),
+        padded_reqs=slots - len(lengths),
+        padded_tokens=slots - sum(lengths),
+    )
+    (result,) = check_backend(made, spec, device, shapes=[shape])
+    assert result.passed, str(result)
 
 
 def test_lengths_of_keys_for_the_package_lie_in_the_persistent_buffer(installed: Installed) -> None:
@@ -413,6 +547,19 @@ def test_pages_of_the_package_are_multiples_of_256(installed: Installed) -> None
     assert select(None, "2", replace(HALF, block_size=64), H100)
 
 
+def without_arguments(file: Path, function: str, names: list[str]) -> None:
+    """Makes it the function as it was before those arguments."""
+    old = f"""
+import inspect
+_now = inspect.signature({function})
+
+def {function}(*arguments): ...
+
+{function}.__signature__ = _now.replace(parameters=[p for p in _now.parameters.values() if p.name not in {names}])
+"""
+    file.write_text(file.read_text() + old)
+
+
 @pytest.mark.parametrize(
     ("package", "file", "function", "arguments", "lacking"),
     [
@@ -430,16 +577,7 @@ def test_pages_of_the_package_are_multiples_of_256(installed: Installed) -> None
 def test_too_old(package: str, file: str, function: str, arguments: str, lacking: str, installed: Installed) -> None:
     folder, version = installed(package), package[-1]
     names = sorted(arguments.split(", "))
-    # Its function as it was before those arguments.
-    old = f"""
-import inspect
-_now = inspect.signature({function})
-
-def {function}(*arguments): ...
-
-{function}.__signature__ = _now.replace(parameters=[p for p in _now.parameters.values() if p.name not in {names}])
-"""
-    (folder / file).write_text((folder / file).read_text() + old)
+    without_arguments(folder / file, function, names)
     spec = replace(HALF, block_size=256)
     with pytest.raises(BackendError) as caught:
         load(select("flash_attn", version, spec, H100))
@@ -525,3 +663,30 @@ def test_padding_that_is_written_is_noticed(installed: Installed, device: torch.
     shape = BatchShape(name="padded", query_lens=(1, 3), seq_lens=(7, 9), padded_reqs=1, padded_tokens=2)
     (result,) = check_backend(Careless, SPEC, device, shapes=[shape])
     assert result.problem == "rows of no request are not zero"
+
+
+@pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "package 2", "interface 3"])
+def test_kernels_that_a_build_lacks(package: str, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {"package 2": "package_varlen", "interface 3": "with_kvcache"}
+    name, version = functions.get(package, "vllm_varlen"), package[-1]
+    whole = getattr(fake_flash, name)
+    faults = {48: "no kernel image is available for execution on the device", 80: "an illegal memory access"}
+
+    @wraps(whole)
+    def partial_build(*args: Any, **kwargs: Any) -> Any:
+        head_size = (args[0] if args else kwargs["q"]).shape[-1]
+        if head_size in faults:
+            raise RuntimeError(f"CUDA error: {faults[head_size]}")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(fake_flash, name, partial_build)
+    installed(package)
+    kernel_missing.cache_clear()
+    cpu = torch.device("cpu")
+    assert kernel_missing(version, 64, "float16", cpu) is None
+    reason = kernel_missing(version, 48, "float16", cpu)
+    assert reason is not None and f"FlashAttention {version}" in reason
+    assert "head size 48 in float16: no kernel image is available" in reason
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernel_missing(version, 80, "float16", cpu)
+    kernel_missing.cache_clear()

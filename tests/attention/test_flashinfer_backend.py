@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from dataclasses import replace
 
 import fake_flashinfer as fake
@@ -29,8 +28,6 @@ from phonograph.attention.flashinfer import backend as module
 from phonograph.attention.flashinfer import planner, staging
 from phonograph.attention.flashinfer.backend import FlashInferBackend
 from phonograph.attention.split_backend import SplitBackend
-from phonograph.kernels.triton import page_indices as pages
-from phonograph.kernels.triton.page_indices import page_indices
 
 CPU = torch.device("cpu")
 FULL = (-1, -1)
@@ -333,20 +330,6 @@ def test_pages_of_what_a_graph_was_captured_with_are_replaced() -> None:
     backend.schedule(metadata)
     assert metadata.indices[:6].tolist() == [0, 1, 2, 8, 9, 0]
     assert metadata.parts[0].wrapper.indices.data_ptr() == metadata.indices.data_ptr()
-
-
-@pytest.mark.parametrize(("rows", "columns", "page_size"), [(1, 1, 16), (7, 40, 16), (3, 300, 48), (50, 3, 128)])
-def test_page_indices(rows: int, columns: int, page_size: int, monkeypatch) -> None:
-    monkeypatch.setattr(pages, "_BLOCK", 16)  # so that rows and columns take several turns
-    rng = np.random.default_rng(rows)
-    lens = rng.integers(0, columns * page_size + 1, rows)
-    lens[rng.random(rows) < 0.3] = 0
-    table = torch.from_numpy(rng.integers(0, 10**6, (rows, columns + 3))).int()[:, :columns]
-    out = torch.full((rows * columns + 5,), -7, dtype=torch.int32)
-    page_indices(table, torch.from_numpy(lens).int(), out, page_size=page_size)
-    wanted = torch.cat([row[: math.ceil(length / page_size)] for row, length in zip(table, lens, strict=True)])
-    assert torch.equal(out[: len(wanted)], wanted)
-    assert (out[len(wanted) :] == -7).all()
 
 
 class LateFence(staging.Fence):

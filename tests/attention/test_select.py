@@ -109,6 +109,33 @@ def test_loading() -> None:
             load(selection)
 
 
+def test_batch_invariance_is_borne_by_those_who_say_so() -> None:
+    spec = replace(HALF, batch_invariant=True)
+    assert select(None, None, spec, H100).capabilities.label == "triton"
+    assert select("flash_attn", None, spec, H100).capabilities.label == "flash_attn 3"
+    for asked, version, why in (
+        ("flashinfer", None, "its plans cut the keys of a sequence into parts by what else is in the batch"),
+        ("flash_attn", "2", "it cuts the keys of decodes into as many parts as fill the device"),
+        ("reference", None, "its decodes share sums that are as long as the longest of them"),
+    ):
+        with pytest.raises(BackendError) as caught:
+            select(asked, version, spec, H100)
+        assert f"batch_invariant; {why}" in str(caught.value)
+        assert "Would serve: triton, flash_attn 3" in str(caught.value)
+    with pytest.raises(BackendError, match="what stands before a query of one token"):
+        select("prefill=flash_attn,decode=triton", None, spec, H100)
+    with pytest.raises(BackendError, match="cpu.*reference refuses: batch_invariant; .*No backend would serve"):
+        select(None, None, replace(spec, dtype="float32", kv_cache_dtype="float32"), CPU)
+    assert not select(None, None, HALF, H100).rejected
+
+
+def test_a_backend_that_says_nothing_of_batch_invariance_does_not_bear_it() -> None:
+    spec = replace(FLOAT, batch_invariant=True)
+    with pytest.raises(BackendError, match="other refuses: batch_invariant; it does not say"):
+        select("other", None, spec, CPU, [OTHER])
+    assert select("other", None, FLOAT, CPU, [OTHER]).capabilities.label == "other"
+
+
 class Other(Capabilities):
     name = "other"
 

@@ -134,3 +134,21 @@ def test_nothing_to_verify(tiny: list[str], flags: list[str], says: str, capsys:
     assert main(["verify", *tiny, *flags]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and says in captured.err
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [("FULL", {"decode", "mixed"}), ("FULL_DECODE_ONLY", {"decode"})])
+def test_graphs_of_decodes_with_drafts(run_json: Any, tiny: list[str], mode: str, kinds: set[str]) -> None:
+    """They are captured and replayed, though no drafter is there to serve with."""
+    drafts = ["--num-speculative-tokens", "3", "--cudagraph-mode", mode]
+    (facts,) = run_json("verify", *tiny, *drafts, "--replays", "30")
+    assert facts["ok"] and {graph["graphs"] for graph in facts["graphs"]} == kinds
+    decodes = [graph for graph in facts["graphs"] if graph["graphs"] == "decode"]
+    assert [(graph["num_tokens"], graph["query_len"]) for graph in decodes] == [(16, 4), (8, 4), (4, 4)]
+    assert main(["generate", *tiny, *drafts, "--token-ids", "1,2,3"]) == 2
+
+
+def test_what_was_drawn_is_told(run_json: Any, tiny: list[str]) -> None:
+    (facts,) = run_json("verify", *tiny, "--cudagraph-mode", "FULL", "--replays", "200")
+    drawn = facts["batches"]
+    assert 10 < drawn["mixed"] < 200 and 5 < drawn["skewed"] < 200
+    assert 100 < drawn["longest_sequence"] <= 200, "the model's own limit"

@@ -46,11 +46,13 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "enable_prefix_caching": st.booleans(),
     "attention_backend": st.sampled_from(["torch", "triton", "flash_attn", "flashinfer"]),
     "flash_attn_version": st.sampled_from([2, 3, 4]),
+    "cascade_attention": st.booleans(),
     "cudagraph_mode": st.sampled_from([*GraphMode.__members__, "full", "none"]),
     "cudagraph_capture_sizes": st.one_of(st.integers(1, 4096), sizes),
     "max_cudagraph_capture_size": counts,
     "enforce_eager": st.booleans(),
     "verify_graphs": st.booleans(),
+    "batch_invariant": st.booleans(),
     "compilation_config": st.fixed_dictionaries({}, optional={"cudagraph_mode": st.sampled_from(["FULL", "none"])}),
 }
 some_settings = st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,16 @@ from hypothesis import strategies as st
 from phonograph.batch import ScheduledBatch, StepOutput
 from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
+from phonograph.engine.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.modes import GraphMode
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
 from phonograph.scheduler import Scheduler, SchedulerLimits
 
 EOS, NOT_A_NUMBER = 0, 1
+DECISION = Decision(mode=GraphMode.NONE, key=None, num_tokens=16, cause="a test", reason="a test of 16 tokens")
 
 
 @dataclass
@@ -29,6 +34,7 @@ class Step:
     runner: FakeRunner
     output: StepOutput
     fails: bool = False
+    decision: Decision = DECISION
 
     def result(self) -> StepOutput:
         assert self.runner.in_flight.popleft() is self, "results must be taken in order"
@@ -173,6 +179,31 @@ def test_so_many_steps_are_in_flight_and_no_more(lookahead: int) -> None:
         core.step()
     assert request.finished and runner.most_in_flight == lookahead + 1 and not runner.in_flight
     assert core.step() == []
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_each_step_is_told_once_and_has_its_own_time(lookahead: int) -> None:
+    """The prompt of 20 tokens takes two steps of 12 at most, the first of which brings no token."""
+    core, runner = make_core(lookahead)
+    records: list[StepRecord] = []
+    core.on_step = records.append
+    began = time.monotonic()
+    ask(core, "a", [5] * 20, 3)
+    ask(core, "b", [6], 2)
+    while core.has_work:
+        core.step()
+        time.sleep(0.001)
+    assert [(record.num_decodes, record.num_decodes + len(record.prefill_lens)) for record in records] == runner.shapes
+    assert [record.num_tokens for record in records][:2] == [12, 9]
+    assert [record.kind for record in records][:3] == ["prefill", "mixed", "decode"]
+    assert {(record.graph, record.mode, record.graph_tokens, record.cause, record.reason) for record in records} == {
+        ("eager", "NONE", 16, "a test", "a test of 16 tokens")
+    }
+    # However many are in flight, no two have the device at a time.
+    starts = [record.ended - record.seconds for record in records]
+    ends = [record.ended for record in records]
+    assert starts[0] >= began and ends[-1] <= time.monotonic()
+    assert all(end <= start + 1e-9 for end, start in zip(ends, starts[1:], strict=False))
 
 
 def test_one_token_requests_beside_a_long_one_lose_no_step() -> None:

@@ -16,6 +16,7 @@ from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError
 from phonograph.evaluation.bench_attention import (
     CASES,
+    Case,
     bench_attention,
     default_cases,
     graph_key,
@@ -76,7 +77,7 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("layout", list(KVLayout))
 def test_inputs_are_of_their_case(layout: KVLayout) -> None:
     spec = _plan(kv_cache_layout=layout.value).attention
-    lengths = parse_case("7@20+2*1@33")
+    lengths = parse_case("7@20+2*1@33").lengths
     assert lengths == [(1, 33), (1, 33), (7, 20)]
     inputs = make_inputs(spec, lengths, torch.device("cpu"), num_copies=3)
     common = inputs.common
@@ -92,16 +93,39 @@ def test_inputs_are_of_their_case(layout: KVLayout) -> None:
     assert not inputs.query.is_contiguous(), "a model's queries are a view of its projections"
 
 
+def test_a_shared_prefix_with_cascade_and_without() -> None:
+    name = "9*1@90^70"
+    plan = _plan(cascade_attention=True)
+    rows = list(bench_attention(plan, ["1@40", name], _quiet))
+    assert [row.case for row in rows] == ["1@40", name, f"{name} cascade"]
+    for row in rows:
+        assert row.facts["us"] > 0 and row.facts["err"] < 1e-5
+    inputs = make_inputs(plan.attention, parse_case(name).lengths, torch.device("cpu"), num_copies=1, prefix_len=64)
+    table = inputs.common.block_table
+    assert (table[:, :4] == table[0, :4]).all() and inputs.kv_caches[0].shape[1] == 4 + 9 * 2
+    own = table[:, 4:].flatten().tolist()
+    assert len(set(own)) == 18 and set(own).isdisjoint(table[0, :4].tolist())
+    assert [row.case for row in bench_attention(_plan(), [name], _quiet)] == [name]
+
+
+def test_a_cascade_that_computes_something_else_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phonograph.kernels.reference.cascade.merge_by_lse", lambda *_: None)
+    whole, cascade = bench_attention(_plan(cascade_attention=True), ["9*1@90^70"], _quiet)
+    assert "us" in whole.facts
+    assert "us" not in cascade.facts and "computes something else" in cascade.facts["error"]
+
+
 def test_the_graph_of_a_case() -> None:
-    assert graph_key(CASES["decode_8x1k"]) == GraphKey(GraphSet.DECODE, 8, 8, 1)
-    assert graph_key(CASES["spec4_32x2k"]) == GraphKey(GraphSet.DECODE, 128, 32, 4)
-    assert graph_key(CASES["prefill_8x1k"]) == GraphKey(GraphSet.MIXED, 8192, 8)
-    assert graph_key(CASES["mixed_1dec64k_1x5"]) == GraphKey(GraphSet.MIXED, 6, 2)
+    assert graph_key(CASES["decode_8x1k"].lengths) == GraphKey(GraphSet.DECODE, 8, 8, 1)
+    assert graph_key(CASES["spec4_32x2k"].lengths) == GraphKey(GraphSet.DECODE, 128, 32, 4)
+    assert graph_key(CASES["prefill_8x1k"].lengths) == GraphKey(GraphSet.MIXED, 8192, 8)
+    assert graph_key(CASES["mixed_1dec64k_1x5"].lengths) == GraphKey(GraphSet.MIXED, 6, 2)
 
 
 def test_cases() -> None:
-    assert parse_case("mixed_1dec64k_1x5") == [(1, 65536), (5, 5)]
-    for text in ("", "1", "2@1", "0*1@5", "1@5+", "decode"):
+    assert parse_case("mixed_1dec64k_1x5") == Case([(1, 65536), (5, 5)])
+    assert parse_case("8*1@50^49") == Case([(1, 50)] * 8, prefix_len=49)
+    for text in ("", "1", "2@1", "0*1@5", "1@5+", "decode", "1@5^5", "1@5^", "1@5^0", "1@50+3@5^3", "1@5^-1"):
         with pytest.raises(ConfigError, match=r"^cases="):
             parse_case(text)
     names, left_out = default_cases(_plan())

@@ -125,6 +125,67 @@ def test_commands(benchmark_script: Load, tmp_path: Path) -> None:
         script.Run.parse(text)
 
 
+def test_commands_of_our_backends(benchmark_script: Load, tmp_path: Path) -> None:
+    script = benchmark_script("vs_vllm")
+    settings = script.Settings(
+        model="models/m",
+        peer_scripts=Path("peer"),
+        peer_site=None,
+        folder=tmp_path,
+        dtype="bfloat16",
+        max_model_len=None,
+        our_flags=(),
+        timeout=1,
+    )
+    expected = {
+        "ours@flash_attn:FULL=decode": ["--backend", "flash_attn", "--cudagraph-mode", "FULL"],
+        "ours@flash_attn:2=decode": ["--backend", "flash_attn", "--flash-attn-version", "2"],
+        "ours@flash_attn:3:PIECEWISE=decode": [
+            *("--backend", "flash_attn", "--flash-attn-version", "3", "--cudagraph-mode", "PIECEWISE")
+        ],
+        "ours@prefill=flash_attn,decode=triton=decode": ["--backend", "prefill=flash_attn,decode=triton"],
+        "ours:NONE=decode": ["--cudagraph-mode", "NONE"],
+        "ours=decode": [],
+    }
+    names: set[str] = set()
+    for text, flags in expected.items():
+        run = script.Run.parse(text)
+        assert run.is_ours and run.suites == ("decode",)
+        command = settings.command(run, Path("rows.jsonl"))
+        assert command[command.index("rows.jsonl") + 1 :] == flags, text
+        names.add(run.name)
+    assert len(names) == len(expected) and not set("".join(names)) & set("/:@=,")
+    runs = script.Run.parse_all("ours@flash_attn:FULL=decode,mixed,latency")
+    assert [run.suites for run in runs] == [("decode", "latency"), ("mixed",)]
+    assert [run.suites for run in script.Run.parse_all("ours=mixed")] == [("mixed",)]
+    for text in ("ours@triton:FAST=decode", "ours@flash_attn:FULL:2=decode", "ours:3=decode", "oursX=decode"):
+        with pytest.raises(script.argparse.ArgumentTypeError):
+            script.Run.parse_all(text)
+
+
+def test_our_backends_stand_beside_each_other(benchmark_script: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    script = benchmark_script("vs_vllm")
+    composite = "ours@prefill=flash_attn,decode=triton"
+    rows = [
+        _row(system, "decode", case, value)
+        for case, factor in (("1x1024", 1.0), ("8x1024", 2.0))
+        for system, value in (
+            *(("ours", 4.0 * factor), ("ours@flash_attn:3:FULL", 5.0 * factor), (composite, 8.0 * factor)),
+            *(("ours:NONE", 1.0), ("FLASH_ATTN/FULL", 6.0 * factor), ("FLASHINFER/FULL", 12.0 * factor)),
+        )
+    ]
+    table = script.compare(sorted(rows, key=lambda row: str(row["system"])))
+    assert [row["case"] for row in table] == ["1x1024"] * 3 + ["8x1024"] * 3
+    by_system = {row["system"]: row for row in table[:3]}
+    assert by_system["ours"]["bars"] and not by_system["ours"]["same_kind"]
+    flash = by_system["ours@flash_attn:3:FULL"]
+    assert flash["speedups"] == {"FLASH_ATTN/FULL": 1.2, "FLASHINFER/FULL": 2.4}
+    assert flash["same_kind"] == by_system[composite]["same_kind"] == ["FLASH_ATTN/FULL"] and flash["bars"] == []
+    script.show(table, [], [])
+    shown = capsys.readouterr().out
+    assert "6 (1.20x*)" in shown and "12 (2.40x)" in shown and "6 (1.50x)" in shown and composite[:20] in shown
+
+
 def _row(system: str, suite: str, case: str, value: float) -> dict[str, object]:
     return {"system": system, "suite": suite, "case": case, "value": value}
 

@@ -27,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import test_attention_decode as decode
 import test_attention_prefill as prefill
-import test_attention_projection as projection
+import test_cascade as cascade
+import test_page_indices as page_indices
 import test_prepare
+import test_quantize
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
@@ -36,7 +38,6 @@ import test_triton_sampling as sampling
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
-from phonograph.kernels.triton.few_rows import FewRowsConfig
 
 
 def find_kernels() -> dict[int, str]:
@@ -73,14 +74,6 @@ def run_all(device: torch.device) -> None:
     ):
         problem = decode.Problem(case, device)
         problem.check(problem.plan())
-    ones = replace(short, batch=((1, 300), (1, 1), (1, 17), (1, 64), (0, 0)), max_query_len=1)
-    for case, norm in (
-        (replace(ones, block_size=64, head_size=128), True),
-        (replace(ones, head_size=40, num_query_heads=7, num_kv_heads=1, sinks=True, window=(40, 0)), False),
-        (replace(ones, head_size=64, num_query_heads=71, num_kv_heads=1, hnd=True), False),
-        (replace(ones, hnd=True, kv_dtype=torch.float8_e5m2, lse=False), False),
-    ):
-        projection.compare(case, device, norm=norm)
     long = prefill.Case(batch=((1, 9), (20, 1100), (33, 150), (0, 0)), num_heads=2, num_kv_heads=1, num_sms=4)
     for case in (
         long,
@@ -96,12 +89,13 @@ def run_all(device: torch.device) -> None:
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
-    for rows, outputs, inputs, block_n in ((3, 45, 320, 8), (9, 33, 203, 16)):
-        few_rows = FewRowsConfig(products.rows_class(rows), block_n, 128, ahead=2, num_warps=2, chains=2)
-        products.test_few_rows(rows, outputs, inputs, few_rows, True, torch.float16, device)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
+    page_indices.check(7, 1100, 16, device)
+    cascade.test_cut(cascade.in_triton, 9, 40, 16, device)
+    cascade.test_a_side_without_keys_is_not_read(cascade.in_triton, device)
+    test_quantize.test_queries(5, 8, 2, 64, dtype, True, device)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)

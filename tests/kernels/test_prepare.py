@@ -167,6 +167,8 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     staging = torch.from_numpy(words)
     views = layout.sampling_views(staging)
     host = layout.host_views(words)
+    host.header[:4] = 5, 7, 3, 4096
+    assert layout.prefix_len(staging).tolist() == [4096]
     for name, tensor in views._asdict().items():
         assert tensor.tolist() == getattr(host, name).tolist()
     assert views.draw_keys.dtype == torch.int64

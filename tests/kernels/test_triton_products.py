@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from phonograph.kernels.triton import gemv
 from phonograph.kernels.triton import linear as products
-from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.linear import (
     LinearConfig,
     LinearScratch,
-    ProductConfig,
     choose,
     linear,
     linear_add,
@@ -21,10 +21,13 @@ from phonograph.kernels.triton.linear import (
     rows_class,
     takes_squares,
 )
+from phonograph.kernels.triton.precompile import compile_only
+from phonograph.kernels.triton.preload import load_kernels
 
 EPS = 1e-5
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
+    *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024)]),
     (torch.float16, 4096, 1001),
 ]
 """dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
@@ -108,6 +111,28 @@ def test_one_row_of_real_sizes(inputs: int, outputs: int, dtype: torch.dtype, de
     _check_gemv(outputs, inputs, dtype, device, bias=True)
 
 
+@pytest.mark.gpu
+def test_large_layers_of_one_row_keep_the_l1_cache(device: torch.device) -> None:
+    """The driver is told so for them alone."""
+    sizes = ((64, 1024), (4100, 2048))
+    cases = [Case(1, outputs, inputs, torch.bfloat16, device) for outputs, inputs in sizes]
+    with compile_only() as kernels:
+        for case in cases:
+            gemv.gemv(case.x, case.weight, None, case.out)
+    load_kernels(kernels)
+    driver, carveouts = ctypes.CDLL("libcuda.so.1"), []
+    for function in (gemv._gemv_kernel, gemv._large_gemv):
+        for kernel in function.device_caches[torch.cuda.current_device()][0].values():
+            value = ctypes.c_int()
+            assert driver.cuFuncGetAttribute(ctypes.byref(value), 9, ctypes.c_void_p(kernel.function)) == 0
+            carveouts.append((function is gemv._large_gemv, value.value))
+    assert {large for large, _ in carveouts} == {False, True}
+    assert all(value == 3 if large else value == -1 for large, value in carveouts)
+    for case in cases:
+        gemv.gemv(case.x, case.weight, None, case.out)
+        case.check(case.product(case.x, bias=False))
+
+
 def test_a_weight_in_the_middle_of_a_larger_matrix(device: torch.device) -> None:
     """Its rows are then further apart than they are long."""
     case = Case(1, 10, 64, torch.float16, device)
@@ -130,7 +155,7 @@ def _check_linear(
     dtype: torch.dtype,
     device: torch.device,
     bias: bool,
-    config: ProductConfig | None,
+    config: LinearConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
     for _ in range(2):  # the second finds what the first left in the scratch
@@ -161,7 +186,7 @@ def _check_norm(
     inputs: int,
     dtype: torch.dtype,
     device: torch.device,
-    config: ProductConfig | None,
+    config: LinearConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
     """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
@@ -207,73 +232,6 @@ def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits
     _check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
 
 
-def _few(rows: int, block_n: int, block_k: int, ahead: int, num_warps: int = 2, chains: int = 1) -> FewRowsConfig:
-    return FewRowsConfig(rows_class(rows), block_n, block_k, ahead, num_warps, chains)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "config"),
-    [
-        (2, 45, 320, _few(2, 8, 128, ahead=3, chains=2)),
-        (3, 33, 203, _few(3, 16, 64, ahead=1)),
-        (9, 45, 264, _few(9, 8, 256, ahead=1, num_warps=4, chains=2)),
-        (16, 40, 128, _few(16, 16, 128, ahead=2)),
-        (16, 61, 500, _few(16, 32, 128, ahead=2, num_warps=1, chains=4)),
-        (1, 8, 33, _few(1, 8, 64, ahead=4)),
-    ],
-)
-def test_few_rows(
-    rows: int, outputs: int, inputs: int, config: FewRowsConfig, bias: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    _check_linear(rows, outputs, inputs, dtype, device, bias, config, _poisoned(device))
-
-
-def test_few_rows_of_wider_matrices(device: torch.device) -> None:
-    """Rows of the input and of the weights are further apart than they are long, and what lies between is not read."""
-    case = Case(5, 24, 72, torch.float16, device)
-    x, weight = (
-        torch.full((len(one), 100), float("nan"), dtype=one.dtype, device=device) for one in (case.x, case.weight)
-    )
-    x[:, 4:76], weight[:, 8:80] = case.x, case.weight
-    linear(x[:, 4:76], weight[:, 8:80], None, case.out, config=_few(5, 8, 64, ahead=2))
-    case.check(case.product(case.x, bias=False))
-
-
-@pytest.mark.parametrize("rows", [3, 12])
-def test_norms_deferred_from_either_kernel_to_the_other(
-    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen by size, as in a model: wide to narrow, and back."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    padded, scratch = rows_class(rows), _poisoned(device)
-    few, other = _few(rows, 8, 64, ahead=2), _config(padded, 3)
-    monkeypatch.setitem(products.MEASURED, (padded, 48, 200), few)
-    monkeypatch.setitem(products.MEASURED, (padded, 64, 48), other)
-    monkeypatch.setitem(products.MEASURED, (padded, 48, 208), other)
-    monkeypatch.setitem(products.MEASURED, (padded, 72, 48), few)
-    monkeypatch.setitem(products.MEASURED_SILU, (padded, 36, 48), few)
-    assert takes_squares(rows, 72, 48, torch.bfloat16)
-    for first_inputs, second_outputs in ((200, 64), (208, 72), (200, 72)):
-        case = Case(rows, 48, first_inputs, dtype, device)
-        hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
-        norm = _random(48, dtype=dtype, device=device, seed=7) * 0.1 + 1
-        squares = linear_add_norm(
-            case.x, case.weight, case.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch
-        )  # fmt: skip
-        assert squares is not None
-        case.out.copy_(hidden)
-        case.check(case.product(case.x, bias=True) + case.residual.double())
-        taker = Case(rows, second_outputs, 48, dtype, device)
-        wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-        linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
-        taker.check(taker.product(wanted, bias=True))
-        taker = Case(rows, 36, 48, dtype, device, pairs=True)
-        assert linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
-        taker.check(_silu(taker.product(wanted, bias=True)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -290,14 +248,25 @@ def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: py
 
 
 def test_chosen_configurations_fit_the_scratch() -> None:
-    for outputs, inputs in [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]:
-        for rows in (8, 16, 32, 64):
-            config = choose(rows, outputs, inputs)
-            if isinstance(config, LinearConfig):
-                assert config.rows == rows
-                partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
-                assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
-                assert -(-inputs // config.block_k) >= config.splits
+    shapes = [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]
+    sizes = [(rows, *shape) for rows in (8, 16, 32, 64) for shape in shapes]
+    for rows, outputs, inputs in [*sizes, *products.MEASURED]:
+        config = choose(rows, outputs, inputs)
+        if config is not None:
+            assert config.rows == min(rows, 64)
+            partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
+            assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
+            assert -(-inputs // config.block_k) >= config.splits
+
+
+def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen by size, as in a model."""
+    monkeypatch.setitem(products.MEASURED, (32, 56, 104), _config(16, 3))
+    assert choose(32, 56, 104) == _config(16, 3)
+    for rows in (17, 32):
+        _check_linear(rows, 56, 104, torch.float16, device, True, None, _poisoned(device))
 
 
 @pytest.mark.gpu
@@ -305,18 +274,6 @@ def test_chosen_configurations_fit_the_scratch() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_linear(rows, outputs, inputs, dtype, device, True, None, _poisoned(device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072)])
-@pytest.mark.parametrize("rows", [2, 3, 8, 9, 16])
-@pytest.mark.parametrize("num_warps", [4, 8])
-@pytest.mark.parametrize("block_n", [8, 16])
-def test_few_rows_of_real_sizes(
-    block_n: int, num_warps: int, rows: int, outputs: int, inputs: int, device: torch.device
-) -> None:
-    config = _few(rows, block_n, 1024, 3, num_warps, 2)
-    _check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, _poisoned(device))
 
 
 @pytest.mark.gpu
@@ -333,11 +290,8 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "config"),
-    [(1, None), (8, None), (40, None), (8, _few(8, 8, 1024, 2, 4, 2)), (16, _few(16, 16, 512, 2, 8))],
-)
-def test_a_chain_replayed_with_other_contents(rows: int, config: ProductConfig | None, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
     scratch = make_scratch(device)
     weights = [_random(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
@@ -348,8 +302,8 @@ def test_a_chain_replayed_with_other_contents(rows: int, config: ProductConfig |
     def chain() -> None:
         before = x
         for weight, buffer in zip(weights, buffers, strict=True):
-            linear(before, weight, None, buffer, scratch=scratch, config=config)
-            linear_add(buffer, weight, None, hidden, scratch=scratch, config=config)
+            linear(before, weight, None, buffer, scratch=scratch)
+            linear_add(buffer, weight, None, hidden, scratch=scratch)
             before = buffer
 
     hidden.zero_()

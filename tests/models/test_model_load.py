@@ -313,6 +313,23 @@ def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> 
     assert loaded.values[1].tolist() == wanted
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_scale", "self_attn.attn.q_scale", "self_attn.q_proj.q_scale"])
+def test_scales_of_queries(name: str, tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path / "plain")
+    spec = read_model_spec(tmp_path / "plain")
+    heads, group = spec.num_query_heads, spec.num_query_heads // spec.num_kv_heads
+    assert group > 1
+    scales = {f"model.layers.{layer}.{name}": torch.tensor(0.5) for layer in range(spec.num_layers)}
+    scales[f"model.layers.0.{name}"] = torch.arange(1.0, 1 + heads).view(heads, 1, 1)
+    loaded = load(with_scales(tmp_path, scales)).kv_scales
+    assert loaded.queries[0].tolist() == [float(group * (1 + head)) for head in range(spec.num_kv_heads)]
+    assert loaded.queries[1].tolist() == [0.5] * spec.num_kv_heads
+    assert not loaded.keys and not loaded.values
+    del scales[f"model.layers.1.{name}"]
+    with pytest.raises(WeightError, match="none for the queries of layer 1"):
+        load(with_scales(tmp_path / "some", scales))
+
+
 @pytest.mark.parametrize(
     ("scale", "layers", "words"),
     [

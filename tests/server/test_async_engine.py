@@ -11,6 +11,9 @@ import pytest
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError
+from phonograph.graphs.capture_list import make_capture_list
+from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.models.folder import model_folder
 from phonograph.sampling_params import SamplingParams
 from phonograph.scheduler_limits import SchedulerStats
@@ -28,6 +31,7 @@ STATS = SchedulerStats(
     prefix_queries=0,
     prefix_hits=0,
 )
+RESOLUTION = resolve_mode(None, Support(GraphSupport.ALWAYS, "a test"), Pieces(True, "a test"))
 FACTS = EngineFacts(
     context_len=100,
     vocab_size=2048,
@@ -35,7 +39,12 @@ FACTS = EngineFacts(
     scheduling_policy="fcfs",
     device="cpu",
     attention_backend="reference",
-    mode="FULL",
+    resolution=RESOLUTION,
+    captures=make_capture_list(RESOLUTION.mode, max_num_seqs=4, max_num_batched_tokens=16, max_capture_tokens=16),
+    graph_memory_bytes=1000,
+    capture_seconds=0.5,
+    block_size=16,
+    notes=(),
     start_seconds=0.0,
     stats=STATS,
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
@@ -77,9 +76,7 @@ class Problem:
         # As in the engine: a view of the fused projections.
         fused = torch.full((num_tokens, (heads + 2 * kv_heads) * dim), NAN)
         fused[: int(self.starts[-1])] = torch.randn(int(self.starts[-1]), fused.shape[1], generator=generator)
-        self.projection = fused.to(device, case.dtype)
-        self.query = self.projection[:, : heads * dim].unflatten(-1, (heads, dim))
-        self.fresh: FreshTokens | None = None
+        self.query = fused.to(device, case.dtype)[:, : heads * dim].unflatten(-1, (heads, dim))
         self.slopes = torch.rand(heads, generator=generator) * 0.3 if case.alibi else None
         self.sinks = torch.randn(heads, generator=generator) if case.sinks else None
         self.device = device
@@ -128,7 +125,6 @@ class Problem:
             k_scale=on_device(self.scales[0]),
             v_scale=on_device(self.scales[1]),
             causal=case.causal,
-            fresh=self.fresh,
         )
         return out, lse
 

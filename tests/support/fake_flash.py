@@ -1,5 +1,7 @@
 """Stand-ins for the FlashAttention libraries: their signatures, their habits, and the oracle's numbers.
 
+Of FP8 queries, keys and values they compute with what the factors make of them, and write bfloat16.
+
 They leave rows of no request unwritten (NaN, to show), fold query heads at query length 1 as version 2 does, drop
 windows beyond the maxima, and read a plan only if it was made for exactly this launch: its entries are hashes of all
 that went into it.
@@ -63,8 +65,13 @@ def _attend(
     slopes: Any = None,
     sinks: Any = None,
     folds: bool = False,
+    descales: tuple[Any, Any, Any] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     slots, (num_tokens, heads, _) = lens.shape[0], q.shape
+    fp8 = q.dtype == torch.float8_e4m3fn
+    assert q.dtype == k.dtype == v.dtype and (not fp8 or q.shape[2] % 16 == 0)
+    for factor in descales:
+        assert factor is None or (fp8 and factor.shape == (slots, k.shape[2]) and factor.dtype == torch.float32)
     assert q.stride(-1) == 1 and q.stride(1) == q.shape[2] and table.shape[0] == slots and k.shape == v.shape
     assert starts.shape == (slots + 1,) and all(t.dtype == torch.int32 for t in (starts, lens, table))
     assert max_q >= 1 and max_k >= int(lens.max())
@@ -90,12 +97,28 @@ def _attend(
         if not count:
             continue
         blocks = table[slot, : -(-length // k.shape[1])].long()
-        keys, values = (pages[blocks].flatten(0, 1)[:length].double().cpu().numpy() for pages in (k, v))
+        keys, values = (
+            _factored(_chosen(pages, blocks).flatten(0, 1)[:length], factor, slot)
+            for pages, factor in ((k, descales[1]), (v, descales[2]))
+        )
         rows = slice(first[slot], first[slot] + count)
-        query = q[rows].double().cpu().numpy() if length else np.zeros((count, *q.shape[1:]))
+        query = _factored(q[rows], descales[0], slot) if length else np.zeros((count, *q.shape[1:]))
         some, some_lse = dense_attention(query, keys, values, layer, causal=causal and not folded)
         out[rows], lse[:, rows] = torch.from_numpy(some).float(), torch.from_numpy(some_lse).float()
-    return out.to(q), lse.to(q.device)
+    return out.to(q.device, torch.bfloat16 if fp8 else q.dtype), lse.to(q.device)
+
+
+def _chosen(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return pages.view(torch.uint8)[blocks].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[blocks]
+
+
+def _factored(rows: torch.Tensor, factor: Any, slot: int) -> np.ndarray:
+    """Rows [n, heads, D], each head times what its KV head has in this slot."""
+    numbers = rows.double().cpu().numpy()
+    if factor is None:
+        return numbers
+    of_heads = np.repeat(factor[slot].double().cpu().numpy(), numbers.shape[1] // factor.shape[1])
+    return numbers * of_heads[:, None]
 
 
 def _written(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -150,6 +173,7 @@ def vllm_varlen(
         assert alibi_slopes is None and (s_aux is None or s_aux.dtype == torch.bfloat16)
     if fa_version == 3:
         facts = (max_seqlen_q, max_seqlen_k, tuple(window_size or ()), causal, num_splits, softcap > 0, k.shape[1])
+        facts += (str(k.dtype),)
         _check_plan(scheduler_metadata, cu_seqlens_q, seqused_k, *facts)
     numbers, lse = _attend(
         q,
@@ -167,7 +191,9 @@ def vllm_varlen(
         slopes=alibi_slopes,
         sinks=s_aux,
         folds=fa_version == 2,
+        descales=(q_descale, k_descale, v_descale),
     )
+    assert out.dtype == numbers.dtype
     _written(numbers, out)
     return (out, lse) if return_softmax_lse else out
 
@@ -195,7 +221,7 @@ def scheduler_metadata(
     sm_margin: int = 0,
 ) -> torch.Tensor:
     assert cache_seqlens.shape == (batch_size,) and num_heads_q % num_heads_kv == 0 and headdim
-    facts = (max_seqlen_q, max_seqlen_k, window_size, causal, num_splits, has_softcap, page_size)
+    facts = (max_seqlen_q, max_seqlen_k, window_size, causal, num_splits, has_softcap, page_size, str(qkv_dtype))
     return _plan(cu_seqlens_q, cache_seqlens, *facts)
 
 
@@ -267,6 +293,7 @@ def with_kvcache(
     CALLS.append(dict(locals()))
     max_k = page_table.shape[1] * k_cache.shape[1]
     facts = (max_seqlen_q, max_k, tuple(window_size), causal, num_splits, softcap > 0, k_cache.shape[1])
+    facts += (str(k_cache.dtype),)
     _check_plan(scheduler_metadata, cu_seqlens_q, cache_seqlens, *facts)
     numbers, lse = _attend(
         q,
@@ -281,6 +308,7 @@ def with_kvcache(
         causal=causal,
         window=window_size,
         softcap=softcap,
+        descales=(q_descale, k_descale, v_descale),
     )
     numbers = numbers.nan_to_num(nan=0.0)
     return (numbers, lse, None, None) if return_softmax_lse else numbers

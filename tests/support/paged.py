@@ -14,9 +14,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.conformance import FP8_QUERY_TOLERANCE, rounded_queries
 from phonograph.attention.conformance_batch import make_layer, quantized
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 Batch = Sequence[tuple[int, int]]
@@ -39,7 +40,7 @@ class Arena:
 
     def __init__(
         self,
-        backend_class: type[AttentionBackend],
+        backend_class: MakeBackend,
         spec: AttentionSpec,
         device: torch.device,
         *,
@@ -82,20 +83,28 @@ class Arena:
         self.lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         self.table = torch.zeros(num_reqs, -(-max_keys // spec.block_size) + 2, dtype=torch.int32, device=device)
         self.slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self.prefix_len = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None) -> float:
+    def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None, *, prefix_len: int | None = None) -> float:
         """Runs the batch eagerly, and in the graph where one is given; returns the largest relative error of both.
+
+        prefix_len: tokens that all sequences have in the same blocks, for backends that cascade
 
         Raises:
             AssertionError: an error above the tolerance, or something written that should not be, or not written.
         """
-        common = self.fill(batch)
+        common = self.fill(batch, prefix_len)
         before = self.bytes.clone()
         self.poison()
         self.run(self.builder.build(common, key=None))
         self._check_cache(before)
         references = [self._references(layer) for layer in self.layers]
         error = self._check_outputs(references)
+        if batch:
+            self.bytes.copy_(before)
+            self.poison()
+            self.run_unpadded(common)
+            error = max(error, self._check_outputs(references))
         if graph is not None:
             written = self.bytes.clone()
             self.bytes.copy_(before)
@@ -106,11 +115,13 @@ class Arena:
             error = max(error, self._check_outputs(references))
         return error
 
-    def capture(self, batch: Batch, key: GraphKey | None = None) -> torch.cuda.CUDAGraph:
+    def capture(
+        self, batch: Batch, key: GraphKey | None = None, *, prefix_len: int | None = None
+    ) -> torch.cuda.CUDAGraph:
         """The graph of `key`, or else of any batch, captured on this one."""
         key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
         self.captured = key
-        metadata = self.builder.build(self.fill(batch), key=key)
+        metadata = self.builder.build(self.fill(batch, prefix_len), key=key)
         self.poison()
         self.run(metadata)
         torch.cuda.synchronize()
@@ -127,6 +138,30 @@ class Arena:
             lse_HT = None if lse is None else lse[:-1]
             self.backend.forward(layer, self.query, self.cache, metadata, out[: self.num_tokens], lse_HT)
 
+    def run_unpadded(self, common: CommonMetadata) -> None:
+        """Runs the batch as the engine does eagerly: with as many slots and rows as there are sequences and tokens."""
+        slots, end = len(self.batch), self.end
+        metadata = self.builder.build(
+            replace(
+                common,
+                query_start_loc=common.query_start_loc[: slots + 1],
+                seq_lens=common.seq_lens[:slots],
+                block_table=common.block_table[:slots],
+                slot_mapping=common.slot_mapping[:end],
+                query_start_loc_cpu=common.query_start_loc_cpu[: slots + 1],
+                seq_lens_cpu=common.seq_lens_cpu[:slots],
+            ),
+            key=None,
+        )
+        self.backend.schedule(metadata)
+        self.backend.write_kv(self.layers[0], self.key[:end], self.value[:end], self.cache, metadata)
+        for layer, out, lse in zip(self.layers, self.outs, self.lses, strict=True):
+            out[end : self.num_tokens] = 0
+            lse_HT = None if lse is None else torch.full_like(lse[:-1, :end], torch.nan).contiguous()
+            self.backend.forward(layer, self.query[:end], self.cache, metadata, out[:end], lse_HT)
+            if lse is not None and lse_HT is not None:
+                lse[:-1, :end], lse[:-1, end:] = lse_HT, -torch.inf
+
     def poison(self) -> None:
         for tensor in (*self.outs, *self.lses):
             if tensor is not None:
@@ -139,7 +174,7 @@ class Arena:
                 plan.partial_out.fill_(torch.nan)
                 plan.partial_lse.fill_(torch.nan)
 
-    def fill(self, batch: Batch) -> CommonMetadata:
+    def fill(self, batch: Batch, prefix_len: int | None = None) -> CommonMetadata:
         """Draws contents for the batch, the context of each sequence already in the cache."""
         spec, size = self.spec, self.spec.block_size
         assert len(batch) <= self.num_reqs
@@ -150,12 +185,13 @@ class Arena:
         self.batch, self.end = list(batch), int(starts[-1])
         assert self.end <= self.num_tokens
 
-        blocks = self.rng.permutation(self.free)
+        shared, blocks = np.split(self.rng.permutation(self.free), [(prefix_len or 0) // size])
         table = np.zeros(self.table.shape, np.int32)
         keys: list[np.ndarray] = []
         for row, (_, length) in enumerate(batch):
             count = -(-length // size)
-            own, blocks = blocks[:count], blocks[count:]
+            own, blocks = np.split(blocks, [count - len(shared)])
+            own = np.concatenate([shared, own])
             assert len(own) == count
             table[row, :count] = own
             keys.append((own[:, None] * size + np.arange(size)).ravel()[:length])
@@ -176,6 +212,7 @@ class Arena:
         self.slots[: self.end] = self.new
         for tensor, array in ((self.starts, starts), (self.lens, lens), (self.table, table)):
             tensor.copy_(torch.from_numpy(array))
+        self.prefix_len.fill_(prefix_len or 0)
         num_decodes = next((row for row, (length, _) in enumerate(batch) if length != 1), len(batch))
         return CommonMetadata(
             num_reqs=len(batch),
@@ -191,6 +228,7 @@ class Arena:
             query_start_loc_cpu=starts,
             seq_lens_cpu=lens,
             causal=self.causal,
+            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
         )
 
     def _randn(self, *shape: int) -> torch.Tensor:
@@ -221,7 +259,8 @@ class Arena:
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for (query_len, _), slots in zip(self.batch, self.keys, strict=True):
-            query = self.query[start : start + query_len].double()
+            query = self.query[start : start + query_len]
+            query = (rounded_queries(query, layer, self.spec) if self.backend.quantizes_queries else query).double()
             start += query_len
             keys, values = (
                 self._stored(plane, slots, scale) for plane, scale in enumerate((layer.k_scale, layer.v_scale))
@@ -231,7 +270,7 @@ class Arena:
 
     def _check_outputs(self, references: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
         largest = 0.0
-        tolerance = TOLERANCE[self.spec.dtype]
+        tolerance = FP8_QUERY_TOLERANCE if self.backend.quantizes_queries else TOLERANCE[self.spec.dtype]
         for layer, out, lse, expected in zip(self.layers, self.outs, self.lses, references, strict=True):
             where = f"window {layer.window}, batch {self.batch}"
             assert bool(out[self.num_tokens :].isnan().all()), f"written behind the output: {where}"

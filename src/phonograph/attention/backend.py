@@ -7,7 +7,7 @@ device, and is what selection, the resolver and `explain` read. `AttentionBacken
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,8 +15,7 @@ import torch
 
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import Support
-from phonograph.kernels.projection import FreshTokens
+from phonograph.graphs.modes import GraphKey, Support
 
 
 class AttentionKind(Enum):
@@ -45,6 +44,8 @@ class AttentionSpec:
         none. A model's `sliding_window` of W keys is (W - 1, 0).
     softcap: 0 means none.
     speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
+    cascade: a prefix common to a batch is attended once where that pays.
+    batch_invariant: what a sequence gets is the same, bit by bit, whatever else is in the batch.
     """
 
     num_query_heads: int
@@ -61,6 +62,8 @@ class AttentionSpec:
     sinks: bool = False
     lse: bool = False
     speculative_tokens: int = 0
+    cascade: bool = False
+    batch_invariant: bool = False
 
 
 class Capabilities(ABC):
@@ -69,15 +72,23 @@ class Capabilities(ABC):
     name:    as users write it in `--attention-backend`
     version: of the kernel family ("2", "3", "4"), or ""
     unverified: why it is taken only where its very version is asked for, or ""
+    varies:  why the bits of a sequence's output may differ with the rest of the batch even where the spec asks for
+        batch invariance, or "" where they do not
     """
 
     name: str
     version: str = ""
     unverified: str = ""
+    varies: str = "it does not say that its results are the same in every batch"
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Every reason why this backend cannot run `spec` on `device`; empty when it can."""
+
+    def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """`refusals`, and that of batch invariance where it is asked for and not borne: what selection goes by."""
+        found = self.refusals(spec, device)
+        return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
 
     @abstractmethod
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -89,6 +100,15 @@ class Capabilities(ABC):
         Where it differs from `graph_support`, that is because the latter counts what a graph of decodes freezes.
         """
         return self.graph_support(spec, device)
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """What the backend takes of the device's memory for any batch within `limits` and for these graphs, in bytes.
+
+        The KV cache is sized by what is left. What comes to a few MB need not be counted.
+        """
+        return 0
 
     def missing(self) -> str | None:
         """Why the backend cannot be loaded in this installation (library absent, kernels not written), or None."""
@@ -107,6 +127,7 @@ class AttentionLayer:
     scale:   factor of the logits before softcap and bias, usually head_size ** -0.5
     alibi_slopes [H], sinks [H]: or None
     k_scale, v_scale [K]: descale factor of each KV head for an FP8 cache, or None for 1
+    q_scale [K]: the same of a KV head's queries, for backends that round them to FP8 too (`quantizes_queries`)
     """
 
     index: int
@@ -117,6 +138,7 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +159,13 @@ class AttentionBackend(ABC):
 
     clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
         put them there before, and they stay.
+    quantizes_queries: whether `forward` rounds queries, divided by the layer's q_scale, to the dtype of an FP8 cache
+        (and then perhaps the softmax's weights): its kernels take queries, keys and values of one dtype.
     """
 
     capabilities: Capabilities
     clears_padding: bool = True
+    quantizes_queries: bool = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec
@@ -189,29 +214,22 @@ class AttentionBackend(ABC):
         query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
 
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        """Whether `forward_projection` serves this metadata: what it says for a graph's key holds for all its replays.
-
-        Where it does, the runner may call that in place of the norm of heads, the rotation, the KV write and `forward`,
-        in whole graphs and eager steps; between pieces it does not.
-        """
-        return False
-
-    def forward_projection(
+    def forward_lse(
         self,
         layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
+        query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         out_THD: torch.Tensor,
-    ) -> None:
-        """Everything from the fused projection on: norms and rotates, writes keys and values, attends.
+    ) -> torch.Tensor:
+        """`forward` for those who read the LSE at once: returns it, whatever it holds for rows of no request.
 
-        What it leaves in `kv_cache` and `out_THD` is what the separate calls do, up to rounding; `qkv_TF` may be left
-        as it is. To be called only where `takes_projection` says so.
+        A library that makes the tensor itself is spared a copy.
         """
-        raise NotImplementedError(f"{self.capabilities.label} does not take the projection")
+        num_tokens, num_heads, _ = query_THD.shape
+        lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
+        self.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+        return lse_HT
 
 
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]

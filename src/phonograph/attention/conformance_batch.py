@@ -103,6 +103,7 @@ def make_layer(
         sinks=parameter(spec.sinks, spec.num_query_heads, -2.0, 4.0),
         k_scale=parameter(quantized, spec.num_kv_heads, 0.02, 0.08),
         v_scale=parameter(quantized, spec.num_kv_heads, 0.02, 0.08),
+        q_scale=parameter(quantized, spec.num_kv_heads, 0.02, 0.08),
     )
 
 

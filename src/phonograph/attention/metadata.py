@@ -17,6 +17,18 @@ from phonograph.graphs.modes import GraphKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommonPrefix:
+    """Leading tokens whose keys and values all sequences of a batch have in the same blocks, all of them full.
+
+    num_tokens: how many, on the host; at least one token of each sequence comes behind them
+    length:     the same, [1] int32, where the step's other inputs are
+    """
+
+    num_tokens: int
+    length: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMetadata:
     """One step of one KV group. Sequences are ordered decodes first, then prefills, then empty slots.
 
@@ -31,6 +43,8 @@ class CommonMetadata:
 
     Host copies of the first two, for backends that plan on the host:
         query_start_loc_cpu [R+1], seq_lens_cpu [R]  numpy int32
+
+    prefix: what cascade attention is to attend once; None where the step does not cascade
     """
 
     num_reqs: int
@@ -46,6 +60,7 @@ class CommonMetadata:
     query_start_loc_cpu: np.ndarray
     seq_lens_cpu: np.ndarray
     causal: bool = True
+    prefix: CommonPrefix | None = None
 
 
 def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:

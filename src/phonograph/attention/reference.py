@@ -29,6 +29,7 @@ _DECLARED = Declaration(
 
 class ReferenceCapabilities(Capabilities):
     name = "reference"
+    varies = "its decodes share sums that are as long as the longest of them"
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         return _DECLARED.refusals(spec, device)

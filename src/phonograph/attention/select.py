@@ -12,6 +12,8 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
+from phonograph.attention.cascade import cascade_refusals
+from phonograph.attention.cascade_backend import CascadeBackend
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
@@ -37,12 +39,23 @@ class Registered:
 
     automatic:   may be chosen without being asked for
     part_loader: imports what is one part of a split batch, where `loader` makes both
+    cascade_loader: imports what cascades (AttentionSpec.cascade); None where the backend cannot
     """
 
     capabilities: Capabilities
     loader: Callable[[], MakeBackend]
     automatic: bool = False
     part_loader: Callable[[], MakeBackend] | None = None
+    cascade_loader: Callable[[], MakeBackend] | None = None
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """Every reason why it cannot run `spec` on `device`: those of its capabilities, and of what can be loaded."""
+        found = [*self.capabilities.why_not(spec, device)]
+        if spec.cascade:
+            found += cascade_refusals(spec)
+            if self.cascade_loader is None:
+                found.append("cascade attention; it is not made to attend a common prefix and the suffixes apart")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,12 @@ class Selection:
 
 def _reference() -> type[AttentionBackend]:
     return ReferenceBackend
+
+
+def _reference_cascade() -> MakeBackend:
+    from phonograph.kernels.reference import cascade
+
+    return partial(CascadeBackend, ordinary=ReferenceBackend, part=ReferenceBackend, kernels=cascade)
 
 
 def _triton() -> type[AttentionBackend]:
@@ -91,6 +110,12 @@ def _flash_attn_4() -> type[AttentionBackend]:
     return _with_its_library(FlashAttention4Backend)
 
 
+def _flash_attn_cascade(ordinary: Callable[[], MakeBackend], part: Callable[[], MakeBackend]) -> MakeBackend:
+    from phonograph.kernels.triton import cascade
+
+    return partial(CascadeBackend, ordinary=ordinary(), part=part(), kernels=cascade)
+
+
 def _with_its_library(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     """Imports the library now, so that one which does not fit is known before a model is loaded."""
     functions_of(backend.capabilities.version)
@@ -109,13 +134,29 @@ def _flashinfer() -> type[AttentionBackend]:
 # that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
 BUILT_IN = (
     Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
-    Registered(capabilities=FlashAttention3Capabilities(), loader=_flash_attn_3, automatic=True),
-    Registered(capabilities=FlashAttention4Capabilities(), loader=_flash_attn_4, automatic=True),
     Registered(
-        capabilities=FlashAttention2Capabilities(), loader=_flash_attn_2, automatic=True, part_loader=_flash_attn_2_part
+        capabilities=FlashAttention3Capabilities(),
+        loader=_flash_attn_3,
+        automatic=True,
+        cascade_loader=partial(_flash_attn_cascade, _flash_attn_3, _flash_attn_3),
+    ),
+    Registered(
+        capabilities=FlashAttention4Capabilities(),
+        loader=_flash_attn_4,
+        automatic=True,
+        cascade_loader=partial(_flash_attn_cascade, _flash_attn_4, _flash_attn_4),
+    ),
+    Registered(
+        capabilities=FlashAttention2Capabilities(),
+        loader=_flash_attn_2,
+        automatic=True,
+        part_loader=_flash_attn_2_part,
+        cascade_loader=partial(_flash_attn_cascade, _flash_attn_2, _flash_attn_2_part),
     ),
     Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True),
-    Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
+    Registered(
+        capabilities=ReferenceCapabilities(), loader=_reference, automatic=True, cascade_loader=_reference_cascade
+    ),
 )
 
 
@@ -171,7 +212,7 @@ def select(
     rejected: dict[str, list[str]] = {}
     for candidate in candidates:
         label = candidate.capabilities.label
-        refusals = candidate.capabilities.refusals(spec, device)
+        refusals = candidate.refusals(spec, device)
         unverified = candidate.capabilities.unverified
         if unverified and version is None:
             refusals = [*refusals, f"it is unverified ({unverified}); it runs where its version is asked for"]
@@ -189,11 +230,11 @@ def select(
             capabilities=candidate.capabilities,
             reasons=tuple(reasons),
             rejected=rejected,
-            loader=candidate.loader,
+            loader=(candidate.cascade_loader if spec.cascade else None) or candidate.loader,
             part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
-    others = [other.capabilities for other in everyone if not other.capabilities.refusals(spec, device)]
+    others = [other.capabilities for other in everyone if not other.refusals(spec, device)]
     others = [other for other in others if not other.unverified]
     would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
     raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
@@ -215,6 +256,9 @@ def _select_parts(
     parts: dict[str, str], version: str | None, spec: AttentionSpec, device: DeviceSpec, everyone: list[Registered]
 ) -> Selection:
     """A backend for each part; `version` is that of the parts that have versions."""
+    if spec.cascade:
+        backends = ", ".join(f"{part}={name}" for part, name in parts.items())
+        raise ConfigError("cascade_attention", True, f"takes one backend for the whole batch, and {backends} is two")
     versioned = {one.capabilities.name for one in everyone if one.capabilities.version}
     if version is not None and versioned.isdisjoint(name.lower() for name in parts.values()):
         raise ConfigError("flash_attn_version", version, f"neither part has versions: {parts}; leave it out")
@@ -223,7 +267,7 @@ def _select_parts(
         for part, name in parts.items()
     }
     capabilities = SplitCapabilities(chosen["decode"].capabilities, chosen["prefill"].capabilities)
-    refusals = capabilities.refusals(spec, device)
+    refusals = capabilities.why_not(spec, device)
     if refusals:
         raise BackendError(f"attention_backend={capabilities.name!r} on {device.name}: {'; '.join(refusals)}")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from phonograph.attention.backend import AttentionSpec, Capabilities
+from collections.abc import Sequence
+
+from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.device import DeviceSpec
 from phonograph.errors import ConfigError
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 
 PARTS = ("prefill", "decode")
 
@@ -25,8 +27,19 @@ def parse_parts(asked: str) -> dict[str, str] | None:
     return {name.strip().lower(): backend.strip() for name, _, backend in pairs}
 
 
+def decode_part(num_tokens: int, num_slots: int, query_len: int) -> GraphKey:
+    """As a graph, the decodes of a mixed batch. Fewer slots than there are may hold all that its tokens can be."""
+    slots = max(1, min(num_slots, num_tokens // query_len))
+    return GraphKey(GraphSet.DECODE, slots * query_len, slots, query_len)
+
+
 class SplitCapabilities(Capabilities):
     """What two backends can do together."""
+
+    varies = (
+        "what stands before a query of one token in the batch decides which part it goes to, and each part has kernels "
+        "of its own"
+    )
 
     def __init__(self, decode: Capabilities, prefill: Capabilities) -> None:
         self.decode = decode
@@ -49,6 +62,18 @@ class SplitCapabilities(Capabilities):
         if decode.level < needed:
             return Support(decode.level, parts)
         return Support(GraphSupport.ALWAYS, f"decodes and prefills are two launches in one graph: {parts}")
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        query_len = 1 + spec.speculative_tokens
+        decodes = [
+            key if key.graphs is not GraphSet.MIXED else decode_part(key.num_tokens, key.num_reqs, query_len)
+            for key in graphs
+        ]
+        prefills = [key for key in graphs if key.graphs is not GraphSet.DECODE]
+        parts = (self.decode, decodes), (self.prefill, prefills)
+        return sum(one.buffer_bytes(spec, device, limits, keys) for one, keys in parts)
 
     def missing(self) -> str | None:
         absent = (f"{one.label}: {why}" for one in (self.decode, self.prefill) if (why := one.missing()) is not None)

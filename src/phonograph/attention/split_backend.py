@@ -15,15 +15,15 @@ import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
-from phonograph.attention.split import SplitCapabilities
+from phonograph.attention.split import SplitCapabilities, decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitMetadata(AttentionMetadata):
-    """Of both parts. A decode graph has no prefills: then `prefill` is None, and `decode` has the batch's own tensors.
+    """Of both parts. Without prefills (in a decode graph, or an eager batch) `prefill` is None, and `decode` has the
+    batch's own tensors.
 
     num_decode_rows: rows of the query that decodes may have
     """
@@ -52,25 +52,31 @@ class SplitMetadataBuilder(MetadataBuilder):
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> SplitMetadata:
         if key is not None and key.graphs is GraphSet.DECODE:
-            return SplitMetadata(
-                decode=self._decode.build(common, key=key),
-                prefill=None,
-                query_start_loc=common.query_start_loc,
-                seq_lens=common.seq_lens,
-                num_decode_rows=key.num_tokens,
-            )
+            return self._decodes_only(common, key, key.num_tokens)
         num_slots, num_tokens = common.seq_lens.shape[0], common.slot_mapping.shape[0]
-        # A decode has query_len tokens, so fewer slots than there are may hold all decodes there can be.
-        decode_slots = max(1, min(num_slots, num_tokens // self._query_len))
-        decode_rows = decode_slots * self._query_len
-        decode_key = None if key is None else GraphKey(GraphSet.DECODE, decode_rows, decode_slots, self._query_len)
-        decodes, prefills = self._cut(common, num_slots, decode_slots)
+        if (
+            key is None
+            and common.num_reqs
+            and leading_decodes(common.query_start_loc_cpu, self._query_len) == num_slots
+        ):
+            return self._decodes_only(common, None, num_tokens)
+        part = decode_part(num_tokens, num_slots, self._query_len)
+        decodes, prefills = self._cut(common, num_slots, part.num_reqs)
         return SplitMetadata(
-            decode=self._decode.build(decodes, key=decode_key),
+            decode=self._decode.build(decodes, key=None if key is None else part),
             prefill=self._prefill.build(prefills, key=key),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            num_decode_rows=min(decode_rows, num_tokens),
+            num_decode_rows=min(part.num_tokens, num_tokens),
+        )
+
+    def _decodes_only(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> SplitMetadata:
+        return SplitMetadata(
+            decode=self._decode.build(common, key=key),
+            prefill=None,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            num_decode_rows=num_rows,
         )
 
     def _cut(self, common: CommonMetadata, num_slots: int, decode_slots: int) -> tuple[CommonMetadata, CommonMetadata]:
@@ -152,22 +158,6 @@ class SplitBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, SplitMetadata)
         self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
-
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        assert isinstance(metadata, SplitMetadata)
-        return metadata.prefill is None and self.decode.takes_projection(metadata.decode)
-
-    def forward_projection(
-        self,
-        layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, SplitMetadata)
-        self.decode.forward_projection(layer, qkv_TF, fresh, kv_cache, metadata.decode, out_THD)
 
     def forward(
         self,

@@ -2,7 +2,11 @@
 
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
 does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
-second; lengths are read on the device. Where all queries are one token, the launch takes the raw projection too.
+second; lengths are read on the device.
+
+For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
+token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
+first is left with the rows of nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
@@ -33,15 +36,13 @@ from phonograph.kernels.triton.attention_prefill import (
 
 Window = tuple[int, int]
 _INTERPRETER_SMS = 2
-_MOST_ROTATED = 16
-"""Query heads of a KV head up to which the attention kernel has registers for their rotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonMetadata(GpuMetadata):
     """The tensors of CommonMetadata by the same names, the builder's plans by window, and what a graph freezes.
 
-    short_query_len: longest query that the launch for short ones meets
+    short_query_len: longest query that the launch for short ones meets; 0 where it serves none
     has_long:        whether longer ones may be there
     """
 
@@ -61,6 +62,7 @@ class TritonMetadataBuilder(MetadataBuilder):
         num_sms = _INTERPRETER_SMS
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._batch_invariant = spec.batch_invariant
         self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
@@ -74,6 +76,8 @@ class TritonMetadataBuilder(MetadataBuilder):
             short_query_len, has_long = key.query_len, False
         elif key.num_tokens <= MAX_SHORT_QUERY:
             has_long = False
+        if self._batch_invariant:
+            short_query_len, has_long = 0, True
         return TritonMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -98,9 +102,8 @@ class TritonBackend(GpuBackend):
         for window, (short, long) in metadata.plans.items():
             plan_decode(short, starts, lens, max_query_len=metadata.short_query_len, window=window)
             if metadata.has_long:
-                plan_prefill(
-                    long, starts, lens, min_query_len=MAX_SHORT_QUERY + 1, causal=metadata.causal, window=window
-                )
+                min_query_len = metadata.short_query_len + 1
+                plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=metadata.causal, window=window)
 
     def forward(
         self,
@@ -112,7 +115,7 @@ class TritonBackend(GpuBackend):
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
-        _, long = metadata.plans[layer.window]
+        short, long = metadata.plans[layer.window]
         # The long ones first: they are the longer launch, and the short ones' fills what its last programs leave idle.
         if metadata.has_long:
             prefill_attention(
@@ -133,37 +136,6 @@ class TritonBackend(GpuBackend):
                 v_scale=layer.v_scale,
                 causal=metadata.causal,
             )
-        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, lse_HT, None)
-
-    def takes_projection(self, metadata: AttentionMetadata) -> bool:
-        assert isinstance(metadata, TritonMetadata)
-        group = self.spec.num_query_heads // self.spec.num_kv_heads
-        return metadata.short_query_len == 1 and not metadata.has_long and group <= _MOST_ROTATED
-
-    def forward_projection(
-        self,
-        layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
-        fresh: FreshTokens,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, TritonMetadata)
-        query_THD = qkv_TF[:, : out_THD[0].numel()].unflatten(-1, out_THD.shape[1:])
-        self._forward_short(layer, query_THD, kv_cache, metadata, out_THD, None, fresh)
-
-    def _forward_short(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TritonMetadata,
-        out_THD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        fresh: FreshTokens | None,
-    ) -> None:
-        short, _ = metadata.plans[layer.window]
         decode_attention(
             short,
             query_THD,
@@ -181,7 +153,6 @@ class TritonBackend(GpuBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=metadata.causal,
-            fresh=fresh,
         )
 
 
@@ -202,5 +173,6 @@ def _make_plans(
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_tokens,
         num_sms=num_sms,
+        cuts=not spec.batch_invariant,
         device=device,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities
+from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.declaration import Declaration
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphSupport, Support
+from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
 
 
 class TritonCapabilities(Capabilities):
     """Our own kernels."""
 
     name = "triton"
+    varies = ""
     _declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -33,11 +36,28 @@ class TritonCapabilities(Capabilities):
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+        if spec.batch_invariant:
+            return Support(
+                GraphSupport.ALWAYS,
+                "one kernel takes queries of every length and cuts no keys, and a kernel inside the graph makes the "
+                "work list that it takes from",
+            )
         return Support(
             GraphSupport.ALWAYS,
             "a kernel inside the graph reads query_start_loc and seq_lens and makes the work list that the attention "
             "kernels take from, so no plan, grid or number of splits is frozen",
         )
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """Partial results, and the LSE of each row of them, for each window."""
+        heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
+        shapes = (
+            decode_partials(heads // kv_heads, size, sms),
+            prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
+        )
+        return 4 * len(spec.windows) * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
 
     def missing(self) -> str | None:
         return None if find_spec("triton") else "the package triton is not installed; it comes with torch for CUDA"

@@ -5,7 +5,7 @@ It prints the same plan that an engine starts from, so what is explained is what
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -24,7 +24,7 @@ from phonograph.graphs.resolve import without_support
 if TYPE_CHECKING:
     from phonograph.engine.matrix import BackendRows
     from phonograph.engine.plan import EnginePlan
-    from phonograph.graphs.dispatch import Decision
+    from phonograph.graphs.dispatch import BatchShape, Decision
     from phonograph.graphs.modes import GraphKey
 
 
@@ -42,6 +42,9 @@ def explain(
             help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5.",
         ),
     ] = None,
+    common_prefix: Annotated[
+        int, Parameter(help="Tokens that all sequences of each batch have in the same blocks, for cascade attention.")
+    ] = 0,
     matrix: Annotated[
         bool, Parameter(negative="", help="Print every backend in every mode instead, each with its reason.")
     ] = False,
@@ -51,7 +54,6 @@ def explain(
     from phonograph.engine.matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.models.spec import read_model_spec
-    from phonograph.runner.model_runner import shape_of
 
     device = _device(config, device_name)
     model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
@@ -68,11 +70,29 @@ def explain(
     limits = {name: size for name, size in asdict(plan.limits).items() if name != "block_size"}
     batches = [read_batch(text, **limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
-    decided = [(one, dispatcher.decide(shape_of(one))) for one in batches]
+    decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
     if as_json:
         print_json(_facts(plan, decided))
     else:
         _print(plan, decided)
+
+
+def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> BatchShape:
+    """The facts of a batch whose sequences share so many tokens: of these, what is computed and in full blocks."""
+    from phonograph.runner.model_runner import shape_of
+
+    shape, size = shape_of(batch), plan.limits.block_size
+    if not common_prefix:
+        return shape
+    if not plan.config.cascade_attention:
+        raise ConfigError("common_prefix", common_prefix, "makes a difference with cascade_attention only; turn it on")
+    shortest = min(batch.context_lens)
+    if not 0 < common_prefix <= shortest:
+        problem = (
+            f"must be from 1 to {shortest}, what every sequence of {batch_text(batch)} has computed before the step"
+        )
+        raise ConfigError("common_prefix", common_prefix, problem)
+    return replace(shape, prefix_len=common_prefix // size * size)
 
 
 def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
@@ -111,12 +131,14 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "captures": {
             "decode": [key.num_tokens for key in captures.decode],
             "decode_query_len": captures.decode_query_len,
+            "cascade": [key.num_tokens for key in captures.cascade],
             "mixed": [key.num_tokens for key in captures.mixed],
             "piecewise": [key.num_tokens for key in captures.piecewise],
         },
         "memory": {
             "weights": memory.weights,
             "graphs": memory.graphs,
+            "attention": memory.attention,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -203,6 +225,7 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
     slots = f" and {plan.limits.max_num_seqs} request slots"
     return [
         *line("decode", captures.decode, f", {query} a sequence"),
+        *line("cascade decode", captures.cascade, ", a common prefix attended once"),
         *line("mixed", captures.mixed, slots),
         *line("piecewise", captures.piecewise, slots),
     ]
@@ -211,8 +234,8 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, plan.limits.block_size
     return [
-        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), KV cache "
-        f"{_bytes(memory.kv_cache)}",
+        f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
+        f"{_bytes(memory.attention)}, KV cache {_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
         f"{memory.num_blocks * size} tokens",
     ]
@@ -230,6 +253,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
             continue
         support = rows.support
         console.print(f"{support.level.name}: {support.reason}", markup=False, highlight=False)
+        console.print(rows.invariance, markup=False, highlight=False)
         table = Table("asked", "runs as", *rows.modes[0].batches, "why")
         for mode in rows.modes:
             why = [without_support(reason, support) for reason in mode.reasons[1:]]
@@ -240,6 +264,7 @@ def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
 def _backend_facts(rows: BackendRows) -> dict[str, Any]:
     return {
         "backend": rows.backend,
+        "varies": rows.varies,
         "refusals": rows.refusals,
         "support": None if rows.support is None else {"level": rows.support.level.name, "reason": rows.support.reason},
         "modes": [

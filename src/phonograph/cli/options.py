@@ -55,6 +55,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Attention and graphs": (
         "attention_backend",
         "flash_attn_version",
+        "cascade_attention",
+        "batch_invariant",
         "cudagraph_mode",
         "cudagraph_capture_sizes",
         "max_cudagraph_capture_size",

@@ -13,7 +13,7 @@ from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.errors import ConfigError
 
-PACKAGES = ("fastapi", "uvicorn", "zmq")
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 
 
 @takes_serve_config

@@ -56,12 +56,12 @@ def progress_bar() -> Generator[Callable[[str, int, int], None]]:
         yield report
 
 
-def start(config: EngineConfig) -> LLM:
-    """The engine, with bars for the weights and the graphs while it starts."""
+def start(config: EngineConfig, *, serves: bool = True) -> LLM:
+    """The engine, with bars for the weights and the graphs while it starts. serves: as `LLM` has it."""
     from phonograph.engine.llm import LLM
 
     with progress_bar() as report:
-        return LLM(config=config, progress=report)
+        return LLM(config=config, progress=report, serves=serves)
 
 
 def mode_line(plan: EnginePlan) -> str:

@@ -34,7 +34,7 @@ def verify(
     for name, value, least in (("replays", replays, 1), ("verify_seed", verify_seed, 0)):
         if value < least:
             raise ConfigError(name, value, f"must be a whole number >= {least}")
-    llm = start(config)
+    llm = start(config, serves=False)
     began = time.perf_counter()
     with progress_bar() as report_progress:
         report = llm.verify(
@@ -58,6 +58,11 @@ def _facts(report: VerifyReport) -> dict[str, Any]:
         "replays": report.num_replays,
         "num_graphs": len(report.replays),
         "num_mismatches": len(report.mismatches),
+        "batches": {
+            "mixed": report.num_mixed,
+            "skewed": report.num_skewed,
+            "longest_sequence": report.longest_sequence,
+        },
         "graphs": [
             {**_graph_facts(key), "replays": count, "mismatches": differing[key]}
             for key, count in report.replays.items()
@@ -77,7 +82,12 @@ def _facts(report: VerifyReport) -> dict[str, Any]:
 
 
 def _graph_facts(key: GraphKey) -> dict[str, Any]:
-    return {"graphs": key.graphs.value, "num_tokens": key.num_tokens, "num_reqs": key.num_reqs}
+    return {
+        "graphs": key.kind,
+        "num_tokens": key.num_tokens,
+        "num_reqs": key.num_reqs,
+        "query_len": key.query_len,
+    }
 
 
 def _differing_tensors(report: VerifyReport) -> Counter[GraphKey]:
@@ -87,10 +97,10 @@ def _differing_tensors(report: VerifyReport) -> Counter[GraphKey]:
 def _print(report: VerifyReport) -> None:
     differing = _differing_tensors(report)
     table = Table("graphs", "sizes in tokens", "replays", "mismatches")
-    for graphs in dict.fromkeys(key.graphs for key in report.replays):
-        keys = [key for key in report.replays if key.graphs is graphs]
+    for kind in dict.fromkeys(key.kind for key in report.replays):
+        keys = [key for key in report.replays if key.kind == kind]
         table.add_row(
-            graphs.value,
+            kind,
             compact(sorted(key.num_tokens for key in keys)),
             str(sum(report.replays[key] for key in keys)),
             str(sum(differing[key] for key in keys)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.select import load
 from phonograph.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
@@ -66,10 +66,6 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     Raises:
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
     """
-    if plan.config.num_speculative_tokens:
-        raise ConfigError(
-            "num_speculative_tokens", plan.config.num_speculative_tokens, "speculation can be explained, not run yet; 0"
-        )
     report = progress or _unseen
     report("weights", 0, 1)
     parts = _make_parts(plan, lambda done, total: report("weights", done, total))
@@ -115,7 +111,9 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
 
 def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts:
     backend_class = load(plan.selection)
-    device = torch.device(plan.device.kind)
+    device, limits = torch.device(plan.device.kind), plan.limits
+    # Ahead of the weights, as a library may turn out not to take what this model needs.
+    backend = backend_class(plan.attention, device, limits.of_batches)
     model = load_model(
         plan.model,
         plan.config.model,
@@ -125,17 +123,7 @@ def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts
         seed=plan.config.seed or 0,
         progress=progress,
         revision=plan.config.revision,
-        max_positions=plan.limits.max_model_len,
-    )
-    limits = plan.limits
-    backend = backend_class(
-        plan.attention,
-        device,
-        BatchLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-        ),
+        max_positions=limits.max_model_len,
     )
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=device
@@ -151,6 +139,7 @@ def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts
             window=window,
             k_scale=scales.keys.get(index),
             v_scale=scales.values.get(index),
+            q_scale=scales.queries.get(index),
         )
         for index, window in enumerate(plan.model.windows)
     ]

@@ -6,9 +6,12 @@ next, whose input tokens never leave the device.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 from phonograph.batch import ScheduledBatch
+from phonograph.engine.step_record import StepRecord, record_of
 from phonograph.errors import PhonographError
 from phonograph.request import Request
 from phonograph.runner.steps import PendingStep, StepRunner
@@ -16,12 +19,17 @@ from phonograph.scheduler import Scheduler
 
 
 class EngineCore:
-    """Scheduler and runner, joined. Not thread-safe: one thread drives it."""
+    """Scheduler and runner, joined. Not thread-safe: one thread drives it.
+
+    on_step: called with each step whose results were taken
+    """
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
+        self.on_step: Callable[[StepRecord], None] | None = None
+        self._in_flight: deque[tuple[ScheduledBatch, PendingStep, float]] = deque()
+        self._last_taken = 0.0
         self._failed: BaseException | None = None
 
     @property
@@ -43,7 +51,8 @@ class EngineCore:
         try:
             batch = self.scheduler.schedule()
             if batch.slots:
-                self._in_flight.append((batch, self.runner.submit(batch)))
+                began = time.monotonic()
+                self._in_flight.append((batch, self.runner.submit(batch), began))
                 if len(self._in_flight) <= self.runner.lookahead:
                     return []
             return self._take() if self._in_flight else []
@@ -57,5 +66,11 @@ class EngineCore:
             self.step()
 
     def _take(self) -> list[Request]:
-        batch, pending = self._in_flight.popleft()
-        return self.scheduler.update(batch, pending.result())
+        batch, pending, began = self._in_flight.popleft()
+        output = pending.result()
+        taken = time.monotonic()
+        if self.on_step is not None:
+            # Where steps overlap, one has the device to itself only once the one before it is done.
+            self.on_step(record_of(batch, pending.decision, max(began, self._last_taken), taken))
+        self._last_taken = taken
+        return self.scheduler.update(batch, output)

@@ -31,18 +31,28 @@ class LLM:
     """A model, loaded and captured, that answers prompts.
 
     `LLM(model="demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `LLM(config=...)` takes one
-    that is made already. The engine is ready when the constructor returns.
+    that is made already. The engine is ready when the constructor returns. With `serves=False` it is for `verify`
+    alone, which also allows settings whose graphs can be captured but not yet served (num_speculative_tokens).
 
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
     """
 
     def __init__(
-        self, *, config: EngineConfig | None = None, progress: BuildProgress | None = None, **settings: Any
+        self,
+        *,
+        config: EngineConfig | None = None,
+        progress: BuildProgress | None = None,
+        serves: bool = True,
+        **settings: Any,
     ) -> None:
         if config is not None and settings:
             raise ConfigError(next(iter(settings)), next(iter(settings.values())), "give settings or config, not both")
         self.config = config or EngineConfig(**settings)
+        drafts = self.config.num_speculative_tokens
+        if drafts and serves:
+            problem = "speculation can be explained and its graphs verified, not run yet; 0 works"
+            raise ConfigError("num_speculative_tokens", drafts, problem)
         start = time.perf_counter()
         self._engine: Engine = start_engine(self.config, progress)
         tokenizer = load_tokenizer(self.config)

@@ -51,12 +51,20 @@ class ModeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRows:
-    """One backend. refusals: why it does not serve the configuration at all; then there is no support and no mode."""
+    """One backend. refusals: why it does not serve the configuration at all; then there is no support and no mode.
+
+    varies: why it bears no batch invariance, or ""
+    """
 
     backend: str
+    varies: str
     refusals: tuple[str, ...]
     support: Support | None
     modes: tuple[ModeRow, ...]
+
+    @property
+    def invariance(self) -> str:
+        return f"Not batch-invariant: {self.varies}" if self.varies else "Batch-invariant where that is asked for"
 
 
 def make_matrix(
@@ -69,10 +77,12 @@ def make_matrix(
         backends = [*(one.capabilities for one in BUILT_IN), *pairs]
     found: list[BackendRows] = []
     for backend in backends:
-        refusals = tuple(backend.refusals(spec, device))
+        refusals = tuple(backend.why_not(spec, device))
         support = None if refusals else backend.graph_support(spec, device)
         modes = () if support is None else tuple(_mode_rows(backend, spec, device))
-        found.append(BackendRows(backend=backend.label, refusals=refusals, support=support, modes=modes))
+        found.append(
+            BackendRows(backend=backend.label, varies=backend.varies, refusals=refusals, support=support, modes=modes)
+        )
     return found
 
 
@@ -95,7 +105,7 @@ def markdown() -> str:
             if rows.support is None:
                 lines.append(f"Refused: {'; '.join(rows.refusals)}.")
                 continue
-            lines += [f"{rows.support.level.name}: {rows.support.reason}.", ""]
+            lines += [f"{rows.support.level.name}: {rows.support.reason}.", "", f"{rows.invariance}.", ""]
             lines += [f"| asked | runs as | {' | '.join(BATCHES)} |", f"|---|---|{'---|' * len(BATCHES)}"]
             for mode in rows.modes:
                 runs = " | ".join(mode.batches[kind] for kind in BATCHES)

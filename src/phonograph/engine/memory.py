@@ -17,9 +17,10 @@ KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _CPU_KV_LIMIT = 2 * GIB
 """On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
-_LIBRARY_BYTES = 400 << 20
-"""An allowance for loaded kernels, the libraries' workspaces and small buffers (366 MiB were seen on an H200). The CUDA
-context (620 MiB there) comes on top of the share that the engine is granted, as it does at vLLM."""
+_LIBRARY_BYTES = 334 << 20
+"""An allowance for loaded kernels, the libraries' workspaces and small buffers (300 MiB were seen on an H200, beside 66
+of attention's). The CUDA context (620 MiB there) comes on top of the share that the engine is granted, as it does at
+vLLM."""
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """What the driver takes for the nodes of one layer in one captured CUDA graph."""
 
@@ -30,12 +31,13 @@ class MemoryPlan:
 
     graphs: estimated memory of all captured graphs: on a CPU the pool that they share, on a GPU their nodes and the
         static workspace that they (and eager steps) run in
-
+    attention: what the attention backend says that it takes
     note: where the size of the KV cache comes from
     """
 
     weights: int
     graphs: int
+    attention: int
     block: int
     num_blocks: int
     note: str
@@ -58,12 +60,14 @@ def plan_memory(
     max_num_batched_tokens: int,
     graph_tokens: int,
     num_graphs: int,
+    attention: int,
 ) -> MemoryPlan:
     """Sizes the KV cache.
 
     Args:
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: how many there will be.
+        attention: bytes that the attention backend takes beside the KV cache.
 
     Raises:
         MemoryLimitError: no room is left for one request of max_model_len tokens.
@@ -82,7 +86,7 @@ def plan_memory(
         num_blocks = config.kv_cache_memory_bytes // block
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     else:
-        granted, source = _default_kv_bytes(config, device, weights, graphs)
+        granted, source = _default_kv_bytes(config, device, weights, graphs, attention)
         # More than every running request could use would only be claimed for nothing on a CPU.
         most = max_num_seqs * blocks_per_request if device.kind == "cpu" else granted // block
         num_blocks = max(0, min(granted // block, most))
@@ -94,7 +98,9 @@ def plan_memory(
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
     note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
-    return MemoryPlan(weights=weights, graphs=graphs, block=block, num_blocks=num_blocks, note=note)
+    return MemoryPlan(
+        weights=weights, graphs=graphs, attention=attention, block=block, num_blocks=num_blocks, note=note
+    )
 
 
 def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
@@ -112,14 +118,17 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     return DTYPE_BYTES[dtype] * (tokens * width + rows * (model.vocab_size + model.hidden_size))
 
 
-def _default_kv_bytes(config: EngineConfig, device: DeviceSpec, weights: int, graphs: int) -> tuple[int, str]:
+def _default_kv_bytes(
+    config: EngineConfig, device: DeviceSpec, weights: int, graphs: int, attention: int
+) -> tuple[int, str]:
+    taken = weights + graphs + attention
     if device.kind == "cpu":
-        granted = min(_CPU_KV_LIMIT, max(0, (psutil.virtual_memory().available - weights - graphs) // 2))
+        granted = min(_CPU_KV_LIMIT, max(0, (psutil.virtual_memory().available - taken) // 2))
         return granted, "half of the free memory, 2 GiB at most"
     usable = int(device.memory * config.gpu_memory_utilization) - _LIBRARY_BYTES
     source = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
-        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}) and libraries "
-        f"({_LIBRARY_BYTES / GIB:.1f})"
+        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention ({attention / GIB:.2f}) "
+        f"and libraries ({_LIBRARY_BYTES / GIB:.1f})"
     )
-    return usable - weights - graphs, source
+    return usable - taken, source

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.backend import UNBOUNDED, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.cascade import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.select import Selection, select
 from phonograph.config import EngineConfig
 from phonograph.device import DeviceSpec
@@ -16,7 +17,7 @@ from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
-from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.modes import GraphKey, GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
 from phonograph.runner.slots import most_step_tokens
@@ -33,6 +34,15 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+
+    @property
+    def of_batches(self) -> BatchLimits:
+        """What an attention backend is made for."""
+        return BatchLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +62,16 @@ class EnginePlan:
     notes: tuple[str, ...]
 
     def make_dispatcher(self) -> Dispatcher:
-        return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
+        spec = self.attention
+        rule = CascadeRule(
+            num_query_heads=spec.num_query_heads, num_kv_heads=spec.num_kv_heads, num_sms=self.device.num_sms
+        )
+        return Dispatcher(
+            self.resolution,
+            self.captures,
+            max_num_tokens=self.limits.max_num_batched_tokens,
+            cascade=rule if spec.cascade else None,
+        )
 
 
 # What a step and a graph hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
@@ -75,12 +94,23 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes: list[str] = []
     limits = _limits(config, model, device)
     attention = resolve_attention(config, model, device)
+    if config.batch_invariant and device.kind == "cpu":
+        raise ConfigError(
+            "batch_invariant",
+            True,
+            "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
+        )
     selection = select(config.attention_backend, _version(config), attention, device)
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     replayed = resolution.mode is not GraphMode.NONE
     graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
+    graphs = _graphs(config, resolution.mode, limits, graph_tokens) if replayed else ()
+    capabilities = selection.capabilities
+    attention_bytes = capabilities.buffer_bytes(attention, device, limits.of_batches, graphs)
+    if config.cascade_attention:
+        attention_bytes += cascade_bytes(capabilities, attention, device, limits.of_batches, graphs)
     memory = plan_memory(
         config,
         model,
@@ -92,7 +122,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         block_size=limits.block_size,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         graph_tokens=graph_tokens,
-        num_graphs=_num_graphs(config, resolution.mode, limits, graph_tokens) if replayed else 0,
+        num_graphs=len(graphs),
+        attention=attention_bytes,
     )
     if memory.num_blocks < limits.max_num_seqs:
         notes.append(
@@ -106,14 +137,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
     )
-    captures = make_capture_list(
-        resolution.mode,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_capture_tokens=min(_capture_tokens(config, limits, device), most),
-        sizes=config.cudagraph_capture_sizes,
-        speculative_tokens=config.num_speculative_tokens,
-    )
+    if config.cascade_attention:
+        _check_cascade(limits, resolution)
+    captures = _capture_list(config, resolution.mode, limits, min(_capture_tokens(config, limits, device), most))
     return EnginePlan(
         config=config,
         device=device,
@@ -171,17 +197,41 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
     return largest
 
 
-def _num_graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> int:
+def _graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> tuple[GraphKey, ...]:
     """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
-    captures = make_capture_list(
+    return _capture_list(config, mode, limits, graph_tokens).largest_first()
+
+
+def _capture_list(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> CaptureList:
+    return make_capture_list(
         mode,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_capture_tokens=graph_tokens,
         sizes=config.cudagraph_capture_sizes,
         speculative_tokens=config.num_speculative_tokens,
+        cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
     )
-    return len(captures.largest_first())
+
+
+def _check_cascade(limits: Limits, resolution: Resolution) -> None:
+    """
+    Raises:
+        ConfigError: no step could ever cascade.
+    """
+    mode = resolution.mode
+    if limits.max_num_seqs < MIN_REQUESTS:
+        problem = f"takes batches of {MIN_REQUESTS} requests or more; max_num_seqs={limits.max_num_seqs} has none"
+    elif limits.max_model_len <= MIN_PREFIX:
+        problem = f"takes prefixes of {MIN_PREFIX} tokens or more; max_model_len={limits.max_model_len} has none"
+    elif mode is GraphMode.PIECEWISE:
+        problem = (
+            f"works where decodes run in whole graphs or eagerly, and the mode is {mode.value} "
+            f"({resolution.reasons[-1].text}): pieces make one schedule for all their batches"
+        )
+    else:
+        return
+    raise ConfigError("cascade_attention", True, problem)
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
@@ -197,6 +247,8 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,
+        cascade=config.cascade_attention,
+        batch_invariant=config.batch_invariant,
     )
 
 

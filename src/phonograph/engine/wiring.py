@@ -15,6 +15,7 @@ from phonograph.models.decoder import Decoder
 from phonograph.runner.model_runner import ModelRunner
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
+from phonograph.runner.shared_prefix import SharedPrefixes
 from phonograph.runner.slots import SlotTable, blocks_for
 from phonograph.runner.synthetic import SyntheticBatches, load_buffers
 
@@ -62,10 +63,26 @@ def make_cpu_runner(plan: EnginePlan, parts: Parts) -> ModelRunner:
             num_blocks=plan.memory.num_blocks,
             vocab_size=plan.model.vocab_size,
         ),
+        prefixes=make_prefixes(plan),
+    )
+
+
+def make_prefixes(plan: EnginePlan) -> SharedPrefixes | None:
+    limits = plan.limits
+    if not plan.attention.cascade:
+        return None
+    return SharedPrefixes(
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
+        block_size=limits.block_size,
     )
 
 
 def make_sampler(plan: EnginePlan, device: torch.device) -> Sampler:
     return Sampler(
-        max_num_seqs=plan.limits.max_num_seqs, vocab_size=plan.model.vocab_size, device=device, seed=plan.config.seed
+        max_num_seqs=plan.limits.max_num_seqs,
+        vocab_size=plan.model.vocab_size,
+        device=device,
+        seed=plan.config.seed,
+        batch_invariant=plan.attention.batch_invariant,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.wiring import Parts, make_sampler
+from phonograph.engine.wiring import Parts, make_prefixes, make_sampler
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.models.fused import FusedDecoder
 from phonograph.runner.cuda_program import CudaStepProgram
@@ -24,6 +24,7 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             max_num_tokens=limits.max_num_batched_tokens,
             max_num_logits=limits.max_num_seqs,
             max_positions=limits.max_model_len,
+            batch_invariant=plan.attention.batch_invariant,
         )
         inputs = DeviceInputs(
             max_num_seqs=limits.max_num_seqs,
@@ -42,6 +43,7 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             kv_caches=parts.kv_caches,
             inputs=inputs,
             runtime=runtime,
+            batch_invariant=plan.attention.batch_invariant,
         ),
         builder=parts.backend.make_builder(),
         inputs=inputs,
@@ -57,4 +59,5 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
+        prefixes=make_prefixes(plan),
     )

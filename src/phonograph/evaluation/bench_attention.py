@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import UNBOUNDED, AttentionLayer, AttentionSpec, BatchLimits
-from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.select import load
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
@@ -31,7 +31,16 @@ from phonograph.runner.kv_pool import allocate_kv_caches
 Lengths = list[tuple[int, int]]
 """(query length, sequence length) of each sequence, decodes first."""
 
-CASES: dict[str, Lengths] = {
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """prefix_len: leading tokens that all sequences have in the same blocks"""
+
+    lengths: Lengths
+    prefix_len: int = 0
+
+
+_SEPARATE: dict[str, Lengths] = {
     "decode_1x1k": [(1, 1024)],
     "decode_1x8k": [(1, 8192)],
     "decode_1x32k": [(1, 32768)],
@@ -54,7 +63,11 @@ CASES: dict[str, Lengths] = {
     "mixed_1dec64k_1x5": [(1, 65536), (5, 5)],
     "mixed_8dec32k_1x512": [(1, 32768)] * 8 + [(512, 512)],
 }
-"""The cases of the published table of kernels."""
+CASES = {
+    **{name: Case(lengths) for name, lengths in _SEPARATE.items()},
+    "shared_64x8k": Case([(1, 8192 + 256)] * 64, prefix_len=8192),
+}
+"""The cases of the published table of kernels. Those with a prefix also run with cascade attention, where it is on."""
 
 LONGEST_UNIFORM_QUERY = 16
 """Longer queries of one length are prefills, not a decode with speculation."""
@@ -65,6 +78,7 @@ LARGEST_ERROR = 0.02
 """Relative; rounding in bfloat16 gives a tenth of it."""
 
 _SEQUENCE = re.compile(r"(?:(\d+)\*)?(\d+)@(\d+)")
+_PREFIX = re.compile(r"[1-9]\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,23 +91,31 @@ class Inputs:
     kv_caches: list[torch.Tensor]
 
 
-def parse_case(text: str) -> Lengths:
+def parse_case(text: str) -> Case:
     """A case by its name, or as "64*1@4096+2048@2048": sequences as count * query length @ sequence length.
+
+    "64*1@8448^8192" are sequences that share so many tokens.
 
     Raises:
         ConfigError: it is neither.
     """
     if text in CASES:
         return CASES[text]
+    sequences, shares, prefix = text.partition("^")
     lengths: Lengths = []
-    for part in text.split("+"):
+    for part in sequences.split("+"):
         match = _SEQUENCE.fullmatch(part)
         count, query, length = (int(group or 1) for group in match.groups()) if match else (0, 0, 0)
         if not (match and count and 1 <= query <= length):
             known = ", ".join(CASES)
             raise ConfigError("cases", text, f"must be a case such as 64*1@4096+2048@2048, or one of {known}")
         lengths += [(query, length)] * count
-    return sorted(lengths, key=lambda pair: pair[0] > 1)
+    most = min(length - query for query, length in lengths)
+    if shares and not (_PREFIX.fullmatch(prefix) and int(prefix) <= most):
+        raise ConfigError(
+            "cases", text, f"sequences can share 1 to {most} tokens here, what all have before the queries"
+        )
+    return Case(sorted(lengths, key=lambda pair: pair[0] > 1), int(prefix) if shares else 0)
 
 
 def default_cases(plan: EnginePlan) -> tuple[list[str], list[str]]:
@@ -101,7 +123,8 @@ def default_cases(plan: EnginePlan) -> tuple[list[str], list[str]]:
     if plan.device.kind == "cuda":
         return list(CASES), []
     window = _window(plan.attention)
-    small = [name for name, case in CASES.items() if attention_work(plan.attention, case, window)[1] <= CPU_OPERATIONS]
+    work = {name: attention_work(plan.attention, case.lengths, window)[1] for name, case in CASES.items()}
+    small = [name for name, operations in work.items() if operations <= CPU_OPERATIONS]
     left_out = [f"{name} left out: too much for a CPU unless asked for" for name in CASES if name not in small]
     return small, left_out
 
@@ -115,22 +138,25 @@ def bench_attention(plan: EnginePlan, names: Sequence[str], progress: BenchProgr
     """
     cases = {name: parse_case(name) for name in names}
     load(plan.selection)
-    for done, (name, lengths) in enumerate(cases.items()):
+    for done, (name, case) in enumerate(cases.items()):
         progress("attention cases", done, len(cases))
-        try:
-            facts = _measure(plan, lengths)
-        except Exception as error:  # one kernel that fails must not cost the figures of the others
-            text = str(error).strip().splitlines()
-            facts = {"error": f"{type(error).__name__}: {text[0] if text else ''}"}
-        page = plan.attention.block_size
-        label = plan.selection.capabilities.label
-        yield Row(suite="attention", case=name, facts={"provider": label, "page": page, **facts})
+        for cascade in (False, True) if plan.attention.cascade and case.prefix_len else (False,):
+            try:
+                facts = _measure(plan, case, cascade=cascade)
+            except Exception as error:  # one kernel that fails must not cost the figures of the others
+                text = str(error).strip().splitlines()
+                facts = {"error": f"{type(error).__name__}: {text[0] if text else ''}"}
+            page = plan.attention.block_size
+            label = plan.selection.capabilities.label
+            row = f"{name} cascade" if cascade else name
+            yield Row(suite="attention", case=row, facts={"provider": label, "page": page, **facts})
 
 
-def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
+def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     on_gpu = plan.device.kind == "cuda"
+    lengths, prefix_len = case.lengths, case.prefix_len // plan.attention.block_size * plan.attention.block_size
     device = torch.device(plan.device.kind)
-    key = graph_key(lengths)
+    key = replace(graph_key(lengths), cascade=cascade)
     spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
     num_tokens = key.num_tokens
     limits = BatchLimits(
@@ -142,11 +168,17 @@ def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
     builder = backend.make_builder()
     window = _window(spec)
     num_bytes, num_operations = attention_work(spec, lengths, window)
+    # The floor is that of reading the prefix once, whoever does.
+    once, _ = attention_work(spec, [(0, prefix_len)], window)
+    num_bytes -= (len(lengths) - 1) * once
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
-    inputs = make_inputs(spec, lengths, device, num_copies=max(MIN_COPIES, 2 * l2_bytes // num_bytes + 1))
+    num_copies = max(MIN_COPIES, 2 * l2_bytes // num_bytes + 1)
+    inputs = make_inputs(spec, lengths, device, num_copies=num_copies, prefix_len=prefix_len)
+    prefix = CommonPrefix(num_tokens=prefix_len, length=torch.tensor([prefix_len], dtype=torch.int32, device=device))
+    common = replace(inputs.common, prefix=prefix if cascade else None)
     layer = AttentionLayer(index=0, scale=spec.head_size**-0.5, window=window)
     with torch.inference_mode():
-        metadata = builder.build(inputs.common, key=key if on_gpu else None)
+        metadata = builder.build(common, key=key if on_gpu else None)
         calls = itertools.cycle(inputs.kv_caches)
 
         def forward() -> None:
@@ -155,7 +187,6 @@ def _measure(plan: EnginePlan, lengths: Lengths) -> dict[str, Any]:
         def schedule() -> None:
             backend.schedule(metadata)
 
-        num_copies = len(inputs.kv_caches)
         num_calls = num_copies * max(1, -(-MIN_CALLS // num_copies))
         # The schedule comes first: what it leaves behind is what `forward` reads.
         schedule_us = _time(schedule, MIN_CALLS, on_gpu=on_gpu)
@@ -186,18 +217,22 @@ def graph_key(lengths: Lengths) -> GraphKey:
     return GraphKey(GraphSet.MIXED, num_tokens, len(lengths))
 
 
-def make_inputs(spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int) -> Inputs:
-    """Random contents, each sequence in scattered blocks of its own."""
+def make_inputs(
+    spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int, prefix_len: int = 0
+) -> Inputs:
+    """Random contents, each sequence in scattered blocks, of its own behind a prefix of whole blocks."""
     generator = torch.Generator(device).manual_seed(0)
     size, heads, kv_heads = spec.block_size, spec.num_query_heads, spec.num_kv_heads
     dtype: torch.dtype = getattr(torch, spec.dtype)
     query_lens = np.array([query for query, _ in lengths], np.int32)
     seq_lens = np.array([length for _, length in lengths], np.int32)
-    num_blocks = -(-seq_lens // size)
-    scattered = np.random.default_rng(0).permutation(int(num_blocks.sum())).astype(np.int32)
-    block_table = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
-    for row, blocks in enumerate(np.split(scattered, np.cumsum(num_blocks)[:-1])):
-        block_table[row, : len(blocks)] = blocks
+    num_shared = prefix_len // size
+    num_own = -(-seq_lens // size) - num_shared
+    scattered = np.random.default_rng(0).permutation(num_shared + int(num_own.sum())).astype(np.int32)
+    block_table = np.zeros((len(lengths), num_shared + int(num_own.max())), np.int32)
+    block_table[:, :num_shared] = scattered[:num_shared]
+    for row, blocks in enumerate(np.split(scattered[num_shared:], np.cumsum(num_own)[:-1])):
+        block_table[row, num_shared : num_shared + len(blocks)] = blocks
     num_tokens = int(query_lens.sum())
     query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     num_decodes = int((query_lens == 1).sum())

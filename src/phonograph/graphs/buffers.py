@@ -25,6 +25,7 @@ class StaticBuffers:
         seq_lens        [R]    int32
         block_table     [R, N] int32
         logits_rows     [R]    int64   row of `hidden` whose logits request r wants
+        prefix_len      [1]    int32   tokens of the prefix that a cascade attends once
 
     Each has a numpy view of the same name with `_np` behind it.
     """
@@ -38,6 +39,7 @@ class StaticBuffers:
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
         self.block_table_np = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
+        self.prefix_len_np = np.zeros(1, np.int32)
         self.counting_np = np.arange(max_num_seqs + 1, dtype=np.int32)
         """0, 1, 2, ...: query_start_loc of a batch of single tokens."""
         self.input_ids = torch.from_numpy(self.input_ids_np)
@@ -47,6 +49,7 @@ class StaticBuffers:
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
         self.block_table = torch.from_numpy(self.block_table_np)
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
+        self.prefix_len = torch.from_numpy(self.prefix_len_np)
         self._prepared_for: GraphKey | None = None
 
     def prepared(self, key: GraphKey | None) -> None:

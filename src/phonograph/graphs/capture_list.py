@@ -6,7 +6,7 @@ and the limits, and everything else is derived from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
@@ -17,9 +17,13 @@ STEPS_PER_OCTAVE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureList:
-    """decode, mixed, piecewise: keys in ascending order of tokens; notes: what was left out of a list, and why."""
+    """decode, cascade, mixed, piecewise: keys in ascending order of tokens; notes: what was left out, and why.
+
+    cascade: variants of decode graphs that attend a common prefix once; empty unless cascade attention is on
+    """
 
     decode: tuple[GraphKey, ...] = ()
+    cascade: tuple[GraphKey, ...] = ()
     mixed: tuple[GraphKey, ...] = ()
     piecewise: tuple[GraphKey, ...] = ()
     decode_query_len: int = 1
@@ -27,8 +31,8 @@ class CaptureList:
 
     def largest_first(self) -> tuple[GraphKey, ...]:
         """All graphs, largest first, which is the order of capture: a pool then only ever shrinks its needs."""
-        every = self.decode + self.mixed + self.piecewise
-        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.graphs.value), reverse=True))
+        every = self.decode + self.cascade + self.mixed + self.piecewise
+        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.kind), reverse=True))
 
 
 def make_capture_list(
@@ -39,12 +43,15 @@ def make_capture_list(
     max_capture_tokens: int,
     sizes: tuple[int, ...] | None = None,
     speculative_tokens: int = 0,
+    cascade_reqs: int | None = None,
 ) -> CaptureList:
     """The graphs of `mode`.
 
     Args:
         max_capture_tokens: largest mixed or piecewise graph of the default list.
         sizes: numbers of tokens asked for by the user instead of the default list.
+        cascade_reqs: the fewest requests of a batch that may cascade, or None where none may: decode graphs of so many
+            slots have a variant that does.
 
     Raises:
         ConfigError: a size is below 1, or can never occur because it is above max_num_batched_tokens and above the
@@ -79,7 +86,15 @@ def make_capture_list(
             )
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
-    return CaptureList(decode=decode, mixed=mixed, piecewise=pieces, decode_query_len=query_len, notes=tuple(notes))
+    cascade = () if cascade_reqs is None else tuple(key for key in decode if key.num_reqs >= cascade_reqs)
+    return CaptureList(
+        decode=decode,
+        cascade=tuple(replace(key, cascade=True) for key in cascade),
+        mixed=mixed,
+        piecewise=pieces,
+        decode_query_len=query_len,
+        notes=tuple(notes),
+    )
 
 
 def default_decode_sizes(max_num_seqs: int) -> list[int]:

@@ -1,61 +1,98 @@
 """Chooses, for every batch, the graph that runs it, the padding, and says why: one table look-up a step.
 
 All decisions are made when the engine starts, one for each number of tokens and kind of batch, so that `decide` is
-O(1), allocates nothing, and what runs is what `explain` printed.
+O(1), allocates nothing, and what runs is what `explain` printed. Only with cascade attention on are those of uniform
+batches made when their size and common prefix are first seen; the latest are kept.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
 
 from phonograph.graphs.capture_list import CaptureList
-from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
+from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet
 from phonograph.graphs.resolve import Resolution
+
+_KEPT = 1024
+"""Decisions about common prefixes: a prefix stays as it is for many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """num_tokens, num_reqs: without padding; uniform_query_len: the query length all sequences share, or None."""
+    """num_tokens, num_reqs: without padding; uniform_query_len: the query length all sequences share, or None.
+
+    prefix_len: computed tokens that lie in the same blocks for all sequences; 0 for none, or where nobody looked
+    """
 
     num_tokens: int
     num_reqs: int
     uniform_query_len: int | None
+    prefix_len: int = 0
+
+
+class CascadeRule(Protocol):
+    """Says whether a uniform batch attends its common prefix once; `attention.cascade` has one."""
+
+    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding."""
+    """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding.
+
+    cause: the part of the reason without the numbers of this step, so that steps can be counted by it
+    cascade: the common prefix is attended once, in a graph (then `key` says so too) or eagerly
+    """
 
     mode: GraphMode
     key: GraphKey | None
     num_tokens: int
+    cause: str
     reason: str
+    cascade: bool = False
 
     @property
     def label(self) -> str:
         """A short name to count steps by."""
-        return "eager" if self.key is None else f"{self.mode.value.lower()} {self.key.graphs.value}"
+        if self.key is not None:
+            return f"{self.mode.value.lower()} {self.key.kind}"
+        return "eager cascade" if self.cascade else "eager"
 
 
 class Dispatcher:
     """The table from batch shapes to decisions."""
 
-    def __init__(self, resolution: Resolution, captures: CaptureList, *, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        resolution: Resolution,
+        captures: CaptureList,
+        *,
+        max_num_tokens: int,
+        cascade: CascadeRule | None = None,
+    ) -> None:
         self.resolution = resolution
         self.captures = captures
+        self.cascade = cascade
         self._query_len = captures.decode_query_len
         general = captures.mixed or captures.piecewise
         uniform = f"uniform batch of query length {self._query_len}"
         decode_tiers = [(captures.decode, uniform), (general, f"{uniform} that no decode graph holds")]
         self._decode = [self._choose(tokens, decode_tiers) for tokens in range(max_num_tokens + 1)]
-        mixed_tiers = [(general, "prefill or mixed batch")]
+        mixed = "prefill or mixed batch" + ("; no cascade: only decode graphs have that variant" if cascade else "")
+        mixed_tiers = [(general, mixed)]
         self._mixed = [self._choose(tokens, mixed_tiers) for tokens in range(max_num_tokens + 1)]
+        self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
 
     def decide(self, shape: BatchShape) -> Decision:
         """The decision for a batch of at most max_num_tokens tokens."""
-        table = self._decode if shape.uniform_query_len == self._query_len else self._mixed
-        return table[shape.num_tokens]
+        if shape.uniform_query_len != self._query_len:
+            return self._mixed[shape.num_tokens]
+        if self.cascade is None:
+            return self._decode[shape.num_tokens]
+        return self._weighed(self.cascade, shape.num_tokens, shape.prefix_len)
 
     def _choose(self, tokens: int, tiers: list[tuple[tuple[GraphKey, ...], str]]) -> Decision:
         """The smallest graph that holds `tokens`, of the first tier that has one, else eager."""
@@ -65,21 +102,36 @@ class Dispatcher:
                 return self._graph(tokens, keys[position], kind)
         return self._eager(tokens, [key for keys, _ in tiers for key in keys])
 
+    def _weigh(self, rule: CascadeRule, tokens: int, prefix_len: int) -> Decision:
+        """The decision for a uniform batch: its ordinary one, or that with the common prefix attended once."""
+        plain = self._decode[tokens]
+        choice = rule.weigh(num_reqs=tokens // self._query_len, query_len=self._query_len, prefix_len=prefix_len)
+        if not choice.taken:
+            return replace(plain, reason=f"{plain.reason}; no cascade: {choice.reason}")
+        cause, reason = f"{plain.cause}; cascade", f"{plain.reason}; cascade: {choice.reason}"
+        if plain.key is None:
+            return replace(plain, cause=cause, reason=reason, cascade=True)
+        key = replace(plain.key, cascade=True)
+        if key not in self.captures.cascade:
+            return replace(plain, reason=f"{plain.reason}; no cascade: {plain.key.kind} graphs have no such variant")
+        return replace(plain, key=key, cause=cause, reason=reason, cascade=True)
+
     def _graph(self, tokens: int, key: GraphKey, kind: str) -> Decision:
         padding = key.num_tokens - tokens
         text = f"{kind}; " + (f"{padding} of {key.num_tokens} tokens are padding" if padding else "no padding")
         if key.graphs is not GraphSet.PIECEWISE:
-            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, reason=text)
+            return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
         text += "; attention runs between the pieces"
-        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, reason=text)
+        return Decision(mode=GraphMode.PIECEWISE, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
 
     def _eager(self, tokens: int, keys: list[GraphKey]) -> Decision:
         mode = self.resolution.mode
         if mode is GraphMode.NONE:
-            reason = f"graphs are off: {self.resolution.reasons[-1].text}"
+            cause = reason = f"graphs are off: {self.resolution.reasons[-1].text}"
         elif keys:
             largest = max(key.num_tokens for key in keys)
+            cause = "more tokens than the largest graph holds"
             reason = f"{tokens} tokens are more than the largest graph holds ({largest})"
         else:
-            reason = f"{mode.value} has no graph for a batch that is not uniform"
-        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, reason=reason)
+            cause = reason = f"{mode.value} has no graph for a batch that is not uniform"
+        return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, cause=cause, reason=reason)

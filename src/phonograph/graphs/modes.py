@@ -73,12 +73,27 @@ class GraphKey:
     num_tokens: padded tokens T
     num_reqs:   request slots R; a decode graph has T / query_len of them, the other sets have all
     query_len:  tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets
+    cascade:    a decode graph that attends a prefix common to all its sequences once
     """
 
     graphs: GraphSet
     num_tokens: int
     num_reqs: int
     query_len: int = 0
+    cascade: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The set, told apart from its cascade variant."""
+        return f"cascade {self.graphs.value}" if self.cascade else self.graphs.value
 
     def __str__(self) -> str:
-        return f"{self.graphs.value}[{self.num_tokens} tokens, {self.num_reqs} slots]"
+        return f"{self.kind}[{self.num_tokens} tokens, {self.num_reqs} slots]"
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeChoice:
+    """Whether a common prefix is worth attending once, and why (or why not)."""
+
+    taken: bool
+    reason: str

@@ -17,13 +17,44 @@ from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What a random batch was like. longest, median: tokens of its sequences, context included.
+
+    prefix: tokens that a cascade attended once for all
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
+    longest: int
+    median: int
+    prefix: int = 0
+
+    @property
+    def mixed(self) -> bool:
+        return self.num_decodes > 0 and self.num_prefills > 0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether its longest sequence is far from what the others are like."""
+        return self.longest >= 8 * self.median
+
+    def __str__(self) -> str:
+        prefix = f", {self.prefix} tokens of all attended once" if self.prefix else ""
+        return (
+            f"{self.num_tokens} tokens, {self.num_decodes} decodes + {self.num_prefills} prefills, longest sequence "
+            f"{self.longest}{prefix}"
+        )
+
+
 class VerifySubject(Protocol):
     """What `verify` drives. `replay` and `eager` return copies, by name, of everything the step produced."""
 
     def graph_keys(self) -> tuple[GraphKey, ...]: ...
 
-    def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
-        """Draws a random batch that runs as `key`, and describes it."""
+    def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        """Draws a random batch that runs as `key`."""
         ...
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
@@ -55,9 +86,15 @@ class Mismatch:
 
 @dataclass(slots=True, kw_only=True)
 class VerifyReport:
-    """replays: how many each graph had; mismatches: empty when every replay equalled eager bit by bit."""
+    """replays: how many each graph had; mismatches: empty when every replay equalled eager bit by bit.
+
+    num_mixed, num_skewed, longest_sequence: of the batches drawn
+    """
 
     replays: dict[GraphKey, int] = field(default_factory=dict[GraphKey, int])
+    num_mixed: int = 0
+    num_skewed: int = 0
+    longest_sequence: int = 0
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
 
     @property
@@ -93,8 +130,11 @@ def verify(
         replayed = subject.replay(key)
         expected = subject.eager(key)
         report.replays[key] = report.replays.get(key, 0) + 1
+        report.num_mixed += batch.mixed
+        report.num_skewed += batch.skewed
+        report.longest_sequence = max(report.longest_sequence, batch.longest)
         for name, tensor in expected.items():
-            mismatch = _compare(key, batch, name, replayed[name], tensor)
+            mismatch = _compare(key, str(batch), name, replayed[name], tensor)
             if mismatch is not None:
                 report.mismatches.append(mismatch)
         if progress is not None:

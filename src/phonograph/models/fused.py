@@ -5,6 +5,9 @@ of one workspace, made once for the largest step, so that all graphs share it an
 runs. A step of one token reads each weight once and does nothing else worth mentioning, so it has a path of its own in
 which norms, activation and residual adds live inside the matrix products.
 
+A batch-invariant decoder has neither that path nor products chosen by the number of rows: every step runs the same
+kernels, each of which treats a row alike wherever it stands.
+
 Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
 vocabulary, F = (H + 2K) * D.
 """
@@ -17,6 +20,7 @@ import torch
 
 from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.linear import (
+    BATCH_INVARIANT,
     linear,
     linear_add,
     linear_add_norm,
@@ -35,20 +39,30 @@ class FusedDecoder:
     """Forward pass and logits over the weights of `decoder`, on a CUDA device.
 
     max_num_tokens, max_num_logits: the largest step
+    batch_invariant: what a token gets does not depend, in any bit, on the others of the step; 16-bit weights only
     """
 
-    def __init__(self, decoder: Decoder, *, max_num_tokens: int, max_num_logits: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_num_tokens: int,
+        max_num_logits: int,
+        max_positions: int,
+        batch_invariant: bool = False,
+    ) -> None:
         self.decoder = decoder
         self.spec = decoder.spec
         self.workspace = Workspace.make(decoder.spec, max_num_tokens, max_num_logits, decoder.dtype, decoder.device)
         self.rotary_PD = decoder.rotary_table(max_positions, torch.float32)
         self._eps = decoder.spec.rms_norm_eps
         self._scratch = make_scratch(decoder.device)
+        self._config = BATCH_INVARIANT if batch_invariant else None
 
     def forward(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
         """The residual stream [T, E] after the last layer, before the final norm, in the workspace."""
-        num_tokens = input_ids_T.shape[0]
-        return self._one_token(input_ids_T, attention) if num_tokens == 1 else self._many(input_ids_T, attention)
+        alone = input_ids_T.shape[0] == 1 and self._config is None
+        return self._one_token(input_ids_T, attention) if alone else self._many(input_ids_T, attention)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, num_logits: int) -> torch.Tensor:
         """Logits [N, V], in the workspace, of the rows `rows_N` of what `forward` returned (None: of all its rows)."""
@@ -60,7 +74,7 @@ class FusedDecoder:
             layers.rms_norm(hidden_TE, decoder.final_norm, eps, rows_NE)
         else:
             layers.gather_and_norm(hidden_TE, rows_N, decoder.final_norm, eps, rows_NE)
-        linear(rows_NE, lm_head_VE, None, logits_NV, scratch=self._scratch)
+        linear(rows_NE, lm_head_VE, None, logits_NV, scratch=self._scratch, config=self._config)
         return logits_NV
 
     def _one_token(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
@@ -80,27 +94,30 @@ class FusedDecoder:
         space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
         hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
         attended, gate_up, inner = space.attention_TF[:rows], space.gate_up_T2I[:rows], space.inner_TI[:rows]
-        scratch, first = self._scratch, decoder.layers[0]
+        scratch, config, first = self._scratch, self._config, decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
         squares = None
         # Whether the norms' divisions are left to the products behind them.
         defer_qkv, defer_mlp = (
-            takes_squares(rows, weight.shape[1], weight.shape[0], hidden.dtype) for weight in (first.qkv, first.gate_up)
+            config is None and takes_squares(rows, weight.shape[1], weight.shape[0], hidden.dtype)
+            for weight in (first.qkv, first.gate_up)
         )
         following = [*decoder.layers[1:], None]
         for index, (layer, next_layer) in enumerate(zip(decoder.layers, following, strict=True)):
-            linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch)
+            linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch, config=config)
             attention(index, qkv, attended)
             product = attended, layer.output.t(), layer.output_bias, hidden
-            squares = linear_add_norm(*product, layer.mlp_norm, eps, normed, defer=defer_mlp, scratch=scratch)
+            squares = linear_add_norm(
+                *product, layer.mlp_norm, eps, normed, defer=defer_mlp, scratch=scratch, config=config
+            )
             weight_2IE, bias_2I = layer.gate_up.t(), layer.gate_up_bias
-            if not linear_silu(normed, weight_2IE, bias_2I, inner, squares=squares, scratch=scratch):
+            if not linear_silu(normed, weight_2IE, bias_2I, inner, squares=squares, scratch=scratch, config=config):
                 linear(normed, weight_2IE, bias_2I, gate_up, squares=squares, scratch=scratch)
                 layers.silu_and_mul(gate_up, inner)
             product = inner, layer.down.t(), layer.down_bias, hidden
             if next_layer is None:
-                linear_add(*product, scratch=scratch)
+                linear_add(*product, scratch=scratch, config=config)
             else:
                 norm = next_layer.input_norm
-                squares = linear_add_norm(*product, norm, eps, normed, defer=defer_qkv, scratch=scratch)
+                squares = linear_add_norm(*product, norm, eps, normed, defer=defer_qkv, scratch=scratch, config=config)
         return hidden

@@ -1,4 +1,5 @@
-"""Scales of an FP8 KV cache, as checkpoints carry them: a factor for the keys and one for the values of each layer."""
+"""Scales of an FP8 KV cache, as checkpoints carry them: a factor for keys and one for values of each layer, and perhaps
+one for the queries, which some kernels want in FP8 too."""
 
 from __future__ import annotations
 
@@ -8,52 +9,66 @@ from dataclasses import dataclass, field
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.models.spec import ModelSpec
 
-# Both of a layer's, or one of them, under the names that quantizers write.
+# All of a layer's, or one of them, under the names that quantizers write.
 _NAMES = re.compile(
-    r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.)?(?:k_proj\.(?P<k>k)|v_proj\.(?P<v>v)|(?P<both>k|v|kv))_scale"
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:attn\.)?(?:q_proj\.(?P<q>q)|k_proj\.(?P<k>k)|v_proj\.(?P<v>v)|(?P<any>q|k|v|kv))_scale"
 )
 
 
 @dataclass(slots=True)
 class KVScales:
-    """What stored keys and values are multiplied by: float32 [K] by layer, where the checkpoint has them."""
+    """What stored keys and values, and rounded queries, are multiplied by: float32 [K] by layer, where the checkpoint
+    has them."""
 
     keys: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     values: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    queries: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
-    def take(self, name: str, tensor: torch.Tensor, num_kv_heads: int, device: torch.device) -> None:
-        """Keeps a tensor that `is_kv_scale`.
+    def take(self, name: str, tensor: torch.Tensor, spec: ModelSpec, device: torch.device) -> None:
+        """Keeps a tensor that `is_kv_scale`. Of scales for each query head a KV head gets the largest of its own.
 
         Raises:
-            WeightError: it is neither one number nor one for each KV head, or no finite number above 0.
+            WeightError: it is neither one number nor one for each head, or no finite number above 0.
         """
         match = _NAMES.fullmatch(name)
         assert match is not None
-        if tensor.numel() not in (1, num_kv_heads):
+        which = match["q"] or match["k"] or match["v"] or match["any"]
+        num_heads = spec.num_kv_heads
+        per_query_head = which == "q" and tensor.numel() == spec.num_query_heads
+        if tensor.numel() not in (1, num_heads) and not per_query_head:
+            heads = f"{num_heads} KV heads" + (f" or {spec.num_query_heads} query heads" if which == "q" else "")
             raise WeightError(
-                f"tensor {name} has {tensor.numel()} numbers; a scale is one number, or one for each of {num_kv_heads} "
-                "KV heads"
+                f"tensor {name} has {tensor.numel()} numbers; a scale is one number, or one for each of {heads}"
             )
-        scale = tensor.float().reshape(-1).expand(num_kv_heads).contiguous()
+        scale = tensor.float().reshape(-1)
         if not bool((scale.isfinite() & (scale > 0)).all()):
             raise WeightError(f"tensor {name} is {scale.tolist()}; scales are finite and above 0")
-        which = match["k"] or match["v"] or match["both"]
+        scale = scale.view(num_heads, -1).amax(1) if per_query_head else scale.expand(num_heads)
+        scale = scale.contiguous().to(device)
         layer = int(match["layer"])
+        if "q" in which:
+            self.queries[layer] = scale
         if "k" in which:
-            self.keys[layer] = scale.to(device)
+            self.keys[layer] = scale
         if "v" in which:
-            self.values[layer] = scale.to(device)
+            self.values[layer] = scale
 
     def check(self, num_layers: int) -> None:
-        """All layers have both scales, or none has any.
+        """All layers have scales for keys and values, or none has any; and all or none for queries.
 
         Raises:
             WeightError: some have.
         """
         everyone = set(range(num_layers))
-        for name, scales in (("keys", self.keys), ("values", self.values)):
-            if (self.keys or self.values) and scales.keys() != everyone:
+        for name, scales, wanted in (
+            ("keys", self.keys, self.keys or self.values),
+            ("values", self.values, self.keys or self.values),
+            ("queries", self.queries, self.queries),
+        ):
+            if wanted and scales.keys() != everyone:
                 absent = sorted(everyone - scales.keys())
                 problem = f"none for the {name} of layer {absent[0]}" if absent else f"some for layer {max(scales)}"
                 raise WeightError(f"the checkpoint has scales of an FP8 KV cache, but {problem}; it is incomplete")

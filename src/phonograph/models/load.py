@@ -115,7 +115,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | N
                 for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                     if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                        decoder.kv_scales.take(name, tensor, decoder.spec.num_kv_heads, decoder.device)
+                        decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
                         continue
                     if name not in shapes:
                         _refuse_unexpected(name, file, decoder.spec)

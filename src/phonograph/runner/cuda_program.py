@@ -13,7 +13,6 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.sampling import sample
 from phonograph.models.fused import FusedDecoder
@@ -21,7 +20,10 @@ from phonograph.runner.device_inputs import DeviceInputs
 
 
 class CudaStepProgram:
-    """Prepare, attention schedule, decoder layers, logits of the rows that need them, sampling."""
+    """Prepare, attention schedule, decoder layers, logits of the rows that need them, sampling.
+
+    batch_invariant: no kernel is chosen by the number of tokens or requests. The model and the backend must be made so.
+    """
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class CudaStepProgram:
         kv_caches: list[torch.Tensor],
         inputs: DeviceInputs,
         runtime: GraphRuntime,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.metadata: AttentionMetadata | None = None
@@ -40,6 +43,7 @@ class CudaStepProgram:
         self._kv_caches = kv_caches
         self._inputs = inputs
         self._runtime = runtime
+        self._batch_invariant = batch_invariant
 
     def run(
         self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool
@@ -62,7 +66,9 @@ class CudaStepProgram:
         self._backend.schedule(metadata)
         attention = functools.partial(self._attention, pieces)
         hidden_TE = self.model.forward(inputs.input_ids[:num_tokens], attention)
-        logits_NV = self.model.logits(hidden_TE, None if every_row else inputs.logits_rows[:num_logits], num_logits)
+        # Gathered rows are normed by a kernel of their own.
+        gathered = not every_row or self._batch_invariant
+        logits_NV = self.model.logits(hidden_TE, inputs.logits_rows[:num_logits] if gathered else None, num_logits)
         tokens_N = inputs.tokens[:num_logits]
         rows = inputs.sampling
         sample(
@@ -76,40 +82,30 @@ class CudaStepProgram:
             inputs.sample_scratch,
             tokens_N,
             inputs.last_token,
+            batch_invariant=self._batch_invariant,
         )
         return hidden_TE, logits_NV, tokens_N
 
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
-        spec, inputs, layer, kv_cache = self.model.spec, self._inputs, self._layers[index], self._kv_caches[index]
-        metadata, num_tokens = self.metadata, qkv_TF.shape[0]
-        assert metadata is not None
-        fresh = FreshTokens(
-            positions_T=inputs.positions[:num_tokens],
-            rotary_PD=self.model.rotary_PD,
-            slot_mapping_T=inputs.slot_mapping[:num_tokens],
-            qk_norm=self.model.decoder.layers[index].qk_norm,
-            eps=spec.rms_norm_eps,
-        )
-        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
-        # Pieces end before attention, so that what writes the cache stays inside them.
-        if not pieces and self._backend.takes_projection(metadata):
-            self._backend.forward_projection(layer, qkv_TF, fresh, kv_cache, metadata, out_THD)
-            return
+        spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
+        num_tokens = qkv_TF.shape[0]
         rope_and_write_kv(
             qkv_TF,
-            fresh.positions_T,
-            fresh.rotary_PD,
-            kv_cache,
-            fresh.slot_mapping_T,
+            inputs.positions[:num_tokens],
+            self.model.rotary_PD,
+            self._kv_caches[index],
+            inputs.slot_mapping[:num_tokens],
             num_query_heads=spec.num_query_heads,
             num_kv_heads=spec.num_kv_heads,
-            qk_norm=fresh.qk_norm,
-            eps=fresh.eps,
+            qk_norm=self.model.decoder.layers[index].qk_norm,
+            eps=spec.rms_norm_eps,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             clear_TF=None if self._backend.clears_padding else out_TF,
+            batch_invariant=self._batch_invariant,
         )
         query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
+        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
         if pieces:
             self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)
         else:

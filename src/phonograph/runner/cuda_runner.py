@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.errors import CaptureError
 from phonograph.graphs.cuda import CudaRuntime
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
@@ -28,6 +29,7 @@ from phonograph.runner.device_inputs import DeviceInputs, StepRows
 from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.sampler import Sampler
+from phonograph.runner.shared_prefix import SharedPrefixes
 from phonograph.runner.synthetic import SyntheticBatches
 from phonograph.runner.token_ring import TokenRing
 
@@ -38,7 +40,10 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class CudaStep:
     """A step in flight. `output` has what was known when it was sent; `result` adds the tokens."""
 
-    def __init__(self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput) -> None:
+    def __init__(
+        self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput, decision: Decision
+    ) -> None:
+        self.decision = decision
         self._ring = ring
         self._ticket = ticket
         self._batch = batch
@@ -62,7 +67,10 @@ class CudaStep:
 
 
 class CudaRunner:
-    """Executes steps. `counts` tells how many steps each kind of decision had."""
+    """Executes steps. `counts` tells how many steps each kind of decision had.
+
+    prefixes: finds what a step may attend once, or None where no step cascades
+    """
 
     lookahead = 1
 
@@ -78,6 +86,7 @@ class CudaRunner:
         synthetic: SyntheticBatches,
         max_num_seqs: int,
         max_num_tokens: int,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.dispatcher = dispatcher
@@ -87,6 +96,7 @@ class CudaRunner:
         self._inputs = inputs
         self._sampler = sampler
         self._synthetic = synthetic
+        self._prefixes = prefixes
         self._max_num_tokens = max_num_tokens
         self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
@@ -122,7 +132,7 @@ class CudaRunner:
     def _load_kernels(self, keys: tuple[GraphKey, ...]) -> None:
         # Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two
         # in the magnitude below it or above.
-        samples = {(key.graphs, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
+        samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
         with compile_only() as kernels:
             for key in samples.values():
                 self._prepared(key)()
@@ -149,7 +159,9 @@ class CudaRunner:
             for size in sizes
             if self.dispatcher.decide(BatchShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
         ]
-        return decodes + others
+        # The kernels around a cascade are the same for every size.
+        cascades = decodes[-1:] if self.dispatcher.cascade is not None else []
+        return decodes + [replace(key, cascade=True) for key in cascades] + others
 
     def _captured(self, key: GraphKey) -> Callable[[], Outputs]:
         run = self._prepared(key)
@@ -173,16 +185,17 @@ class CudaRunner:
         """Sends one step to the device and returns at once, unless the step needs the host's sampler."""
         with torch.inference_mode(), self.runtime.scope():
             self._take_over(batch)
-            decision = self.dispatcher.decide(shape_of(batch))
+            shape = shape_of(batch, self._prefixes)
+            decision = self.dispatcher.decide(shape)
             self.counts[decision.label] += 1
-            rows, on_host = self._rows(batch)
+            rows, on_host = self._rows(batch, shape.prefix_len if decision.cascade else None)
             common = self._inputs.write(rows, decision.key)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits, tokens = self._run_eager(common) if decision.key is None else self.replay(decision.key)
             output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
-            return CudaStep(self._ring, self._ring.send(tokens), batch, output)
+            return CudaStep(self._ring, self._ring.send(tokens), batch, output, decision)
 
     def replay(self, key: GraphKey) -> Outputs:
         """Replays `key` on the inputs written for it; the next step overwrites what it returns."""
@@ -223,6 +236,8 @@ class CudaRunner:
         )
 
     def _take_over(self, batch: ScheduledBatch) -> None:
+        if self._prefixes is not None:
+            self._prefixes.update(batch.appends)
         for slot in batch.freed:
             self._sampler.clear(slot)
             self._live.pop(slot, None)
@@ -245,7 +260,7 @@ class CudaRunner:
                 new.grammar,
             )
 
-    def _rows(self, batch: ScheduledBatch) -> tuple[StepRows, np.ndarray | None]:
+    def _rows(self, batch: ScheduledBatch, prefix_len: int | None) -> tuple[StepRows, np.ndarray | None]:
         """The step as arrays, and the numbers of the rows that the host samples (None for none)."""
         slots = np.array(batch.slots, np.int64)
         context_lens = np.array(batch.context_lens, np.int64)
@@ -267,6 +282,7 @@ class CudaRunner:
             appends=batch.appends,
             samples=samples & ~needs_host,
             parameters=self._sampler.kernel_parameters(slots, draws),
+            prefix_len=prefix_len,
         )
         return rows, on_host
 

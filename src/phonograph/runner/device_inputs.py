@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.batch import BlockAppend
 from phonograph.errors import ReplayError
 from phonograph.graphs.modes import GraphKey
@@ -40,6 +40,7 @@ class StepRows:
     appends:    blocks added to rows' slots
     samples:    bool: the row's next token is chosen by the kernel
     parameters: how
+    prefix_len: of the prefix that the step attends once, or None where it does not cascade
     """
 
     slots: np.ndarray
@@ -50,6 +51,7 @@ class StepRows:
     appends: Sequence[BlockAppend]
     samples: np.ndarray
     parameters: KernelParameters
+    prefix_len: int | None = None
 
 
 class DeviceInputs:
@@ -91,6 +93,7 @@ class DeviceInputs:
         self.logits_rows = zeros(max_num_seqs, dtype=torch.int64)
         self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         self.sampling = self._layout.sampling_views(self._staging)
+        self._prefix_len = self._layout.prefix_len(self._staging)
         self._uploads = [_Upload(self._layout) for _ in range(_UPLOADS)]
         self._next = 0
         self._views: dict[tuple[int, int], _Views] = {}
@@ -107,7 +110,7 @@ class DeviceInputs:
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
         num_tokens = int(query_starts[num_reqs])
-        upload.views.header[:3] = num_reqs, num_tokens, rows.num_decodes
+        upload.views.header[:4] = num_reqs, num_tokens, rows.num_decodes, rows.prefix_len or 0
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.sample_slots[:num_reqs] = np.where(rows.samples, rows.slots, -1)
@@ -144,6 +147,7 @@ class DeviceInputs:
                     min_p_N=np.zeros(num_reqs),
                     draw_keys_N=np.zeros(num_reqs, np.int64),
                 ),
+                prefix_len=batch.prefix_len,
             ),
             key,
         )
@@ -240,6 +244,7 @@ class DeviceInputs:
             )
             if key is not None:  # eager shapes are without number
                 self._views[padded_reqs, padded_tokens] = views
+        length = rows.prefix_len
         return CommonMetadata(
             num_reqs=num_reqs,
             num_decodes=rows.num_decodes,
@@ -253,6 +258,7 @@ class DeviceInputs:
             seq_lens=views.seq_lens,
             block_table=views.block_table,
             slot_mapping=views.slot_mapping,
+            prefix=None if length is None else CommonPrefix(num_tokens=length, length=self._prefix_len),
         )
 
 

@@ -23,13 +23,17 @@ from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureR
 from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
+from phonograph.runner.shared_prefix import SharedPrefixes
 from phonograph.runner.slots import SlotTable, fill_buffers
 from phonograph.runner.steps import CompletedStep
 from phonograph.runner.synthetic import SyntheticBatches
 
 
 class ModelRunner:
-    """Runs steps, each at once when it is submitted. `counts` tells how many each kind of decision had."""
+    """Runs steps, each at once when it is submitted. `counts` tells how many each kind of decision had.
+
+    prefixes: finds what a step may attend once, or None where no step cascades
+    """
 
     lookahead: int = 0
 
@@ -44,6 +48,7 @@ class ModelRunner:
         dispatcher: Dispatcher,
         runtime: GraphRuntime,
         synthetic: SyntheticBatches,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.dispatcher = dispatcher
@@ -54,6 +59,7 @@ class ModelRunner:
         self._slots = slots
         self._sampler = sampler
         self._synthetic = synthetic
+        self._prefixes = prefixes
         self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
 
@@ -71,12 +77,14 @@ class ModelRunner:
         """Runs one step; its result is what it sampled."""
         with torch.inference_mode():
             self._apply(batch)
-            decision = self.dispatcher.decide(shape_of(batch))
+            shape = shape_of(batch, self._prefixes)
+            decision = self.dispatcher.decide(shape)
             self.counts[decision.label] += 1
-            common = fill_buffers(self._buffers, self._slots, batch, decision.key)
+            prefix_len = shape.prefix_len if decision.cascade else None
+            common = fill_buffers(self._buffers, self._slots, batch, decision.key, prefix_len)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
-            return CompletedStep(self._sample(batch, hidden, logits))
+            return CompletedStep(self._sample(batch, hidden, logits), decision)
 
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
@@ -89,7 +97,7 @@ class ModelRunner:
         return self._program.run(
             num_tokens=key.num_tokens,
             num_logits=min(key.num_tokens, key.num_reqs),
-            every_row=key.graphs is GraphSet.DECODE,
+            every_row=key.graphs is GraphSet.DECODE and key.query_len == 1,
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
 
@@ -134,6 +142,8 @@ class ModelRunner:
                 new.grammar,
             )
         self._slots.apply(batch)
+        if self._prefixes is not None:
+            self._prefixes.update(batch.appends)
 
     def _sample(self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
         output = StepOutput(prompt_logprobs=step_prompt_logprobs(batch, self._live, hidden, self._program.model.logits))
@@ -154,11 +164,15 @@ class ModelRunner:
         return output
 
 
-def shape_of(batch: ScheduledBatch) -> BatchShape:
-    """The facts of a batch that the dispatcher looks at."""
+def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> BatchShape:
+    """The facts of a batch that the dispatcher looks at; what its sequences share, only where `prefixes` finds it."""
     if batch.num_decodes == batch.num_reqs:
         uniform = 1
     else:
         first = batch.query_lens[0]
         uniform = first if all(length == first for length in batch.query_lens) else None
-    return BatchShape(num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform)
+    # Mixed batches do not cascade, so nobody asks what they share.
+    prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
+    return BatchShape(
+        num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform, prefix_len=prefix_len
+    )

@@ -70,11 +70,22 @@ class Sampler:
 
     `seed` makes an engine repeatable: requests without a seed of their own get one from it, in order of loading. None
     takes the seeds from the operating system.
+
+    batch_invariant: rows are worked on one by one, since torch sums in an order that goes by how many there are.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        seed: int | None,
+        batch_invariant: bool = False,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._batch_invariant = batch_invariant
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self._grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
@@ -188,6 +199,8 @@ class Sampler:
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
         if not slots:
             return Sampled(token_ids=[])
+        if self._batch_invariant and len(slots) > 1:
+            return self._one_by_one(logits_NV, slots, output_lens)
         by_row = np.asarray(slots, dtype=np.int64)
         if self._plain[by_row].all():
             max_N, tokens_N = logits_NV.max(dim=-1)
@@ -215,6 +228,15 @@ class Sampler:
             found = token_logprobs(logits_NV[rows_C], tokens_N[rows_C], tops[rows].tolist())
             logprobs |= zip([slots[row] for row in rows], found, strict=True)
         return _sampled(slots, token_ids, logprobs)
+
+    def _one_by_one(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Sampled:
+        joined = Sampled(token_ids=[])
+        for row, (slot, output_len) in enumerate(zip(slots, output_lens, strict=True)):
+            one = self.sample(logits_NV[row : row + 1], [slot], [output_len])
+            joined.token_ids += one.token_ids
+            joined.logprobs |= one.logprobs
+            joined.invalid += one.invalid
+        return joined
 
     def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
         """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""

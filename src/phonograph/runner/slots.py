@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.batch import ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey
@@ -55,9 +55,16 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def fill_buffers(
-    buffers: StaticBuffers, table: SlotTable, batch: ScheduledBatch, key: GraphKey | None
+    buffers: StaticBuffers,
+    table: SlotTable,
+    batch: ScheduledBatch,
+    key: GraphKey | None,
+    prefix_len: int | None = None,
 ) -> CommonMetadata:
-    """Writes the inputs of one step, padded to `key`, and returns the metadata that views them."""
+    """Writes the inputs of one step, padded to `key`, and returns the metadata that views them.
+
+    prefix_len: of the prefix to attend once, or None where the step does not cascade
+    """
     num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
     slots = np.array(batch.slots, np.int64)
     context_lens = np.array(batch.context_lens, np.int64)
@@ -88,6 +95,7 @@ def fill_buffers(
         num_tokens=num_tokens,
         num_decodes=batch.num_decodes,
         max_query_len=max_query_len,
+        prefix_len=prefix_len,
     )
 
 
@@ -99,6 +107,7 @@ def pad_buffers(
     num_tokens: int,
     num_decodes: int,
     max_query_len: int,
+    prefix_len: int | None,
 ) -> CommonMetadata:
     """Makes the rows behind the batch harmless, up to the slots and tokens of `key`, and marks the buffers prepared.
 
@@ -113,6 +122,8 @@ def pad_buffers(
         buffers.input_ids_np[num_tokens:padded_tokens] = 0
         buffers.positions_np[num_tokens:padded_tokens] = 0
         buffers.slot_mapping_np[num_tokens:padded_tokens] = -1
+    if prefix_len is not None:
+        buffers.prefix_len_np[0] = prefix_len
     buffers.prepared(key)
     return CommonMetadata(
         num_reqs=num_reqs,
@@ -127,4 +138,5 @@ def pad_buffers(
         slot_mapping=buffers.slot_mapping[:padded_tokens],
         query_start_loc_cpu=buffers.query_start_loc_np[: padded_reqs + 1],
         seq_lens_cpu=buffers.seq_lens_np[:padded_reqs],
+        prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=buffers.prefix_len),
     )

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.graphs.dispatch import Decision
 
 
 class PendingStep(Protocol):
     """A step that was submitted."""
+
+    @property
+    def decision(self) -> Decision:
+        """The graph that runs it, and why."""
+        ...
 
     def result(self) -> StepOutput:
         """What it brought, waited for if need be. Called once, after the results of all earlier steps were taken."""
@@ -47,6 +53,7 @@ class CompletedStep:
     """A step that had run when it was submitted."""
 
     output: StepOutput
+    decision: Decision
 
     def result(self) -> StepOutput:
         return self.output

@@ -20,12 +20,16 @@ from phonograph.runner.slots import blocks_for, most_step_tokens, pad_buffers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticBatch:
-    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end."""
+    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end.
+
+    prefix_len: leading tokens for which all have the same blocks, to be attended once; None where nothing cascades
+    """
 
     query_lens: list[int]
     context_lens: list[int]
     blocks: list[np.ndarray]
     token_ids: np.ndarray
+    prefix_len: int | None = None
 
     @property
     def num_decodes(self) -> int:
@@ -63,7 +67,10 @@ class SyntheticBatches:
         )
 
     def capture_batch(self, key: GraphKey) -> CommonMetadata:
-        """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them."""
+        """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them.
+
+        A cascade has a prefix of one block, or of none where there is no room for it.
+        """
         if key.graphs is GraphSet.DECODE:
             query_lens = [key.query_len] * key.num_reqs
         else:
@@ -71,19 +78,26 @@ class SyntheticBatches:
             query_lens = [longest] * (key.num_tokens // longest)
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
-        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens))
+        prefix = min(1, self._most_prefix_blocks(query_lens)) if key.cascade else 0
+        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), prefix)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
-        """A random batch that would be padded to `key`: fewer tokens and sequences, ragged queries, long contexts."""
+        """A random batch that would be padded to `key`: fewer tokens and sequences, ragged queries, long contexts.
+
+        Common prefixes are of every magnitude, whatever the rule would say about them.
+        """
         if key.graphs is GraphSet.DECODE:
             query_lens = [key.query_len] * int(rng.integers(1, key.num_reqs + 1))
         else:
             query_lens = self._ragged(key, rng)
-        free = self._num_blocks - sum(blocks_for(length, self._block_size) for length in query_lens)
+        most = self._most_prefix_blocks(query_lens) if key.cascade else 0
+        prefix = min(most, int((most + 1) ** rng.random()))
+        free = self._num_blocks - self._blocks_of(query_lens) - prefix
+        max_len = self._max_model_len - prefix * self._block_size
         contexts: list[int] = []
         for left, length in zip(range(len(query_lens), 0, -1), query_lens, strict=True):
             # Contexts of every magnitude, and some as long as the cache or the model allows.
-            longest = min(self._max_model_len - length, max(0, free) * self._block_size)
+            longest = min(max_len - length, max(0, free) * self._block_size)
             fair = min(longest, max(0, free) // left * self._block_size)
             context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
             extra = blocks_for(context + length, self._block_size) - blocks_for(length, self._block_size)
@@ -91,7 +105,15 @@ class SyntheticBatches:
                 context, extra = 0, 0
             free -= extra
             contexts.append(context)
-        return self._load(rng, key, query_lens, contexts)
+        return self._load(rng, key, query_lens, contexts, prefix)
+
+    def _blocks_of(self, lengths: list[int]) -> int:
+        return sum(blocks_for(length, self._block_size) for length in lengths)
+
+    def _most_prefix_blocks(self, query_lens: list[int]) -> int:
+        """Blocks of the longest prefix that sequences of these queries can have in common."""
+        free = self._num_blocks - self._blocks_of(query_lens)
+        return max(0, min(free, (self._max_model_len - max(query_lens)) // self._block_size))
 
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
         """Query lengths, decodes first, of at most key.num_tokens in all."""
@@ -105,25 +127,33 @@ class SyntheticBatches:
         return sorted(min(int(length), self._max_model_len) for length in lengths)
 
     def _load(
-        self, rng: np.random.Generator, key: GraphKey, query_lens: list[int], context_lens: list[int]
+        self,
+        rng: np.random.Generator,
+        key: GraphKey,
+        query_lens: list[int],
+        context_lens: list[int],
+        num_shared: int,
     ) -> CommonMetadata:
-        order = rng.permutation(self._num_blocks)
+        """Gives every sequence the same `num_shared` blocks, then `context_lens` and its query in blocks of its own."""
+        order = rng.permutation(self._num_blocks).astype(np.int32)
         needed = [
             blocks_for(query + context, self._block_size)
             for query, context in zip(query_lens, context_lens, strict=True)
         ]
-        if sum(needed) > self._num_blocks:
+        if num_shared + sum(needed) > self._num_blocks:
             raise MemoryLimitError(
-                f"a batch for {key} needs {sum(needed)} KV blocks of {self._block_size} tokens, but there are "
-                f"{self._num_blocks}; grant more KV cache memory, or lower max_num_seqs or the capture sizes"
+                f"a batch for {key} needs {num_shared + sum(needed)} KV blocks of {self._block_size} tokens, but there "
+                f"are {self._num_blocks}; grant more KV cache memory, or lower max_num_seqs or the capture sizes"
             )
-        ends = np.cumsum(needed)
+        shared, *own, _ = np.split(order, np.cumsum([num_shared, *needed]))
+        prefix_len = num_shared * self._block_size
         return self._inputs(
             SyntheticBatch(
                 query_lens=query_lens,
-                context_lens=context_lens,
-                blocks=np.split(order[: ends[-1]].astype(np.int32), ends[:-1]),
+                context_lens=[prefix_len + context for context in context_lens],
+                blocks=[np.concatenate([shared, blocks]) for blocks in own],
                 token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
+                prefix_len=prefix_len if key.cascade else None,
             ),
             key,
         )
@@ -155,4 +185,5 @@ def load_buffers(buffers: StaticBuffers, batch: SyntheticBatch, key: GraphKey, *
         num_tokens=token,
         num_decodes=batch.num_decodes,
         max_query_len=max(batch.query_lens),
+        prefix_len=batch.prefix_len,
     )

@@ -11,6 +11,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.graphs.verify import Drawn
 
 # Blocks filled at a time: a cache may take nearly all memory there is.
 _BLOCKS_AT_ONCE = 4096
@@ -48,13 +49,17 @@ class RunnerSubject:
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()
 
-    def prepare(self, key: GraphKey, rng: np.random.Generator) -> str:
+    def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
         with torch.inference_mode(), self._runner.runtime.scope():
             common = self._runner.draw(key, rng)
         self._common = common
-        return (
-            f"{common.num_tokens} tokens, {common.num_decodes} decodes + {common.num_reqs - common.num_decodes} "
-            f"prefills, longest sequence {common.max_seq_len}"
+        return Drawn(
+            num_tokens=common.num_tokens,
+            num_decodes=common.num_decodes,
+            num_prefills=common.num_reqs - common.num_decodes,
+            longest=common.max_seq_len,
+            median=int(np.median(common.seq_lens_cpu[: common.num_reqs])),
+            prefix=0 if common.prefix is None else common.prefix.num_tokens,
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:

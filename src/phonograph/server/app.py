@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import RequestError
-from phonograph.server import chat, completions, status, tokens
+from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
 from phonograph.server.errors import ApiError, failed, invalid, refused
 from phonograph.server.guards import ApiKeys, BodyLimit, error_response
 from phonograph.server.serving import Serving
 
 log = logging.getLogger(__name__)
 
-ROUTERS = (completions.router, chat.router, tokens.router, status.router)
+ROUTERS = (completions.router, chat.router, tokens.router, status.router, graphs.router, metrics.router, page.router)
 
 
 def make_app(serving: Serving) -> FastAPI:
@@ -69,6 +69,9 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         return error_response(invalid(None, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
     path = [str(part) for part in first["loc"] if part != "body"]
+    if first["loc"][0] == "query":
+        name = str(first["loc"][-1])
+        return error_response(invalid(name, f"{name}: {first['msg']}"))
     if not isinstance(error.body, dict):
         return error_response(invalid(None, "the body must be a JSON object, sent as application/json"))
     if not path:

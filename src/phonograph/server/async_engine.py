@@ -15,6 +15,8 @@ from phonograph.server.calls import Call, Prompt, Sample
 from phonograph.server.engine_process import EngineProcess
 from phonograph.server.errors import ApiError, failed, refused, unavailable
 from phonograph.server.messages import Abort, Add, EngineFacts, Report
+from phonograph.server.request_log import RequestLog
+from phonograph.server.step_log import StepLog
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class AsyncEngine:
 
     num_open: samples that have not ended
     stats:    of the scheduler, as of the latest report
+    steps:    the latest ones and counts of all
+    requests: counts and times of all
     died:     set when the engine's process has ended by itself, with the reason in `death`
     """
 
@@ -36,6 +40,8 @@ class AsyncEngine:
         self.num_open = 0
         self.stats = facts.stats
         self.num_steps = 0
+        self.steps = StepLog()
+        self.requests = RequestLog()
         self.died = asyncio.Event()
         self.death: str | None = None
         self.draining = False
@@ -117,6 +123,8 @@ class AsyncEngine:
 
     def _take(self, report: Report) -> None:
         self.stats, self.num_steps = report.stats, report.num_steps
+        now = time.monotonic()
+        self.steps.take(report.steps)
         for key, error in report.refused.items():
             if key in self._open:
                 self._open[key][0].fail(refused(error))
@@ -124,6 +132,7 @@ class AsyncEngine:
             if key in self._open:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
+                self.requests.num_prompt_tokens += len(prompt.token_ids)
         for key, index, token_ids, logprobs, finish_reason, stop_reason in report.updates:
             if key not in self._open:
                 continue
@@ -140,6 +149,7 @@ class AsyncEngine:
                 log.exception("a token could not be turned into text")
                 call.fail(failed("the output could not be turned into text", code="detokenizing_failed"))
                 continue
+            self.requests.grown(prompt, sample, len(token_ids), made=report.time, seen=now)
             call.touch(prompt, sample)
             if sample.finish_reason is not None:
                 self.num_open -= 1
@@ -152,6 +162,7 @@ class AsyncEngine:
         for prompt in call.prompts:
             if self._open.pop(prompt.key, None) is not None:
                 self.num_open -= prompt.num_growing
+                self.requests.num_ended["abort"] += prompt.num_growing
                 self._process.send(Abort(prompt.key))
 
     def _mourn(self) -> None:

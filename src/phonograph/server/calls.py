@@ -7,8 +7,9 @@ turn is then one piece. So a slow client costs memory for its own answer, and no
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
@@ -33,7 +34,10 @@ class Delta:
 
 
 class Sample:
-    """One choice of an answer. `finish_reason` is None while it grows."""
+    """One choice of an answer. `finish_reason` is None while it grows.
+
+    last_token: when the engine made the latest one, in seconds of `time.monotonic`
+    """
 
     def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self.index = index
@@ -41,6 +45,7 @@ class Sample:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.last_token: float | None = None
         self._builder = TextBuilder(tokenizer, params, prompt_token_ids)
         self._num_taken = 0
         self._text_taken = 0
@@ -76,7 +81,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt and its samples; the other fields are known once its first token has come."""
+    """A prompt and its samples. `num_cached_tokens` and `logprobs` are known once its first token has come.
+
+    opened: when it was asked for, in seconds of `time.monotonic`
+    """
 
     key: int
     token_ids: list[int]
@@ -84,6 +92,7 @@ class Prompt:
     num_growing: int
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
+    opened: float = field(default_factory=time.monotonic)
 
 
 class Call:

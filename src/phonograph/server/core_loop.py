@@ -9,6 +9,7 @@ from typing import Protocol
 
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
+from phonograph.engine.step_record import StepRecord
 from phonograph.errors import RequestError
 from phonograph.server.messages import Abort, Add, Command, PromptFacts, Report, Stop
 
@@ -45,6 +46,8 @@ class CoreLoop:
         self._by_key: dict[int, _Open] = {}
         self._by_output: dict[int, _Open] = {}
         self._num_steps = 0
+        self._steps: list[StepRecord] = []
+        session.core.on_step = lambda record: self._steps.append(record)
 
     def run(self) -> None:
         """Until told to stop."""
@@ -73,7 +76,8 @@ class CoreLoop:
         if self._session.has_unfinished:
             changed = self._session.step()
             self._num_steps += 1
-        if changed or refused or aborted:
+        # Also of a step that brought no token, such as a part of a long prompt: it is shown while it is news.
+        if changed or refused or aborted or self._steps:
             self._report(changed, refused)
         return True
 
@@ -101,7 +105,9 @@ class CoreLoop:
         del self._by_key[opened.key], self._by_output[id(opened.output)]
 
     def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError]) -> None:
-        report = Report(stats=self._session.core.scheduler.stats, num_steps=self._num_steps, refused=refused)
+        steps, self._steps = self._steps, []
+        stats = self._session.core.scheduler.stats
+        report = Report(stats=stats, num_steps=self._num_steps, refused=refused, steps=steps)
         for output in changed:
             opened = self._by_output[id(output)]
             if output.error is not None:

@@ -107,7 +107,12 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         scheduling_policy=plan.config.scheduling_policy,
         device=plan.device.name,
         attention_backend=plan.selection.capabilities.label,
-        mode="; ".join(str(reason) for reason in plan.resolution.reasons),
+        resolution=plan.resolution,
+        captures=plan.captures,
+        graph_memory_bytes=engine.captured.memory_bytes,
+        capture_seconds=engine.captured.seconds,
+        block_size=plan.limits.block_size,
+        notes=plan.notes,
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,
     )

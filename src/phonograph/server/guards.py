@@ -11,9 +11,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phonograph.server.errors import ApiError
+from phonograph.server.page import PATHS
 
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key: whoever watches over the process has none."""
+OPEN_PATHS = frozenset({"/health", *PATHS})
+"""Paths that need no key: whoever watches over the process has none, and the page, which shows nothing by itself, has
+to ask for one."""
 BODY_SECONDS = 300.0
 """Time that a client has to send its body."""
 

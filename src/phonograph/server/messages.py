@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from phonograph.batch import TokenLogprobs
+from phonograph.engine.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError
+from phonograph.graphs.capture_list import CaptureList
+from phonograph.graphs.resolve import Resolution
 from phonograph.request import FinishReason
 from phonograph.sampling_params import SamplingParams
 from phonograph.scheduler_limits import SchedulerStats
@@ -57,7 +61,9 @@ class EngineFacts:
     """The engine is ready, and what the server has to know of it.
 
     context_len: tokens of prompt and output together that a request can have
-    mode:        the graph mode that runs, with its reasons
+    resolution:  the graph mode that runs, with its reasons
+    captures:    the graphs that there are, their memory in bytes, and what capturing them took
+    notes:       decisions that the configuration left open, or that could not be met as asked
     stats:       of the scheduler, before the first step
     """
 
@@ -67,7 +73,12 @@ class EngineFacts:
     scheduling_policy: str
     device: str
     attention_backend: str
-    mode: str
+    resolution: Resolution
+    captures: CaptureList
+    graph_memory_bytes: int
+    capture_seconds: float
+    block_size: int
+    notes: tuple[str, ...]
     start_seconds: float
     stats: SchedulerStats
 
@@ -99,6 +110,8 @@ class Report:
     prompts: by key, for prompts whose first token is among the updates
     refused: by key, prompts that cannot be served
     stats:   of the scheduler, after `num_steps` steps
+    steps:   those whose results were taken since the last report
+    time:    when it was made, in seconds of `time.monotonic`, which the processes of a machine share
     """
 
     stats: SchedulerStats
@@ -106,6 +119,8 @@ class Report:
     updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
     refused: dict[int, RequestError] = field(default_factory=dict[int, RequestError])
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    time: float = field(default_factory=time.monotonic)
 
 
 Message = Progress | EngineFacts | StartFailed | Report

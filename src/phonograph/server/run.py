@@ -70,7 +70,8 @@ async def _serve(
             gc.freeze()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {engine.facts.mode}")
+            mode = "; ".join(str(reason) for reason in engine.facts.resolution.reasons)
+            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {mode}")
             return await http.run_until_done(listener)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response
 
 from phonograph.config_server import ServerConfig
@@ -20,6 +21,7 @@ from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.calls import Call, Delta, Sample
 from phonograph.server.conversation import Message, read_messages
 from phonograph.server.errors import ApiError, invalid
+from phonograph.server.metrics import make_registry
 from phonograph.server.protocol import GenerationBody
 from phonograph.server.token_text import TokenTexts
 
@@ -59,11 +61,13 @@ class Serving:
     defaults: Mapping[str, Any]
     chat_template: str | None
     texts: TokenTexts = field(init=False)
+    registry: CollectorRegistry = field(init=False)
     started: int = field(default_factory=lambda: int(time.time()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.engine.tokenizer)
+        self.registry = make_registry(self.engine, self.names[0])
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -14,7 +14,6 @@ from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLim
 from phonograph.attention.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
-from phonograph.kernels.projection import FreshTokens
 
 POISON = 0x7FAB
 """As 16 bits, once or twice: in float16, bfloat16 and float32 a signalling NaN, which no arithmetic makes."""
@@ -70,10 +69,6 @@ class Inputs:
         qkv_THD = torch.zeros(tokens, heads + 2 * kv_heads, size, dtype=dtype, device=device)
         self.query_THD, self.key_TKD, self.value_TKD = qkv_THD.split((heads, kv_heads, kv_heads), 1)
         self._qkv_THD = qkv_THD
-        # Rotations are by 0: the projection's rows are queries, keys and values as they are.
-        half = torch.ones(1, size // 2, device=device)
-        self._rotary_PD = torch.cat((half, 0 * half), 1)
-        self._positions_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.caches = [self._new_cache() for _ in self.layers]
         self.outs_THD = [torch.empty(tokens, heads, size, dtype=dtype, device=device) for _ in self.layers]
         self.lses_HT = [torch.empty(heads, tokens, device=device) for _ in self.layers] if spec.lse else None
@@ -130,18 +125,6 @@ class Inputs:
             block_table=table[:num_slots],
             slot_mapping=slots[:rows],
         )
-
-    def projection(self, num_tokens: int) -> tuple[torch.Tensor, FreshTokens]:
-        """The same rows as query, key and value, as a backend gets them that takes the projection."""
-        slot_mapping_T, _ = self._steps[-1]
-        fresh = FreshTokens(
-            positions_T=self._positions_T[:num_tokens],
-            rotary_PD=self._rotary_PD,
-            slot_mapping_T=slot_mapping_T[:num_tokens],
-            qk_norm=None,
-            eps=0.0,
-        )
-        return self._qkv_THD[:num_tokens].flatten(1), fresh
 
     def prepare(self) -> None:
         """The head of a step: makes the batch's tensors of what was loaded."""

@@ -90,15 +90,8 @@ class Rig:
         inputs.prepare()
         self.backend.schedule(metadata)
         rows = slice(0, num_tokens)
-        takes_projection = inputs.lses_HT is None and self.backend.takes_projection(metadata)
         for index, layer in enumerate(inputs.layers):
             cache = inputs.caches[index]
-            # The engine may do either in any layer, so one graph has both.
-            if takes_projection and index % 2:
-                qkv_TF, fresh = inputs.projection(num_tokens)
-                out_THD = inputs.outs_THD[index][rows]
-                self.backend.forward_projection(layer, qkv_TF, fresh, cache, metadata, out_THD)
-                continue
             self.backend.write_kv(layer, inputs.key_TKD[rows], inputs.value_TKD[rows], cache, metadata)
             lse_HT = None if inputs.lses_HT is None else inputs.lses_HT[index][:, rows]
             self.backend.forward(layer, inputs.query_THD[rows], cache, metadata, inputs.outs_THD[index][rows], lse_HT)

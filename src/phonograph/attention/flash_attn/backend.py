@@ -1,6 +1,12 @@
 """FlashAttention as backends, one for each version, with the plan of a step in one persistent buffer.
 
 What differs between versions is in their builders, what differs between packages in `Library`; neither is known here.
+
+Over an FP8 cache queries are rounded to FP8 too, by a kernel of ours before each launch. Their scale is the
+checkpoint's, or 1, and never made from the queries at hand: to a floating format the scale hardly matters. (Against
+scales by tensor or by token the error of attention is the same within a tenth for queries whose largest element is
+between 0.1 and 448, measured on random ones; larger elements saturate.) It would be one for each sequence and KV head,
+so that a prefill had to be read twice, and a token's result would depend on the chunk that it comes in.
 """
 
 from __future__ import annotations
@@ -21,9 +27,11 @@ from phonograph.attention.flash_attn.capabilities import (
     FlashAttention4Capabilities,
 )
 from phonograph.attention.flash_attn.providers import make_library
+from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.gpu_backend import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.errors import BackendError
+from phonograph.kernels.triton.quantize import quantize_queries
 
 
 class FlashAttentionBackend(GpuBackend):
@@ -39,10 +47,11 @@ class FlashAttentionBackend(GpuBackend):
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         super().__init__(spec, device, limits)
         self._library = make_library(self.capabilities.version, spec)
-        # A semaphore and four numbers for each request slot, in vectors of a multiple of four. No graph has more slots
-        # than there are sequences; tokens, of which a graph may have more, are counted to be safe from other layouts.
-        slots = max(limits.max_num_seqs, limits.max_num_tokens)
-        self._plan = torch.zeros(1 + -(-slots // 4) * 16, dtype=torch.int32, device=device)
+        self._plan = torch.zeros(plan_length(limits), dtype=torch.int32, device=device)
+        self.quantizes_queries = spec.kv_cache_dtype.startswith("float8")
+        if self.quantizes_queries:
+            shape = limits.max_num_tokens, spec.num_query_heads, spec.head_size
+            self._queries = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)
         if spec.lse:
             self._token_numbers = torch.arange(limits.max_num_tokens, dtype=torch.int32, device=device)
             self._no_keys = torch.tensor(-torch.inf, device=device)
@@ -81,14 +90,45 @@ class FlashAttentionBackend(GpuBackend):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, FlashAttentionMetadata)
-        launch, plan = metadata.launch, metadata.plan.part if metadata.planned else None
-        key_BSKD, value_BSKD = kv_cache.unbind(0)
-        lse = self._library.attend(layer, query_THD, key_BSKD, value_BSKD, launch, plan, out_THD)
+        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
         if lse is not None and lse_HT is not None:
-            # The library's tensor is new, and what it has for rows of no request is whatever lay there.
-            real = self._token_numbers[: lse_HT.shape[1]] < launch.query_start_loc[-1:]
-            torch.where(real, lse.view_as(lse_HT), self._no_keys, out=lse_HT)
+            assert isinstance(metadata, FlashAttentionMetadata)
+            # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
+            # the first query are another launch's.
+            starts, rows = metadata.launch.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
+            own = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
+            torch.where(rows < starts[:1], lse_HT, own, out=lse_HT)
+
+    def forward_lse(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
+        assert lse is not None, "the spec asks for no LSE"
+        num_tokens, num_heads, _ = query_THD.shape
+        return lse.view(num_heads, num_tokens)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The LSE as the library has it, where the spec asks for it."""
+        assert isinstance(metadata, FlashAttentionMetadata)
+        plan = metadata.plan.part if metadata.planned else None
+        key_BSKD, value_BSKD = kv_cache.unbind(0)
+        if self.quantizes_queries:
+            rounded_THD = self._queries[: query_THD.shape[0]]
+            quantize_queries(query_THD, layer.q_scale, rounded_THD)
+            query_THD = rounded_THD
+        return self._library.attend(layer, query_THD, key_BSKD, value_BSKD, metadata.launch, plan, out_THD)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):

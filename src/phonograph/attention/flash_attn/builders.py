@@ -3,8 +3,7 @@
 The tensors of a batch are persistent, so metadata made for a graph stays right as it is: a block table that changes is
 written in place, and there is nothing to refresh in metadata that exists, as peers do when groups share it.
 
-Neither drafting nor batch invariance has a setting in this engine. A draft's step would want builds without a plan, and
-batch invariance one split without a plan (`Numbers(num_splits=1, planned=False)`), since splits depend on the batch.
+Drafting has no setting in this engine; a draft's step would want builds without a plan.
 """
 
 from __future__ import annotations
@@ -12,36 +11,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
 from phonograph.attention.flash_attn.libraries import Launch
+from phonograph.attention.flash_attn.sizes import plans, split_bound, unbounded_splits_fit
 from phonograph.attention.gpu_backend import GpuMetadata
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
-
-MAX_SPLITS = 32
-"""Parts that the keys of a sequence are cut into at most."""
-ACCUMULATOR_BYTES = 128 << 20
-"""What the partial results of one launch may take, float32 [splits, H, T, D]: a graph keeps them in its pool."""
-_HEURISTIC_SPLITS = 128
-"""The most that the library's own choice comes to."""
-
-
-def split_bound(num_tokens: int, spec: AttentionSpec) -> int:
-    """The bound on splits for steps of `num_tokens` padded tokens: the same in capture, replay and eager runs.
-
-    MAX_SPLITS, or fewer where the partial results would outgrow ACCUMULATOR_BYTES; 1 where that leaves less than 2. It
-    depends on the shape alone, so that a replay can never need more room than its capture set aside.
-    """
-    fitting = ACCUMULATOR_BYTES // _accumulator_bytes(num_tokens, spec)
-    return min(MAX_SPLITS, fitting) if fitting >= 2 else 1
-
-
-def _accumulator_bytes(num_tokens: int, spec: AttentionSpec) -> int:
-    """Of one split."""
-    return 4 * max(num_tokens, 1) * spec.num_query_heads * spec.head_size
 
 
 class Plan:
@@ -96,6 +75,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder):
                 "attention backend flash_attn: ALiBi without a causal mask; its bias falls to both sides"
             )
         numbers = self.numbers(common, key)
+        decodes = key is not None and key.graphs is GraphSet.DECODE
         return FlashAttentionMetadata(
             launch=Launch(
                 query_start_loc=common.query_start_loc,
@@ -105,6 +85,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder):
                 max_seq_len=numbers.max_seq_len,
                 causal=common.causal,
                 num_splits=numbers.num_splits,
+                whole=decodes or (key is None and common.query_start_loc_cpu[0] == 0),
             ),
             slot_mapping=common.slot_mapping,
             plan=self._plans.setdefault(key, Plan()),
@@ -123,6 +104,8 @@ class Version2Builder(FlashAttentionMetadataBuilder):
     """Version 2 must not be told that the longest query is 1, unless every slot has a token: it then folds query heads
     into the query, takes token i for slot i's, and fails where there are fewer tokens than slots.
 
+    Nor where the LSE is asked for: of folded queries its order depends on whether keys were split.
+
     It is told no splits: they are its own choice, from shapes and upper bounds.
     """
 
@@ -131,9 +114,18 @@ class Version2Builder(FlashAttentionMetadataBuilder):
         outside = key is None or key.graphs is GraphSet.PIECEWISE
         max_query_len, max_seq_len = self._longest(common, None if outside else key)
         mixed_graph = key is not None and key.graphs is GraphSet.MIXED
-        if mixed_graph or common.slot_mapping.shape[0] != common.seq_lens.shape[0]:
+        if mixed_graph or self.spec.lse or not _token_by_slot(common):
             max_query_len = max(max_query_len, 2)
         return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
+
+
+def _token_by_slot(common: CommonMetadata) -> bool:
+    """Whether token i is that of slot i, for as many as there are: not so in a batch whose decodes were cut off."""
+    starts = common.query_start_loc_cpu
+    num_slots = common.seq_lens.shape[0]
+    if common.slot_mapping.shape[0] != num_slots:
+        return False
+    return bool((starts == np.minimum(np.arange(num_slots + 1), starts[-1])).all())
 
 
 class Version3Builder(FlashAttentionMetadataBuilder):
@@ -143,16 +135,22 @@ class Version3Builder(FlashAttentionMetadataBuilder):
     kernel, and the bound on splits keeps their memory within the same budget. Without one, a number of splits would be
     taken as it is and not as a bound: graphs then have one split, and eager steps the library's choice where the
     largest one fits the budget.
+
+    For batch invariance there is one split and no plan, and every launch is told the same longest query and sequence:
+    the library takes other tiles, and another way to load keys, where no query is longer than one token.
     """
 
     def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+        if self.spec.batch_invariant:
+            longest = self.limits.max_model_len
+            longest_query = min(self.limits.max_num_tokens, longest)
+            return Numbers(max_query_len=longest_query, max_seq_len=longest, num_splits=1)
         num_tokens = common.slot_mapping.shape[0]
-        planned = len(self.spec.windows) == 1
+        planned = plans(self.spec)
         if planned:
             num_splits = split_bound(num_tokens, self.spec)
         else:
-            fits = _HEURISTIC_SPLITS * _accumulator_bytes(num_tokens, self.spec) <= ACCUMULATOR_BYTES
-            num_splits = 0 if key is None and fits else 1
+            num_splits = 0 if key is None and unbounded_splits_fit(num_tokens, self.spec) else 1
         max_query_len, max_seq_len = self._longest(common, key)
         return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=num_splits, planned=planned)
 

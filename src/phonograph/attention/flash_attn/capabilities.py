@@ -5,13 +5,17 @@ Limits are those of the libraries' code. Where a limit is the adapter's own, or 
 
 from __future__ import annotations
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities
+from collections.abc import Sequence
+
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.declaration import Declaration
 from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64
+_FP8_HEAD_SIZE_MULTIPLE = 16
 _OF_THE_CONTRACT = {
     AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
     "our backends are not given",
@@ -41,12 +45,19 @@ class _FlashAttentionCapabilities(Capabilities):
             )
         return found
 
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """Partial results of splits that a library chooses itself (version 2, tens of MB) are in the allowance."""
+        return kept_bytes(spec, limits)
+
     def missing(self) -> str | None:
         return missing(self.version)
 
 
 class FlashAttention2Capabilities(_FlashAttentionCapabilities):
     version = "2"
+    varies = "it cuts the keys of decodes into as many parts as fill the device, and takes no number from outside"
     _declared = Declaration(
         min_capability=(8, 0),
         head_size_multiple=8,
@@ -60,6 +71,10 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
         found = super().refusals(spec, device)
         if spec.alibi and spec.kind is not AttentionKind.DECODER:
             found.append(f"ALiBi in {spec.kind.value} attention; its bias falls with the distance to both sides")
+        if spec.alibi and spec.lse:
+            found.append(
+                "the LSE beside ALiBi; it leaves the query's own position out of the bias, and so out of the LSE"
+            )
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -97,6 +112,7 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
 
 class FlashAttention3Capabilities(_FlashAttentionCapabilities):
     version = "3"
+    varies = ""
     _declared = Declaration(
         capabilities=(9,),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
@@ -109,15 +125,29 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         found = super().refusals(spec, device)
-        if spec.kv_cache_dtype == "float8_e4m3fn":
+        if spec.kv_cache_dtype != "float8_e4m3fn":
+            return found
+        if spec.dtype == "float16":
+            found.append("dtype float16 with an FP8 cache; its kernels write bfloat16 where queries are FP8")
+        if spec.head_size % _FP8_HEAD_SIZE_MULTIPLE:
             found.append(
-                "KV cache dtype float8_e4m3fn; its kernels take queries of the dtype of the cache, so queries would "
-                "have to be quantized; not in the adapter yet"
+                f"head size {spec.head_size} with an FP8 cache; its kernels take multiples of {_FP8_HEAD_SIZE_MULTIPLE}"
             )
         return found
 
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        return kept_bytes(spec, limits) + partial_bytes(spec, limits, graphs)
+
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         routine = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
+        if spec.batch_invariant:
+            return Support(
+                GraphSupport.ALWAYS,
+                f"{routine}; batch_invariant: one split, no ahead-of-time schedule, and the same bounds on lengths for "
+                "all graphs and eager steps, as kernels are chosen by them",
+            )
         if len(spec.windows) > 1:
             return Support(
                 GraphSupport.ALWAYS,
@@ -135,6 +165,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     unverified = "no run of it was ever compared with the reference"
+    varies = "no runs of it were ever compared bit by bit"
     _declared = Declaration(
         capabilities=(9, 10), head_sizes=(64, 96, 128), block_size_multiple=16, kinds=tuple(AttentionKind), sinks=True
     )

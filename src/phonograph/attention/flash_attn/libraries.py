@@ -7,6 +7,8 @@ Facts of their code that the calls here rest on:
   beyond max_seqlen_k or max_seqlen_q, so both must be true upper bounds.
 - Rows of queries behind the last sequence stay unwritten, in the output and in the LSE.
 - Sinks are bfloat16 there, and are part of the LSE.
+- Version 3 takes queries, keys and values of one dtype. Where that is FP8 (e4m3), factors for all three come as float32
+  [sequences, KV heads] at any strides (none is 1), the weights are rounded to FP8 too, and the output is bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Launch:
     max_query_len, max_seq_len: upper bounds, both at least 1
     num_splits: parts that the keys of a sequence may be cut into: a bound where the launch has a plan, their number
         where it has none, 0 for the library's own choice; version 2 takes none
+    whole: the first query is the first row's; else rows before it are another launch's
     """
 
     query_start_loc: torch.Tensor
@@ -41,6 +44,7 @@ class Launch:
     max_seq_len: int
     causal: bool
     num_splits: int
+    whole: bool
 
 
 class Library(ABC):
@@ -48,10 +52,12 @@ class Library(ABC):
 
     needs: its functions with the arguments that `attend` and `schedule` pass by name
     sink:  the argument that takes sinks, needed only where a model has them
+    descales: the arguments that an FP8 cache needs
     """
 
     needs: ClassVar[dict[str, tuple[str, ...]]]
     sink: ClassVar[tuple[str, str]] = ("", "")
+    descales: ClassVar[tuple[str, tuple[str, ...]]] = ("", ())
 
     def __init__(self, functions: Functions, spec: AttentionSpec) -> None:
         self.functions = functions
@@ -78,13 +84,32 @@ class Library(ABC):
     ) -> torch.Tensor | None:
         """Writes the output; returns the LSE, float32 [H, T], where the spec asks for it."""
 
-    def take(self, result: Any, out_THD: torch.Tensor) -> torch.Tensor | None:
+    def take(self, result: Any, out_THD: torch.Tensor, launch: Launch) -> torch.Tensor | None:
         """Output and LSE out of what a function returned: a tensor, or a tuple with the LSE in the second place."""
         out, lse = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         # Some have no argument for the output, and version 2 writes elsewhere where it folds query heads.
-        if out.data_ptr() != out_THD.data_ptr():
-            out_THD.copy_(out.reshape(out_THD.shape))
+        if out.data_ptr() == out_THD.data_ptr():
+            return lse if self.spec.lse else None
+        out = out.reshape(out_THD.shape)
+        if launch.whole:
+            out_THD.copy_(out)
+        else:
+            rows = torch.arange(out_THD.shape[0], dtype=torch.int32, device=out_THD.device)
+            own = (rows >= launch.query_start_loc[:1])[:, None, None]
+            torch.where(own, out, out_THD, out=out_THD)
         return lse if self.spec.lse else None
+
+
+_DESCALES = "q_descale", "k_descale", "v_descale"
+
+
+def _fp8(spec: AttentionSpec, layer: AttentionLayer, launch: Launch) -> dict[str, Any]:
+    """The factors of an FP8 cache and of queries: views of the layer's own tensors, which live as long as any graph."""
+    if not spec.kv_cache_dtype.startswith("float8"):
+        return {}
+    num_seqs = launch.seq_lens.shape[0]
+    scales = zip(_DESCALES, (layer.q_scale, layer.k_scale, layer.v_scale), strict=True)
+    return {name: None if scale_K is None else scale_K.expand(num_seqs, -1) for name, scale_K in scales}
 
 
 def _sinks(sinks_H: torch.Tensor) -> torch.Tensor:
@@ -129,7 +154,7 @@ class _VllmLibrary(Library):
             fa_version=self.fa_version,
             **self.own(layer, launch, plan),
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 _VLLM_ARGUMENTS = (
@@ -156,6 +181,7 @@ class VllmLibrary3(_VllmLibrary):
         "get_scheduler_metadata": _SCHEDULER_ARGUMENTS,
     }
     sink = ("flash_attn_varlen_func", "s_aux")
+    descales = "flash_attn_varlen_func", _DESCALES
     fa_version = 3
 
     def schedule(self, launch: Launch, window: Window) -> torch.Tensor:
@@ -163,6 +189,7 @@ class VllmLibrary3(_VllmLibrary):
 
     def own(self, layer: AttentionLayer, launch: Launch, plan: torch.Tensor | None) -> dict[str, Any]:
         own: dict[str, Any] = {"scheduler_metadata": plan, "num_splits": launch.num_splits}
+        own |= _fp8(self.spec, layer, launch)
         return own if layer.sinks is None else {**own, "s_aux": _sinks(layer.sinks)}
 
 
@@ -218,7 +245,7 @@ class PackageLibrary2(Library):
             return_attn_probs=self.spec.lse,
             block_table=launch.block_table,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 class InterfaceLibrary3(Library):
@@ -236,6 +263,7 @@ class InterfaceLibrary3(Library):
         "get_scheduler_metadata": _SCHEDULER_ARGUMENTS,
     }
     sink = ("flash_attn_with_kvcache", "s_aux")
+    descales = "flash_attn_with_kvcache", _DESCALES
 
     def schedule(self, launch: Launch, window: Window) -> torch.Tensor:
         return _scheduler_metadata(self, launch, window, launch.block_table.shape[1] * self.spec.block_size)
@@ -266,9 +294,10 @@ class InterfaceLibrary3(Library):
             scheduler_metadata=plan,
             num_splits=launch.num_splits,
             return_softmax_lse=self.spec.lse,
+            **_fp8(self.spec, layer, launch),
             **sinks,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 class CuteLibrary4(Library):
@@ -311,7 +340,7 @@ class CuteLibrary4(Library):
             return_lse=self.spec.lse,
             **sinks,
         )
-        return self.take(result, out_THD)
+        return self.take(result, out_THD, launch)
 
 
 def _scheduler_metadata(library: Library, launch: Launch, window: Window, max_seq_len: int) -> torch.Tensor:
@@ -325,7 +354,7 @@ def _scheduler_metadata(library: Library, launch: Launch, window: Window, max_se
         num_heads_kv=spec.num_kv_heads,
         headdim=spec.head_size,
         cache_seqlens=launch.seq_lens,
-        qkv_dtype=getattr(torch, spec.dtype),
+        qkv_dtype=getattr(torch, spec.kv_cache_dtype),
         cu_seqlens_q=launch.query_start_loc,
         page_size=spec.block_size,
         causal=launch.causal,

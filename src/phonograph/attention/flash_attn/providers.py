@@ -159,8 +159,8 @@ def missing(version: str) -> str | None:
     return f"nothing here provides FlashAttention {version}: {'; or '.join(reason for reason in reasons if reason)}"
 
 
-def functions_of(version: str, *, sinks: bool = False) -> tuple[type[Library], Functions]:
-    """Imports the provider of `version` and checks that its functions take what we pass.
+def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[Library], Functions]:
+    """Imports the provider of `version` and checks that its functions take what we pass (for `spec`, or for any model).
 
     Raises:
         BackendError: there is none, it cannot be imported, or its functions are others than those we know.
@@ -174,9 +174,12 @@ def functions_of(version: str, *, sinks: bool = False) -> tuple[type[Library], F
     except Exception as error:  # whatever another package's import, or its compiled part, raises
         raise BackendError(f"attention backend flash_attn {version}: {name} cannot be imported: {error}") from error
     needs = {function: set(arguments) for function, arguments in provider.library.needs.items()}
-    if sinks:
+    if spec is not None and spec.sinks:
         function, argument = provider.library.sink
         needs[function].add(argument)
+    if spec is not None and spec.kv_cache_dtype.startswith("float8"):
+        function, arguments = provider.library.descales
+        needs[function].update(arguments)
     functions: Functions = {}
     for function, arguments in needs.items():
         found = getattr(module, function, None)
@@ -195,7 +198,7 @@ def make_library(version: str, spec: AttentionSpec) -> Library:
     Raises:
         BackendError: as `functions_of`.
     """
-    library, functions = functions_of(version, sinks=spec.sinks)
+    library, functions = functions_of(version, spec)
     return library(functions, spec)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.declaration import Declaration
+from phonograph.attention.flashinfer.workspace import Sizes
 from phonograph.device import DeviceSpec
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 
 class FlashInferCapabilities(Capabilities):
@@ -18,6 +20,7 @@ class FlashInferCapabilities(Capabilities):
     """
 
     name = "flashinfer"
+    varies = "its plans cut the keys of a sequence into parts by what else is in the batch"
     _declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -49,6 +52,12 @@ class FlashInferCapabilities(Capabilities):
             "splits the keys of every batch and needs float32 scratch for each padded tile of each query head (0.7 GB "
             "at 2048 tokens and 256 slots of 32 heads of 128), so no mixed graphs",
         )
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        routine = prefill_routine(spec, device.capability)
+        return Sizes(spec=spec, limits=limits, routine=routine, num_sms=device.num_sms).total(graphs)
 
     def missing(self) -> str | None:
         if find_spec("flashinfer") is None:

@@ -54,7 +54,7 @@ class Planner:
             return torch.zeros(length, dtype=torch.int32, device=device)
 
         # Zeros, so that what was never written is a page that exists.
-        self.indices = zeros(slots * -(-limits.max_model_len // spec.block_size))
+        self.indices = zeros(sizes.pages())
         self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
         self._floats = torch.zeros(sizes.floats(), dtype=torch.uint8, device=device)
         self._fences: dict[int, Fence] = {}

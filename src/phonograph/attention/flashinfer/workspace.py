@@ -10,10 +10,14 @@ one KV head).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.graphs.modes import GraphKey, GraphSet
 
+EAGER_INTEGERS = 8 << 20
+"""Bytes of the integer workspace that the library gives a wrapper: those of eager steps keep it."""
 _SLACK = 4096
 """For what the library rounds up to 16 bytes, and its few scalars."""
 _FA2_LEAST_TILE = 16
@@ -49,6 +53,24 @@ class Sizes:
                 shapes.append(self._prefill_tiles(slots * (1 + spec.speculative_tokens), slots + 1))
         rows = max(tiles * tile for tiles, tile in shapes)
         return spec.num_query_heads * rows * (spec.head_size + 1) * 4 + _SLACK
+
+    def total(self, graphs: Sequence[GraphKey]) -> int:
+        """All that is kept on the device, by the wrappers of these graphs and by the two of eager steps."""
+        limits, whole = self.limits, [key for key in graphs if key.graphs is not GraphSet.PIECEWISE]
+        decodes = {key.num_reqs for key in whole if key.query_len == 1}
+        prefills = {(key.num_reqs, key.num_tokens) for key in whole if key.query_len != 1}
+        return (
+            self.floats()
+            + 2 * EAGER_INTEGERS
+            + 4 * self.pages()
+            + sum(self.decode_integers(slots) for slots in decodes)
+            + sum(self.prefill_integers(tokens, slots + 1) for slots, tokens in prefills)
+            + 4 * (3 * limits.max_num_seqs + 5)
+        )
+
+    def pages(self) -> int:
+        """Page numbers of the largest batch."""
+        return self.limits.max_num_seqs * -(-self.limits.max_model_len // self.spec.block_size)
 
     def decode_integers(self, slots: int) -> int:
         """Bytes of the integer workspace of a decode wrapper."""

@@ -7,10 +7,6 @@ the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) 
 
 A unit that is cut between programs leaves normalized partial results with their LSE, and whichever program completes it
 merges them, in order of their keys: no second launch, and results do not depend on who came last.
-
-Where each query is one token it takes the raw projection too (`FreshTokens`): norm, rotation and KV write as in
-`rope_kv`. Every segment turns its own queries; the one with the sequence's last key writes that key and its value
-before it reads them back, and nobody else reads them in this step.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -23,7 +19,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.projection import FreshTokens
 from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
     RECORD_WORDS,
@@ -35,7 +30,6 @@ from phonograph.kernels.triton.attention_plan import (
     sequence_chunks,
 )
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.rope_kv import LARGEST_FP8, slot_place, store_scaled
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -71,7 +65,6 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
-    fresh: FreshTokens | None = None,
 ) -> None:
     """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
 
@@ -87,15 +80,10 @@ def decode_attention(
         scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
         alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
-        fresh: of a raw projection, of which `query_THD` is the first H heads: the keys' and the values' heads follow
-            them. No query may be longer than one token then. The cache gets its keys and values; the queries stay as
-            they are. None: the queries are rotated and the cache has their keys.
     """
     width = plan.partial_out.shape[2]
-    # One kernel for all graphs, whatever the longest query; but one token never fills the large tile.
+    # One kernel for all graphs, whatever the longest query.
     small, large = row_tiles(plan.group, width)
-    if fresh is not None:
-        large = small
     merge_rows = max(4 if plan.group <= 4 else 8, 512 // width)
     stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
@@ -111,7 +99,6 @@ def decode_attention(
         sinks,
         k_scale,
         v_scale,
-        *((None,) * 4 if fresh is None else (fresh.positions_T, fresh.rotary_PD, fresh.slot_mapping_T, fresh.qk_norm)),
         plan.records,
         plan.sequences,
         plan.counters,
@@ -124,7 +111,6 @@ def decode_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
-        0.0 if fresh is None else fresh.eps,
         PROGRAMS=plan.programs,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
@@ -138,7 +124,6 @@ def decode_attention(
         SMALL=small,
         LARGE=large,
         SCRATCH_ROWS=plan.partial_out.shape[1],
-        LARGEST=LARGEST_FP8.get(kv_cache.dtype, 0.0),
         BLOCK_N=plan.block_n,
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
@@ -165,10 +150,6 @@ def _attention_kernel(
     sinks,
     k_scale,
     v_scale,
-    positions,
-    rotary,
-    slot_mapping,
-    qk_norm,
     records,
     sequences,
     counters,
@@ -181,7 +162,6 @@ def _attention_kernel(
     stride_lse,
     scale,
     softcap,
-    eps,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -195,7 +175,6 @@ def _attention_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -225,12 +204,6 @@ def _attention_kernel(
     begin = program * share + tl.minimum(program, extra)
     position = begin
     stop = begin + share + (program < extra).to(tl.int32)
-    # Of the sequence's one new token.
-    token_position = position
-    token_slot = position
-    if rotary is not None:
-        token_position = tl.load(positions + query_start, mask=position < stop, other=0)
-        token_slot = tl.load(slot_mapping + query_start, mask=position < stop, other=-1)
     if PDL:
         if AHEAD > 0 and position < stop:
             _, start, num_chunks, num_row_tiles = sequence_chunks(
@@ -241,12 +214,6 @@ def _attention_kernel(
                 base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
                 stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
             )  # fmt: skip
-            if rotary is not None:
-                _ask_for_line(rotary + token_position * HEAD_SIZE, HEAD_SIZE)
-                if qk_norm is not None:
-                    kv_head = chunk // num_chunks // num_row_tiles
-                    _ask_for_line(qk_norm + kv_head * GROUP * HEAD_SIZE, GROUP * HEAD_SIZE)
-                    _ask_for_line(qk_norm + (KV_HEADS * GROUP + kv_head) * HEAD_SIZE, HEAD_SIZE)
         tl_cuda.gdc_wait()
     while position < stop:
         # Asked for now, needed at the end.
@@ -281,30 +248,27 @@ def _attention_kernel(
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
         if SMALL == LARGE:  # noqa: SIM114 (decided when compiled, the next one when run)
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, rotary, qk_norm,
-                counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, eps, seq,
-                query_start, query_len, seq_len, token_position, token_slot, low, kv_head, row_tile, key, key_end,
-                slot, first, last,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, LARGEST, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, rotary, qk_norm,
-                counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, eps, seq,
-                query_start, query_len, seq_len, token_position, token_slot, low, kv_head, row_tile, key, key_end,
-                slot, first, last,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, LARGEST, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
         else:
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, rotary, qk_norm,
-                counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, eps, seq,
-                query_start, query_len, seq_len, token_position, token_slot, low, kv_head, row_tile, key, key_end,
-                slot, first, last,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, SCRATCH_ROWS, LARGEST, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
             )  # fmt: skip
 
         if complete != 0:
@@ -334,9 +298,6 @@ def _attention_kernel(
             query_start = next_start
             query_len = next_len
             seq_len = next_keys
-            if rotary is not None:
-                token_position = tl.load(positions + query_start, mask=position < stop, other=0)
-                token_slot = tl.load(slot_mapping + query_start, mask=position < stop, other=-1)
 
     # Rows of nobody.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -379,57 +340,6 @@ def _ask_for(
 
 
 @triton.jit
-def _ask_for_line(pointer, SIZE: tl.constexpr):
-    """Has the second-level cache read SIZE elements."""
-    LINE: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
-    # One more, since the first need not begin where a line does.
-    offset_L = tl.minimum(tl.arange(0, triton.next_power_of_2(SIZE // LINE + 1)) * LINE, SIZE - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer + offset_L], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _ask_for_heads(head, mask, weight, angles, HEAD_SIZE: tl.constexpr):
-    """Loads what `_turned` takes: of each element and of its partner in the rotation the value, then the norm's weight
-    (1 without a norm), and the cosine and the sine, its sign included.
-
-    Every row loads the angles again: one row of them would be handed around through shared memory.
-
-    Args:
-        head, weight: [M, 1] pointers to heads and to their norm's weights, or None for the latter
-        mask: [M, WIDTH], of columns before HEAD_SIZE
-        angles: of the token's position
-    """
-    dim_MD = tl.broadcast_to(tl.arange(0, mask.shape[1])[None, :], mask.shape)
-    partner_MD = (dim_MD + HEAD_SIZE // 2) % HEAD_SIZE
-    angle_MD = dim_MD % (HEAD_SIZE // 2)
-    own = tl.load(head + dim_MD, mask, 0.0)
-    partner = tl.load(head + partner_MD, mask, 0.0)
-    cos = tl.load(angles + angle_MD, mask, 0.0)
-    sin = tl.load(angles + HEAD_SIZE // 2 + angle_MD, mask, 0.0)
-    own_weight = 1.0
-    partner_weight = 1.0
-    if weight is not None:
-        own_weight = tl.load(weight + dim_MD, mask, 0.0)
-        partner_weight = tl.load(weight + partner_MD, mask, 0.0)
-    return own, partner, own_weight, partner_weight, cos, tl.where(dim_MD < HEAD_SIZE // 2, -sin, sin)
-
-
-@triton.jit
-def _turned(own, partner, own_weight, partner_weight, cos, sin, eps, NORM: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Normed and rotated as `rope_kv` does it, rounding where it does; float32 [M, WIDTH]."""
-    dtype = own.dtype
-    own = own.to(tl.float32)
-    partner = partner.to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(own * own, 1) / HEAD_SIZE + eps)[:, None]
-        own = ((own * inverse).to(dtype) * own_weight).to(tl.float32)
-        partner = ((partner * inverse).to(dtype) * partner_weight).to(tl.float32)
-    return own * cos + partner * sin
-
-
-@triton.jit
 def _segment(
     query_THD,
     cache,
@@ -440,8 +350,6 @@ def _segment(
     sinks,
     k_scale,
     v_scale,
-    rotary,
-    qk_norm,
     counters,
     partial_out,
     partial_lse,
@@ -450,13 +358,10 @@ def _segment(
     stride_lse,
     scale,
     softcap,
-    eps,
     seq,
     query_start,
     query_len,
     seq_len,
-    token_position,
-    token_slot,
     low,
     kv_head,
     row_tile,
@@ -476,7 +381,6 @@ def _segment(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -504,27 +408,7 @@ def _segment(
         next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < seq_len), other=0)
     query = query_THD + query_start.to(tl.int64) * STRIDE_TOKEN
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-    if rotary is None:
-        query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
-    else:
-        angles = rotary + token_position * HEAD_SIZE
-        weight = qk_norm
-        if qk_norm is not None:
-            weight = qk_norm + (head_M * HEAD_SIZE)[:, None]
-        # Asked for first, for the key is waited for.
-        own, partner, own_weight, partner_weight, cos, sin = _ask_for_heads(
-            query + (head_M * HEAD_SIZE)[:, None], mask_MD, weight, angles, HEAD_SIZE
-        )
-        if (key_end == seq_len) & (token_slot >= 0):
-            _write_key(
-                query, cache, qk_norm, k_scale, v_scale, stride_kv, eps, angles, token_slot, kv_head,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE, LARGEST,
-            )  # fmt: skip
-            # All threads have written before one of them reads.
-            tl.debug_barrier()
-        query_MD = _turned(own, partner, own_weight, partner_weight, cos, sin, eps, qk_norm is not None, HEAD_SIZE).to(
-            query_THD.dtype.element_ty
-        )
+    query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
     factor = scale
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
@@ -612,45 +496,6 @@ def _segment(
         arrived = tl.atomic_add(counters + first, 1)
         complete = (arrived == last - first).to(tl.int32)
     return complete
-
-
-@triton.jit
-def _write_key(
-    projection,
-    cache,
-    qk_norm,
-    k_scale,
-    v_scale,
-    stride_kv,
-    eps,
-    angles,
-    token_slot,
-    kv_head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    STRIDE_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Writes the key, normed and rotated, and the value of one KV head of the token whose `projection` begins there."""
-    head_M = kv_head + tl.zeros([1], tl.int32)
-    dim_MD = tl.arange(0, WIDTH)[None, :]
-    mask_MD = dim_MD < HEAD_SIZE
-    key = projection + ((KV_HEADS * GROUP + head_M) * HEAD_SIZE)[:, None]
-    weight = qk_norm
-    if qk_norm is not None:
-        weight = qk_norm + ((KV_HEADS * GROUP + head_M) * HEAD_SIZE)[:, None]
-    own, partner, own_weight, partner_weight, cos, sin = _ask_for_heads(key, mask_MD, weight, angles, HEAD_SIZE)
-    value_MD = tl.load(key + KV_HEADS * HEAD_SIZE + dim_MD, mask_MD, 0.0)
-    key_MD = _turned(own, partner, own_weight, partner_weight, cos, sin, eps, qk_norm is not None, HEAD_SIZE)
-    place = slot_place(cache, token_slot, BLOCK_SIZE, STRIDE_BLOCK, STRIDE_SLOT)
-    place += head_M[:, None] * STRIDE_HEAD + dim_MD
-    store_scaled(place, key_MD, k_scale, head_M, mask_MD, LARGEST)
-    store_scaled(place + stride_kv, value_MD, v_scale, head_M, mask_MD, LARGEST)
 
 
 @triton.jit

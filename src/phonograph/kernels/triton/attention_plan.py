@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, decode_partials, decode_programs, row_tiles
 from phonograph.kernels.triton.pdl import pdl_usable
 
-MAX_SHORT_QUERY = 16
-"""Queries of up to this many tokens are served here; longer ones fill the large tiles of `attention_prefill`."""
+__all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "row_tiles", "sequence_chunks"]
 
 RECORD_WORDS = tl.constexpr(8)
 SEQUENCE_WORDS = tl.constexpr(4)
@@ -73,9 +73,8 @@ def make_decode_plan(
 ) -> DecodePlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences."""
     group = num_query_heads // num_kv_heads
-    width = triton.next_power_of_2(head_size)
-    programs = 2 * num_sms
-    _, rows = row_tiles(group, width)
+    slots, rows, width = decode_partials(group, head_size, num_sms)
+    programs = decode_programs(num_sms)
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -85,8 +84,8 @@ def make_decode_plan(
         # One more, since the entry behind the last is read, though not used.
         sequences=ints(triton.next_power_of_2(max_num_seqs) + 1, SEQUENCE_WORDS.value),
         counters=ints(programs),
-        partial_out=torch.zeros(2 * programs, rows, width, dtype=torch.float32, device=device),
-        partial_lse=torch.zeros(2 * programs, rows, dtype=torch.float32, device=device),
+        partial_out=torch.zeros(slots, rows, width, dtype=torch.float32, device=device),
+        partial_lse=torch.zeros(slots, rows, dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
         group=group,
         head_size=head_size,
@@ -94,13 +93,6 @@ def make_decode_plan(
         block_n=64 if width <= 128 else 32,
         num_warps=4,
     )
-
-
-def row_tiles(group: int, width: int) -> tuple[int, int]:
-    """Rows of the tile for queries that fit the smallest one, and for all others of up to MAX_SHORT_QUERY tokens."""
-    most = 64 if width <= 128 else 32
-    small = min(max(triton.next_power_of_2(group), 16), most)
-    return small, min(max(triton.next_power_of_2(MAX_SHORT_QUERY * group), small), most)
 
 
 def plan_decode(

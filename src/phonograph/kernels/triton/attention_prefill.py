@@ -59,7 +59,8 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; two launches.
+    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; two launches,
+    or one where the plan cuts nothing.
 
     `causal` and `window` are those of the plan, which also says from which query length on a sequence is served.
 
@@ -80,7 +81,7 @@ def prefill_attention(
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     heads_outside = num_kv_heads > 1 and stride_slot == head_size
     tma = _fits_tma(kv_cache, width, heads_outside)
-    num_warps, num_stages, share = _configuration(width, tma, num_tokens)
+    num_warps, num_stages, share = _configuration(width, tma, few=plan.cuts and num_tokens <= _FEW_TOKENS)
     pdl = pdl_usable()
     cache = kv_cache
     if tma:
@@ -133,6 +134,8 @@ def prefill_attention(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    if not plan.cuts:
+        return
     _merge_kernel[(plan.num_sms,)](
         query_start_loc,
         out_THD,
@@ -156,7 +159,7 @@ def prefill_attention(
     )
 
 
-def _configuration(width: int, tma: bool, num_tokens: int) -> tuple[int, int, int]:
+def _configuration(width: int, tma: bool, *, few: bool) -> tuple[int, int, int]:
     """Warps, stages, programs of a multiprocessor, by what an H200 was fastest with.
 
     Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
@@ -166,7 +169,7 @@ def _configuration(width: int, tma: bool, num_tokens: int) -> tuple[int, int, in
         return 8, 2, 1
     if not tma:
         return 4, 3, 2
-    return (8, 3, 1) if num_tokens <= _FEW_TOKENS else (4, 2, 2)
+    return (8, 3, 1) if few else (4, 2, 2)
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:

@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, prefill_partials, prefill_programs, prefill_slots
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
-BLOCK_M = 128
+BLOCK_M = PREFILL_ROWS
 # Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
@@ -45,7 +46,6 @@ _CANDIDATES = tl.constexpr(16)
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
-_PARTIALS_A_PROGRAM = 3
 # Triton 3.6 does not compile the plan for eight sequences that see all keys; nothing is won by so few either.
 _FEWEST_SEQS = 32
 
@@ -60,6 +60,7 @@ class PrefillPlan:
     first_tile [R]:   where each sequence's tiles begin; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
     programs:         of the attention kernel, at most; the cuts suit so many
+    cuts:             whether keys are cut; without, what a row gets does not depend on the batch
     """
 
     header: torch.Tensor
@@ -74,6 +75,7 @@ class PrefillPlan:
     programs: int
     max_tiles: int
     max_slots: int
+    cuts: bool
 
 
 def make_prefill_plan(
@@ -85,31 +87,31 @@ def make_prefill_plan(
     max_num_tokens: int,
     num_sms: int,
     device: torch.device,
+    cuts: bool = True,
 ) -> PrefillPlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
-    programs = num_sms * (2 if head_size <= 128 else 1)
-    max_slots = max(8, -(-_PARTIALS_A_PROGRAM * programs // num_kv_heads))
+    max_slots = prefill_slots(num_kv_heads, head_size, num_sms, cuts=cuts)
     max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    slots = max_slots * num_kv_heads
-    width = triton.next_power_of_2(head_size)
+    partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
     return PrefillPlan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
-        partial_out=torch.zeros(slots, BLOCK_M, width, dtype=torch.float32, device=device),
-        partial_lse=torch.zeros(slots, BLOCK_M, dtype=torch.float32, device=device),
+        partial_out=torch.zeros(partials, dtype=torch.float32, device=device),
+        partial_lse=torch.zeros(partials[:2], dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
         group=group,
         num_sms=num_sms,
-        programs=programs,
+        programs=prefill_programs(head_size, num_sms),
         max_tiles=max_tiles,
         max_slots=max_slots,
+        cuts=cuts,
     )
 
 
@@ -150,6 +152,7 @@ def plan_prefill(
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
         CHUNK=_CHUNK,
         OWN=_OWN,
+        CUTS=plan.cuts,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=8,
@@ -227,6 +230,7 @@ def _plan_kernel(
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
     OWN: tl.constexpr,
+    CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
@@ -286,7 +290,8 @@ def _plan_kernel(
     end = tl.maximum(work * KV_HEADS / programs, rounds * (work_large / tl.maximum(num_large, 1.0)))
     end = tl.maximum(end, length + _PIECE_COST)
     end += tl.where(cut > 0, _MERGE_COST + _PARTIAL_COST * (cut * KV_HEADS) / programs, 0.0)
-    end = tl.where((cut > max_slots) & (candidate > 0), float("inf"), end)
+    allowed = (cut <= max_slots) if CUTS else (cut < 0)
+    end = tl.where(allowed | (candidate == 0), end, float("inf"))
     rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
 
     # The place of each of this program's tiles: behind the pieces of tiles whose pieces are longer, or as long and

@@ -1,4 +1,4 @@
-"""Matrix products for few rows (2 to 64), where reading the weights is all that takes time.
+"""Matrix products for few rows (2 to 128), where reading the weights is all that takes time.
 
 The library's kernels are made for square products: at few rows they leave a fifth of the memory bandwidth unused on
 narrow layers, and they cannot begin before the kernel before has ended. Here the weights are the long side of the
@@ -11,8 +11,7 @@ The norm between two products needs no kernel of its own: the root mean square i
 product that makes a row leaves it times the norm's weights, and the sums of its squares by tile (`RowSquares`), and the
 product that takes the row multiplies its sums by the factor at its end.
 
-`linear` decides by the sizes who computes a product: this kernel, that for small layers (`few_rows`), that for one row
-(`gemv`), or torch.
+`linear` decides by the sizes who computes a product: these kernels, those for one row (`gemv`), or torch.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size. Weights lie [outputs, inputs], rows contiguous. Sums are
 float32.
@@ -30,8 +29,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton import few_rows, gemv, layers
-from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -55,10 +53,6 @@ class LinearConfig(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
-
-
-ProductConfig = LinearConfig | FewRowsConfig
-"""Which kernel computes a product, and how."""
 
 
 class LinearScratch(NamedTuple):
@@ -98,12 +92,12 @@ def linear(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: ProductConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> None:
     """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
     `scratch` from `make_scratch`: without it the inputs of a tile are not split. `config`: instead of what is chosen
-    by the sizes, for measurements.
+    by the sizes, for measurements and for `BATCH_INVARIANT`.
     """
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv.gemv(x_MK, weight_NK, bias_N, out_MN)
@@ -126,7 +120,7 @@ def linear_add(
     hidden_MN: torch.Tensor,
     *,
     scratch: LinearScratch | None = None,
-    config: ProductConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> None:
     """hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
     if config is None and len(x_MK) == 1:
@@ -152,7 +146,7 @@ def linear_add_norm(
     *,
     defer: bool,
     scratch: LinearScratch | None = None,
-    config: ProductConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> RowSquares | None:
     """hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights and `eps`.
 
@@ -194,7 +188,7 @@ def linear_silu(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: ProductConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> bool:
     """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first. For `squares`
     see `linear`.
@@ -209,7 +203,7 @@ def linear_silu(
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> ProductConfig | None:
+def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
     if x_MK.dtype == torch.float32:
         return None
     num_rows, num_inputs = x_MK.shape
@@ -227,7 +221,12 @@ HEAD = 1 << 16
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
-MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
+BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_warps=4, num_stages=4, prefetch=128)
+"""For all products of an engine whose results must not depend on the batch: a row's sums are then in one order,
+whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
+activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
+
+MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
     (8, 4096, 4096): LinearConfig(8, 32, 256, 3, 2, 4, 512),
     (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 5, 256),
@@ -238,16 +237,20 @@ MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
     (16, 6144, 1024): LinearConfig(16, 16, 256, 1, 2, 5, 256),
     (16, 1024, 3072): LinearConfig(16, 32, 256, 8, 2, 3, 512),
     (32, 4096, 1024): None,
+    (32, 1024, 2048): LinearConfig(32, 32, 256, 4, 4, 3, 512),
     (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
+    (32, 1024, 3072): LinearConfig(32, 32, 256, 4, 2, 3, 512),
+    (128, 6144, 1024): LinearConfig(64, 64, 64, 1, 4, 5, 256),
 }
-"""Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast."""
+"""Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
+may have fewer rows than the class."""
 
-MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {}
+MEASURED_SILU: dict[tuple[int, int, int], LinearConfig | None] = {}
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
 @functools.cache
-def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
+def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
     The rule is what won on an H200 over the layers of an 8B and a 0.6B model. Narrow layers have too few tiles, so
@@ -286,7 +289,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
 
 
 @functools.cache
-def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How the product with the gated activation is computed; None: as a product and a kernel of its own.
 
     Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
@@ -309,16 +312,13 @@ def _launch(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     mode: int,
-    config: ProductConfig,
+    config: LinearConfig,
     scratch: LinearScratch | None,
     *,
     squares: RowSquares | None = None,
     norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
 ) -> None:
     """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
-    if isinstance(config, FewRowsConfig):
-        few_rows.launch(x_MK, weight_NK, bias_N, out_MN, mode, config, squares=squares, norm=norm)
-        return
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1

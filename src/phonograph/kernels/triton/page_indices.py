@@ -25,7 +25,7 @@ def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: to
         return
     assert block_table_RN.stride(1) == 1
     parts = min(_MAX_PARTS, triton.cdiv(max_pages, _BLOCK))
-    _kernel[(num_reqs, parts)](
+    _indices_kernel[(num_reqs, parts)](
         block_table_RN,
         seq_lens_R,
         out,
@@ -38,7 +38,7 @@ def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: to
 
 
 @triton.jit
-def _kernel(
+def _indices_kernel(
     block_table,
     seq_lens,
     out,

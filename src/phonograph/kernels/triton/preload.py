@@ -3,12 +3,16 @@
 A compiled kernel still needs two things, which Triton does when it is first launched, one kernel after another: a small
 C module that launches it (built by the C compiler where Triton's cache has none), and its code on the device. A capture
 is no place for either.
+
+What Triton has no word for is said here too: how a multiprocessor divides its memory between L1 cache and shared memory
+(`prefer_l1`).
 """
 
 # pyright: basic
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +23,22 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 _THREADS = 32
+_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
+"""Of the driver's CUfunction_attribute."""
+_SMALL_CARVEOUT = 3
+"""Per cent, 8 KB of an H200's. With 0 the few bytes that each program takes keep others off a multiprocessor."""
+_prefer_l1: set[object] = set()
+
+
+def prefer_l1(function: Any) -> Any:
+    """Marks a kernel whose loads go past shared memory: what it has under way has its place in the L1 cache.
+
+    The division is made where a multiprocessor changes kernels and stays as it was where the next one can run with it,
+    so that after attention, which takes most of the memory, the L1 cache would be small: on an H200 the gated product
+    of one row then takes 67 us instead of 53.
+    """
+    _prefer_l1.add(function)
+    return function
 
 
 def load_kernels(kernels: Iterable[object]) -> None:
@@ -34,7 +54,20 @@ def load_kernels(kernels: Iterable[object]) -> None:
     threads = min(_THREADS, 2 * (os.cpu_count() or 1))
     with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         list(pool.map(_load, (kernel for kernel in compiled if isinstance(kernel, CompiledKernel))))
+    for function in functions & _prefer_l1:
+        for kernel in function.device_caches[device][0].values():
+            if isinstance(kernel, CompiledKernel):
+                _set_small_carveout(kernel)
 
 
 def _load(kernel: CompiledKernel) -> None:
     kernel._init_handles()
+
+
+def _set_small_carveout(kernel: CompiledKernel) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    error = driver.cuFuncSetAttribute(
+        ctypes.c_void_p(kernel.function), _PREFERRED_SHARED_MEMORY_CARVEOUT, _SMALL_CARVEOUT
+    )
+    if error:
+        raise RuntimeError(f"cuFuncSetAttribute: error {error} of the CUDA driver")

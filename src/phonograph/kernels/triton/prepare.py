@@ -23,6 +23,8 @@ import triton.language as tl
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 _HEADER = 8
+_PREFIX_LEN = 3
+"""Word of the header; the kernel here does not read it, `cascade.cut_prefix` does."""
 _ALIGN = 4
 """Words to which each field is aligned: 16 bytes, which the int64 draw keys need too."""
 
@@ -30,7 +32,8 @@ _ALIGN = 4
 class HostViews(NamedTuple):
     """The fields of a staging buffer as numpy arrays on its memory; by row of the batch unless said otherwise.
 
-    header:        int32 [8]: number of requests, of tokens, of decodes; the rest is not read
+    header:        int32 [8]: number of requests, of tokens, of decodes, and the length of the prefix that a cascade
+                   attends once; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
@@ -133,6 +136,11 @@ class StepLayout:
             dtype, length = fields[name]
             views.append(staging[self.starts[name] : self.starts[name] + length].view(dtype))
         return SamplingViews(*views)
+
+    def prefix_len(self, staging: torch.Tensor) -> torch.Tensor:
+        """The prefix's length in the staging buffer on the device, [1] int32."""
+        start = self.starts["header"] + _PREFIX_LEN
+        return staging[start : start + 1]
 
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:
         """Words of the buffer, from its start, that a step with so many appends and given tokens needs uploaded."""

@@ -35,6 +35,7 @@ def rope_and_write_kv(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     clear_TF: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Norms (where given) and rotates query heads in place; writes keys, likewise, and values to their slots.
 
@@ -44,9 +45,10 @@ def rope_and_write_kv(
     qk_norm [H + K, D]: weights of the heads' norms, query heads first, with `eps`.
     k_scale, v_scale float32 [K], or None for 1.
     clear_TF [T, H * D], contiguous: gets zeros where nothing is written, for an attention that leaves such rows alone.
+    batch_invariant: one kernel for all numbers of tokens; the order in which a norm is summed up goes by its shape.
     """
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
-    heads = _heads_of_a_program(num_query_heads, num_kv_heads, num_tokens)
+    heads = _heads_of_a_program(num_query_heads, num_kv_heads, few=num_tokens <= _FEW_TOKENS and not batch_invariant)
     half = triton.next_power_of_2(head_size // 2)
     pdl = pdl_usable()
     _rope_kernel[(num_tokens, (num_query_heads + 2 * num_kv_heads) // heads)](
@@ -88,7 +90,7 @@ def write_kv(
     _, num_kv_heads, head_size = key_TKD.shape
     assert key_TKD.stride(2) == 1 and value_TKD.stride(2) == 1
     num_tokens = key_TKD.shape[0]
-    heads = _heads_of_a_program(0, num_kv_heads, num_tokens)
+    heads = _heads_of_a_program(0, num_kv_heads, few=num_tokens <= _FEW_TOKENS)
     block = triton.next_power_of_2(head_size)
     pdl = pdl_usable()
     _write_kernel[(num_tokens, 2 * num_kv_heads // heads)](
@@ -116,13 +118,13 @@ def write_kv(
     )
 
 
-def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, num_tokens: int) -> int:
+def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, *, few: bool) -> int:
     """A power of two that divides both kinds of heads, so that a program's heads are all queries, keys or values.
 
     Few tokens are spread over many programs, many tokens over fewer and larger ones.
     """
     common = math.gcd(num_query_heads, num_kv_heads)
-    return min(2 if num_tokens <= _FEW_TOKENS else 8, common & -common)
+    return min(2 if few else 8, common & -common)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

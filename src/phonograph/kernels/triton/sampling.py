@@ -88,6 +88,8 @@ def sample(
     scratch: SampleScratch,
     tokens_N: torch.Tensor,
     last_token_R: torch.Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """Chooses a token for each row that has a slot, into `tokens_N` and, for the next step, into its slot's last token.
 
@@ -100,11 +102,13 @@ def sample(
         draw_keys_N: int64, from `phonograph.kernels.sampling.draw_keys`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
+        batch_invariant: a row is cut into as many parts as with the most rows there can be, whose sums top-p goes by
     """
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
     pdl = pdl_usable()
-    parts, blocks = _parts(num_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
+    as_if_rows = scratch.row_max.shape[0] if batch_invariant else num_rows
+    parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
     scan_kernel[(num_rows, parts)](
         logits_NV,
         logits_NV.stride(0),
@@ -130,7 +134,7 @@ def sample(
         launch_pdl=pdl,
         num_warps=_SCAN_WARPS,
     )
-    parts, blocks = _parts(num_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
+    parts, blocks = _parts(as_if_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
     filter_kernel[(num_rows, parts)](
         logits_NV,
         logits_NV.stride(0),

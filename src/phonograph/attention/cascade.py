@@ -1,0 +1,98 @@
+"""Cascade attention: when a prefix common to a whole batch is worth attending once for all of its queries.
+
+Then every query attends to the prefix as to one sequence, without a causal mask, and to its own suffix as always, and
+the two are merged by their LSE. The prefix is read once instead of once for each request. Pure: `explain` weighs
+batches by the same rule as an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
+from phonograph.device import DeviceSpec
+from phonograph.graphs.modes import CascadeChoice, GraphKey
+
+MIN_PREFIX = 256
+"""Tokens. A shorter prefix does not pay for two more launches in each layer."""
+MIN_REQUESTS = 8
+_TILE = 128
+"""Queries, and keys, that one block of threads takes at a time."""
+
+
+def cascade_refusals(spec: AttentionSpec) -> list[str]:
+    """What about a KV group no backend could cascade with: a prefix attended apart must not depend on the query."""
+    found: list[str] = []
+    if spec.kind is not AttentionKind.DECODER:
+        found.append(f"cascade attention in {spec.kind.value} attention; its batches share no computed prefix")
+    if any(window != (UNBOUNDED, UNBOUNDED) for window in spec.windows):
+        found.append("cascade attention with windows; a window may end inside the prefix, elsewhere for each query")
+    if spec.alibi:
+        found.append("cascade attention with ALiBi; the bias on the prefix is another one for each query")
+    if spec.sinks:
+        found.append("cascade attention with sinks; they would count in the prefix and in the suffix")
+    return found
+
+
+def part_limits(spec: AttentionSpec, limits: BatchLimits) -> tuple[BatchLimits, BatchLimits]:
+    """Of the launch over the prefix, and of that over the suffixes.
+
+    Only decodes cascade, and their tokens are one query over the prefix, which may be longer than any sequence.
+    """
+    num_tokens = limits.max_num_seqs * (1 + spec.speculative_tokens)
+    decodes = replace(limits, max_num_tokens=num_tokens)
+    return replace(decodes, max_num_seqs=1, max_model_len=max(limits.max_model_len, num_tokens)), decodes
+
+
+def cascade_bytes(
+    capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+) -> int:
+    """What cascade attention takes of the device's memory beside the backend that it is around."""
+    prefix, suffixes = part_limits(spec, limits)
+    with_lse = replace(spec, cascade=False, lse=True)
+    own = [key for key in graphs if key.cascade]
+    parts = sum(capabilities.buffer_bytes(with_lse, device, part, own) for part in (prefix, suffixes))
+    output = suffixes.max_num_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)
+    table = 4 * limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
+    return parts + output + table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeRule:
+    """Weighs the modelled time of two launches against that of one.
+
+    num_sms: multiprocessors of the device; 0, as on a CPU, counts as one
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    num_sms: int
+
+    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
+        """Whether a batch whose every query has `query_len` tokens attends its common prefix once.
+
+        Where decoding split over the keys would serve the batch otherwise (grouped heads, single tokens), times are
+        compared, in tiles of keys that a multiprocessor goes through one after another: the cascade's tiles of queries
+        each walk the whole prefix, while split decoding spreads the prefixes of all requests evenly.
+        """
+        if num_reqs < MIN_REQUESTS:
+            return CascadeChoice(False, f"{num_reqs} requests are fewer than {MIN_REQUESTS}")
+        if prefix_len < MIN_PREFIX:
+            has = f"a common prefix of {prefix_len} tokens" if prefix_len else "no common prefix"
+            return CascadeChoice(False, f"{has}, and {MIN_PREFIX} are worth it")
+        shared = f"{num_reqs} requests share {prefix_len} tokens"
+        group = self.num_query_heads // self.num_kv_heads
+        if group == 1 or query_len > 1:
+            why = "more than one token a query" if query_len > 1 else "as many KV heads as query heads"
+            return CascadeChoice(True, f"{shared}; with {why} no split decoding would serve them")
+        sms = max(self.num_sms, 1)
+        key_tiles = _tiles(prefix_len)
+        once = -(-self.num_query_heads * _tiles(num_reqs * query_len) // sms) * key_tiles
+        split = -(-num_reqs * self.num_kv_heads * _tiles(group) * key_tiles // sms)
+        times = f"modelled time {once} with cascade, {split} without"
+        return CascadeChoice(once < split, f"{shared}; {times}")
+
+
+def _tiles(count: int) -> int:
+    return -(-count // _TILE)

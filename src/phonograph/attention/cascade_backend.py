@@ -1,0 +1,183 @@
+"""Cascade attention around a backend: its launches over a common prefix, and over what follows, as one.
+
+Any backend whose kernels return the LSE and serve batches without a causal mask can be cascaded: the prefix is a batch
+of one sequence for it, whose query are all tokens of the step, and the suffixes are the batch itself with shorter
+sequences. Each launch has a backend and a builder of its own, so that neither's plan overwrites the other's.
+
+What changes from step to step (the prefix's length, the suffixes' lengths and blocks) is cut on the device into tensors
+that stay where they are, at the head of the step. So the metadata of a graph hold for every prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.cascade import part_limits
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.cascade import PrefixCut
+
+
+class CascadeKernels(Protocol):
+    """The module with the two kernels, for the device: `kernels.triton.cascade` says what they do."""
+
+    cut_prefix: Callable[..., None]
+    merge_by_lse: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeMetadata(AttentionMetadata):
+    """Of a step that cascades: that of both launches, and the batch's own tensors, which the cut reads."""
+
+    prefix: AttentionMetadata
+    suffix: AttentionMetadata
+    prefix_len: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class CascadeMetadataBuilder(MetadataBuilder):
+    """Builds for both launches where a step cascades, and else as the ordinary backend's builder does."""
+
+    def __init__(
+        self, ordinary: MetadataBuilder, prefix: MetadataBuilder, suffix: MetadataBuilder, cut: PrefixCut
+    ) -> None:
+        self._ordinary = ordinary
+        self._prefix = prefix
+        self._suffix = suffix
+        self._cut = cut
+
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> AttentionMetadata:
+        assert key is None or key.cascade == (common.prefix is not None), "a cascade graph replays cascades only"
+        if common.prefix is None:
+            return self._ordinary.build(common, key=key)
+        prefixes, suffixes = self._split(common, common.prefix)
+        # To the prefix's launch all tokens of the graph are one query.
+        prefix_key = None if key is None else GraphKey(GraphSet.MIXED, key.num_tokens, 1)
+        return CascadeMetadata(
+            prefix=self._prefix.build(prefixes, key=prefix_key),
+            suffix=self._suffix.build(suffixes, key=key),
+            prefix_len=common.prefix.length,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+        )
+
+    def _split(self, common: CommonMetadata, prefix: CommonPrefix) -> tuple[CommonMetadata, CommonMetadata]:
+        """Both batches, their host copies cut as the kernel cuts the tensors."""
+        cut, num_slots, length = self._cut, common.seq_lens.shape[0], prefix.num_tokens
+        prefixes = replace(
+            common,
+            num_reqs=1,
+            num_decodes=0,
+            num_decode_tokens=0,
+            max_query_len=common.num_tokens,
+            max_seq_len=length,
+            query_start_loc=cut.prefix_starts,
+            seq_lens=cut.prefix_lens,
+            block_table=common.block_table[:1],
+            query_start_loc_cpu=np.array([0, common.num_tokens], np.int32),
+            seq_lens_cpu=np.array([length], np.int32),
+            causal=False,
+            prefix=None,
+        )
+        suffixes = replace(
+            common,
+            max_seq_len=common.max_seq_len - length,
+            seq_lens=cut.suffix_lens[:num_slots],
+            block_table=cut.suffix_table[:num_slots],
+            seq_lens_cpu=np.maximum(common.seq_lens_cpu - length, 0),
+            prefix=None,
+        )
+        return prefixes, suffixes
+
+
+class CascadeBackend(AttentionBackend):
+    """A backend that cascades.
+
+    Args:
+        ordinary: makes what serves steps that do not cascade
+        part:     makes what serves either launch of those that do; it returns the LSE
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        limits: BatchLimits,
+        *,
+        ordinary: MakeBackend,
+        part: MakeBackend,
+        kernels: CascadeKernels,
+    ) -> None:
+        super().__init__(spec, device, limits)
+        self._kernels = kernels
+        self._ordinary = ordinary(replace(spec, cascade=False), device, limits)
+        with_lse = replace(spec, cascade=False, lse=True)
+        for_prefix, for_suffixes = part_limits(spec, limits)
+        self._prefix = part(with_lse, device, for_prefix)
+        self._suffix = part(with_lse, device, for_suffixes)
+        self.capabilities = self._suffix.capabilities
+        self.clears_padding = self._ordinary.clears_padding and self._suffix.clears_padding
+        self.quantizes_queries = self._ordinary.quantizes_queries
+        self._cut = PrefixCut.make(limits.max_num_seqs, -(-limits.max_model_len // spec.block_size), device)
+        shape = for_suffixes.max_num_tokens, spec.num_query_heads, spec.head_size
+        self._prefix_out = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+
+    def make_builder(self) -> CascadeMetadataBuilder:
+        return CascadeMetadataBuilder(
+            self._ordinary.make_builder(), self._prefix.make_builder(), self._suffix.make_builder(), self._cut
+        )
+
+    def schedule(self, metadata: AttentionMetadata) -> None:
+        if not isinstance(metadata, CascadeMetadata):
+            self._ordinary.schedule(metadata)
+            return
+        self._kernels.cut_prefix(
+            self._cut,
+            metadata.prefix_len,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            block_size=self.spec.block_size,
+        )
+        self._prefix.schedule(metadata.prefix)
+        self._suffix.schedule(metadata.suffix)
+
+    def write_kv(
+        self,
+        layer: AttentionLayer,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        if isinstance(metadata, CascadeMetadata):
+            self._suffix.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.suffix)
+        else:
+            self._ordinary.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor | None = None,
+    ) -> None:
+        if not isinstance(metadata, CascadeMetadata):
+            self._ordinary.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+            return
+        prefix_out_THD = self._prefix_out[: query_THD.shape[0]]
+        prefix_lse_HT = self._prefix.forward_lse(layer, query_THD, kv_cache, metadata.prefix, prefix_out_THD)
+        suffix_lse_HT = self._suffix.forward_lse(layer, query_THD, kv_cache, metadata.suffix, out_THD)
+        end = self._cut.prefix_starts[1:]
+        self._kernels.merge_by_lse(prefix_out_THD, prefix_lse_HT, out_THD, suffix_lse_HT, end, lse_HT)

@@ -1,0 +1,66 @@
+"""What a step was, for those who watch: its batch, the decision it ran by, and how long it took.
+
+Plain values in a tuple, because there is one for every step and a server's two processes pass them on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from phonograph.batch import ScheduledBatch
+from phonograph.graphs.dispatch import Decision
+
+BatchKind = Literal["decode", "prefill", "mixed"]
+
+
+class StepRecord(NamedTuple):
+    """One step whose results were taken.
+
+    ended:          seconds of `time.monotonic`, which all processes of a machine share
+    seconds:        from when the step had the device to itself until its results were taken
+    num_decodes:    sequences with a query of one token
+    prefill_lens:   tokens of each of the other sequences
+    graph:          short name of the decision, such as "full mixed" or "eager"
+    mode:           FULL, PIECEWISE or NONE
+    graph_tokens:   tokens after padding
+    graph_slots:    request slots of the graph; without a graph, the sequences
+    cause, reason:  why; see `Decision`
+    """
+
+    ended: float
+    seconds: float
+    num_decodes: int
+    prefill_lens: list[int]
+    graph: str
+    mode: str
+    graph_tokens: int
+    graph_slots: int
+    cause: str
+    reason: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return self.num_decodes + sum(self.prefill_lens)
+
+    @property
+    def kind(self) -> BatchKind:
+        if not self.prefill_lens:
+            return "decode"
+        return "mixed" if self.num_decodes else "prefill"
+
+
+def record_of(batch: ScheduledBatch, decision: Decision, began: float, ended: float) -> StepRecord:
+    """The record of a step that ran by `decision` between two times."""
+    return StepRecord(
+        ended,
+        ended - began,
+        batch.num_decodes,
+        batch.query_lens[batch.num_decodes :],
+        decision.label,
+        decision.mode.value,
+        decision.num_tokens,
+        batch.num_reqs if decision.key is None else decision.key.num_reqs,
+        decision.cause,
+        decision.reason,
+    )

@@ -1,0 +1,84 @@
+"""What a run of the GPU tests shows, from pytest's report in JUnit's XML: counts, combinations, errors, and skips."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from phonograph.evaluation.checks import Result
+
+COMBINATIONS = 1500
+"""Of attention kernels' models, windows and batches; fewer do not prove enough."""
+OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu")
+"""Files whose tests need a library that a machine may lack in whole or in part; their skips are told, no failure."""
+
+
+def report_result(facts: dict[str, Any], *, code: int | None) -> Result:
+    """Well if all passed but those of optional libraries, whose skips it says out loud. `code` is pytest's."""
+    attention = facts["attention_combinations"]
+    text = (
+        f"{facts['passed']} tests passed, {len(facts['failed'])} failed; {attention} combinations of attention, "
+        f"largest relative error {facts['largest_error']}"
+    )
+    if facts["failed"]:
+        text += f"; failed: {', '.join(facts['failed'][:3])}"
+    optional, others = facts["skipped_optional"], facts["skipped"]
+    for what, reasons in (("for optional libraries", optional), ("WITHOUT AN EXCUSE", others)):
+        if reasons:
+            listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+            text += f"; {sum(reasons.values())} SKIPPED {what}: {listed}"
+    ok = code == 0 and attention >= COMBINATIONS and not others
+    return Result(name="tests", ok=ok, text=text, facts=facts)
+
+
+def read_report(report: Path) -> dict[str, Any]:
+    """Counts of a report. A test of attention that does not say how much it checked counts as one.
+
+    skipped and skipped_optional are {reason: how many}.
+    """
+    failed: list[str] = []
+    reasons: dict[str, str] = {}
+    files: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    optional: Counter[str] = Counter()
+    combinations = 0
+    largest: dict[str, float] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        file = str(case.get("classname"))
+        name = f"{file}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+            reasons[name] = _why_failed(case)
+            continue
+        skip = case.find("skipped")
+        if skip is not None:
+            of_library = any(part in OF_OPTIONAL_LIBRARIES for part in file.split("."))
+            (optional if of_library else skipped)[str(skip.get("message"))] += 1
+            continue
+        files[file] += 1
+        properties = {str(one.get("name")): str(one.get("value")) for one in case.iter("property")}
+        if re.search(r"attention_decode|attention_prefill|triton_backend|triton_gpu_matrix", name):
+            combinations += int(properties.get("combinations", 1))
+        if "largest_error" in properties:
+            dtype, error = properties["largest_error"].split()
+            largest[dtype] = max(largest.get(dtype, 0.0), float(error))
+    return {
+        "passed": files.total(),
+        "skipped": dict(skipped.most_common()),
+        "skipped_optional": dict(optional.most_common()),
+        "failed": failed,
+        "reasons": reasons,
+        "by_file": dict(files),
+        "attention_combinations": combinations,
+        "largest_error": largest,
+    }
+
+
+def _why_failed(case: ElementTree.Element) -> str:
+    """The last lines of what pytest said."""
+    found = case.find("failure")
+    found = case.find("error") if found is None else found
+    return "" if found is None else f"{found.get('message')}\n{found.text}"[-1500:]

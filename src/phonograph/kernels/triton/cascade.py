@@ -1,0 +1,192 @@
+"""The two kernels of cascade attention around the launches of a backend: the cut of a batch at its common prefix, and
+the merge of what its queries found on either side.
+
+The length of the prefix is read on the device, so that a captured cut is right for every batch.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.cascade import PrefixCut
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
+_TABLE_BLOCK = 1024
+_MERGED_ELEMENTS = 1024
+"""Of the output that a program merges: few, so that small batches have many programs."""
+
+
+def cut_prefix(
+    cut: PrefixCut,
+    prefix_len: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    block_table_RN: torch.Tensor,
+    *,
+    block_size: int,
+) -> None:
+    """Cuts a batch of R slots behind its common prefix; one launch.
+
+    Args:
+        prefix_len: [1] int32, a multiple of block_size that no sequence in the batch is shorter than
+        query_start_loc, seq_lens_R, block_table_RN: int32, as in CommonMetadata
+    """
+    num_seqs = seq_lens_R.shape[0]
+    pdl = pdl_usable()
+    _cut_kernel[(num_seqs,)](
+        prefix_len,
+        query_start_loc,
+        seq_lens_R,
+        block_table_RN,
+        cut.prefix_starts,
+        cut.prefix_lens,
+        cut.suffix_lens,
+        cut.suffix_table,
+        num_seqs,
+        block_table_RN.stride(0),
+        cut.suffix_table.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK=_TABLE_BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _cut_kernel(
+    prefix_len_ptr,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    prefix_starts,
+    prefix_lens,
+    suffix_lens,
+    suffix_table,
+    num_seqs,
+    stride_table,
+    stride_suffix,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_begin(PDL)
+    seq = tl.program_id(0)
+    prefix_len = tl.load(prefix_len_ptr)
+    suffix_len = tl.maximum(tl.load(seq_lens + seq) - prefix_len, 0)
+    tl.store(suffix_lens + seq, suffix_len)
+    source = block_table + seq.to(tl.int64) * stride_table + prefix_len // BLOCK_SIZE
+    target = suffix_table + seq.to(tl.int64) * stride_suffix
+    num_blocks = (suffix_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for first in range(0, num_blocks, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        here = column < num_blocks
+        tl.store(target + column, tl.load(source + column, mask=here), mask=here)
+    if seq == 0:
+        tl.store(prefix_starts + 1, tl.load(query_start_loc + num_seqs))
+        tl.store(prefix_lens, prefix_len)
+
+
+def merge_by_lse(
+    prefix_out_THD: torch.Tensor,
+    prefix_lse_HT: torch.Tensor,
+    out_THD: torch.Tensor,
+    suffix_lse_HT: torch.Tensor,
+    num_tokens: torch.Tensor,
+    lse_HT: torch.Tensor | None = None,
+) -> None:
+    """Merges attention over two sets of keys into attention over both; one launch.
+
+    A side whose LSE says that it saw no keys (-inf, or the inf that FlashAttention 2 has for it) is not read, so
+    whatever lies there does no harm; rows without keys on either side get zeros and the LSE -inf. So do rows of no
+    request, of which nothing is read.
+
+    Args:
+        num_tokens: [1] int32; rows from there on are of no request
+        prefix_out_THD: [T, H, D] any strides of rows and heads
+        out_THD: [T, H, D] the same of the suffix; the merged output replaces it
+        prefix_lse_HT, suffix_lse_HT: [H, T] float32, natural logarithm
+        lse_HT: where the merged LSE goes, or None
+    """
+    num_rows, num_heads, head_size = out_THD.shape
+    assert out_THD.stride(2) == prefix_out_THD.stride(2) == 1
+    assert prefix_lse_HT.stride(1) == suffix_lse_HT.stride(1) == 1 and (lse_HT is None or lse_HT.stride(1) == 1)
+    width = triton.next_power_of_2(head_size)
+    heads = min(triton.next_power_of_2(num_heads), max(1, _MERGED_ELEMENTS // width))
+    pdl = pdl_usable()
+    _merge_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+        prefix_out_THD,
+        prefix_lse_HT,
+        out_THD,
+        suffix_lse_HT,
+        num_tokens,
+        lse_HT,
+        prefix_out_THD.stride(0),
+        prefix_out_THD.stride(1),
+        out_THD.stride(0),
+        out_THD.stride(1),
+        prefix_lse_HT.stride(0),
+        suffix_lse_HT.stride(0),
+        0 if lse_HT is None else lse_HT.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        HEADS=heads,
+        WIDTH=width,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_prefix_lse", "stride_suffix_lse", "stride_lse"])
+def _merge_kernel(
+    prefix_out,
+    prefix_lse,
+    out,
+    suffix_lse,
+    num_tokens,
+    lse,
+    stride_prefix_token,
+    stride_prefix_head,
+    stride_token,
+    stride_head,
+    stride_prefix_lse,
+    stride_suffix_lse,
+    stride_lse,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, WIDTH)
+    is_head = head < NUM_HEADS
+    is_read = is_head & (token < tl.load(num_tokens))
+    nothing = float("-inf")
+    one = tl.load(prefix_lse + head * stride_prefix_lse + token, mask=is_read, other=nothing)
+    other = tl.load(suffix_lse + head * stride_suffix_lse + token, mask=is_read, other=nothing)
+    one = tl.where(one == float("inf"), nothing, one)
+    other = tl.where(other == float("inf"), nothing, other)
+    largest = tl.maximum(one, other)
+    # Where both are -inf the difference would be NaN.
+    shift = tl.where(largest == nothing, 0.0, largest)
+    weight_one, weight_other = tl.exp(one - shift), tl.exp(other - shift)
+    total = weight_one + weight_other
+    scale = tl.where(total > 0.0, 1.0 / total, 0.0)
+
+    inside = is_head[:, None] & (column < HEAD_SIZE)[None, :]
+    one_at = prefix_out + token * stride_prefix_token + head[:, None] * stride_prefix_head + column[None, :]
+    out_at = out + token * stride_token + head[:, None] * stride_head + column[None, :]
+    has_one, has_other = (weight_one > 0.0)[:, None], (weight_other > 0.0)[:, None]
+    one_values = tl.load(one_at, mask=inside & has_one, other=0.0).to(tl.float32)
+    other_values = tl.load(out_at, mask=inside & has_other, other=0.0).to(tl.float32)
+    merged = one_values * (weight_one * scale)[:, None] + other_values * (weight_other * scale)[:, None]
+    tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        tl.store(lse + head * stride_lse + token, tl.where(total > 0.0, shift + tl.log(total), nothing), mask=is_head)

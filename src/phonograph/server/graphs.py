@@ -1,0 +1,109 @@
+"""/v1/graphs: which graphs there are and why, and which of them ran the latest steps. The page at / shows it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from phonograph.engine.step_record import StepRecord
+from phonograph.graphs.modes import GraphKey
+from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.serving import Serving
+from phonograph.server.step_log import KEPT, StepTally
+
+router = APIRouter()
+
+
+@router.get("/v1/graphs")
+async def graphs(
+    request: Request,
+    last: Annotated[int, Query(ge=0, le=KEPT, description="Steps to show at most, the latest.")] = 64,
+    after: Annotated[int, Query(ge=0, description="Only steps with a higher number.")] = 0,
+) -> dict[str, Any]:
+    """The resolution with its reasons, the capture list, all decisions counted, and the latest one by one."""
+    serving: Serving = request.app.state.serving
+    engine = serving.engine
+    facts, log = engine.facts, engine.steps
+    resolution, support = facts.resolution, facts.resolution.support
+    return {
+        "object": "graphs",
+        "model": serving.names[0],
+        "device": facts.device,
+        "attention_backend": facts.attention_backend,
+        "support": {"level": support.level.name, "reason": support.reason},
+        "resolution": {
+            "asked": None if resolution.asked is None else resolution.asked.value,
+            "mode": resolution.mode.value,
+            "reasons": [
+                {"from": None if step.before is None else step.before.value, "to": step.after.value, "why": step.text}
+                for step in resolution.reasons
+            ],
+        },
+        "captures": {
+            "graphs": [_graph(key) for key in reversed(facts.captures.largest_first())],
+            "memory_bytes": facts.graph_memory_bytes,
+            "seconds": facts.capture_seconds,
+        },
+        "notes": facts.notes,
+        "engine": _engine(engine),
+        "decisions": [_tally(tally) for tally in log.tallies],
+        "num_steps": log.num_steps,
+        "steps": [_step(number, step, log.epoch_offset) for number, step in log.since(after, last)],
+    }
+
+
+def _graph(key: GraphKey) -> dict[str, Any]:
+    return {"set": key.kind, "tokens": key.num_tokens, "slots": key.num_reqs}
+
+
+def _engine(engine: AsyncEngine) -> dict[str, Any]:
+    """How the engine is at this moment. `time` goes with the counters, so that two answers make a rate."""
+    stats, facts = engine.stats, engine.facts
+    return {
+        "time": time.time(),
+        "up": engine.death is None,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "max_num_seqs": facts.max_num_seqs,
+        "kv_blocks_used": stats.blocks_used,
+        "kv_blocks": stats.num_blocks,
+        "kv_block_size": facts.block_size,
+        "preemptions": stats.num_preemptions,
+        "prefix_queries": stats.prefix_queries,
+        "prefix_hits": stats.prefix_hits,
+        "prompt_tokens": engine.requests.num_prompt_tokens,
+        "generation_tokens": engine.requests.num_output_tokens,
+    }
+
+
+def _tally(tally: StepTally) -> dict[str, Any]:
+    return {
+        "mode": tally.mode,
+        "kind": tally.kind,
+        "cause": tally.cause,
+        "steps": tally.num_steps,
+        "tokens": tally.num_tokens,
+        "padded_tokens": tally.num_padded,
+        "seconds": tally.seconds.total,
+    }
+
+
+def _step(number: int, step: StepRecord, epoch_offset: float) -> dict[str, Any]:
+    """One step. `decodes` are sequences of one token, `prefills` the tokens of each other sequence."""
+    return {
+        "number": number,
+        "time": step.ended + epoch_offset,
+        "seconds": step.seconds,
+        "kind": step.kind,
+        "decodes": step.num_decodes,
+        "prefills": step.prefill_lens,
+        "tokens": step.num_tokens,
+        "mode": step.mode,
+        "graph": step.graph,
+        "graph_tokens": step.graph_tokens,
+        "graph_slots": step.graph_slots,
+        "padded_tokens": step.graph_tokens - step.num_tokens,
+        "reason": step.reason,
+    }

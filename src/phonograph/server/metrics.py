@@ -1,0 +1,136 @@
+"""/metrics: what Prometheus reads. Made when it asks, from counts that are kept anyway.
+
+vLLM's names stand for what vLLM means by them, so that dashboards made for it work; what it has no name for is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.histogram import Histogram
+
+router = APIRouter()
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
+STEP_LABELS = ("mode", "kind", "reason")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """In the format that the client accepts: Prometheus's text, or OpenMetrics."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(request.app.state.serving.registry), media_type=content_type)
+
+
+def make_registry(engine: AsyncEngine, model_name: str) -> CollectorRegistry:
+    """A registry of its own for one server."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, model_name))
+    return registry
+
+
+class EngineCollector(Collector):
+    """The counts of an engine as Prometheus's metrics."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._scheduler()
+        yield from self._requests()
+        yield from self._steps()
+
+    def _scheduler(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield self._gauge("vllm:num_requests_running", "Requests that are being computed.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Used part of the KV cache; 1 means all of it.",
+            stats.blocks_used / stats.num_blocks,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prefix_queries
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
+        yield self._counter(
+            "vllm:num_preemptions", "Requests that lost their blocks and waited again.", stats.num_preemptions
+        )
+
+    def _requests(self) -> Iterator[Metric]:
+        log = self._engine.requests
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts, cached ones included.", log.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", log.num_output_tokens)
+        ended = self._family(
+            CounterMetricFamily, "vllm:request_success", "Requests by how they ended.", "finished_reason"
+        )
+        for reason, count in log.num_ended.items():
+            ended.add_metric([self._model_name, reason], count)
+        yield ended
+        for name, text, histogram in (
+            ("vllm:time_to_first_token_seconds", "From the request to its first token.", log.first_token),
+            ("vllm:inter_token_latency_seconds", "From one token of a request to the next.", log.inter_token),
+            ("vllm:e2e_request_latency_seconds", "From the request to its last token.", log.whole),
+            ("vllm:request_prompt_tokens", "Tokens of the prompt of a request.", log.prompt_lens),
+            ("vllm:request_generation_tokens", "Tokens generated for a request.", log.output_lens),
+        ):
+            family = self._family(HistogramMetricFamily, name, text)
+            self._add(family, {}, histogram)
+            yield family
+
+    def _steps(self) -> Iterator[Metric]:
+        facts, log = self._engine.facts, self._engine.steps
+        steps = self._family(
+            CounterMetricFamily, "phonograph:steps", "Steps by graph mode, kind of batch and reason.", *STEP_LABELS
+        )
+        tokens = self._family(
+            CounterMetricFamily, "phonograph:step_tokens", "Tokens computed in steps, without padding.", *STEP_LABELS
+        )
+        padded = self._family(
+            CounterMetricFamily, "phonograph:padded_tokens", "Tokens that only fill a graph up.", *STEP_LABELS
+        )
+        seconds = self._family(
+            HistogramMetricFamily,
+            "phonograph:step_time_seconds",
+            "From when a step had the device to itself until its tokens were there.",
+            *STEP_LABELS,
+        )
+        for tally in log.tallies:
+            labels = {"mode": tally.mode, "kind": tally.kind, "reason": tally.cause}
+            values = [self._model_name, *labels.values()]
+            steps.add_metric(values, tally.num_steps)
+            tokens.add_metric(values, tally.num_tokens)
+            padded.add_metric(values, tally.num_padded)
+            self._add(seconds, labels, tally.seconds)
+        yield from (steps, tokens, padded, seconds)
+        num_graphs = len(facts.captures.largest_first())
+        yield self._gauge("phonograph:graphs", "Graphs that were captured.", num_graphs)
+        yield self._gauge("phonograph:graph_memory_bytes", "Memory that the graphs keep.", facts.graph_memory_bytes)
+        yield self._gauge("phonograph:start_seconds", "What the start of the engine took.", facts.start_seconds)
+        yield self._gauge("phonograph:engine_up", "1 while the engine runs.", int(self._engine.death is None))
+
+    def _family(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:
+        return kind(name, text, labels=("model_name", *labels))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = self._family(GaugeMetricFamily, name, text)
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = self._family(CounterMetricFamily, name, text)
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _add(self, family: HistogramMetricFamily, labels: Mapping[str, str], histogram: Histogram) -> None:
+        family.add_metric([self._model_name, *labels.values()], histogram.buckets(), sum_value=histogram.total)

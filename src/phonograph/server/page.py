@@ -1,0 +1,41 @@
+"""The page at /: files that come with the package. What it shows it gets from /v1/graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+FOLDER = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+HEADERS = {
+    # Nothing from elsewhere, and nothing that a text in it could bring to life.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+def _response(path: Path) -> Response:
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+
+
+FILES = {"/": "index.html"} | {
+    f"/page/{path.name}": path.name for path in sorted(FOLDER.iterdir()) if path.suffix != ".html"
+}
+PATHS = frozenset(FILES)
+
+
+def _add(url: str, path: Path) -> None:
+    @router.get(url)
+    async def page() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _response(path)
+
+
+for _url, _name in FILES.items():
+    _add(_url, FOLDER / _name)

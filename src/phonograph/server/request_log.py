@@ -1,0 +1,46 @@
+"""What requests had to wait for, and how they ended: counted where their tokens arrive."""
+
+from __future__ import annotations
+
+from phonograph.request import FinishReason
+from phonograph.server.calls import Prompt, Sample
+from phonograph.server.histogram import MILLISECONDS, SECONDS, TOKENS, Histogram
+
+
+class RequestLog:
+    """Counts since the start; a request is one sample of a prompt.
+
+    first_token:  from when the server had the prompt's tokens until it had the first token of the answer
+    inter_token:  from token to token, by the clock of the engine
+    whole:        from the same beginning to the end of the answer
+    num_ended:    by finish reason; "abort" is everything that did not come to its end
+    prompt_lens, output_lens: tokens of requests that came to their end
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.first_token = Histogram(SECONDS)
+        self.inter_token = Histogram(MILLISECONDS)
+        self.whole = Histogram(SECONDS)
+        self.num_ended: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
+        self.prompt_lens = Histogram(TOKENS)
+        self.output_lens = Histogram(TOKENS)
+
+    def grown(self, prompt: Prompt, sample: Sample, num_new: int, *, made: float, seen: float) -> None:
+        """A sample got tokens, its first or more, and may have ended by them.
+
+        made, seen: when the engine had them, and when the server had their text
+        """
+        if num_new:
+            self.num_output_tokens += num_new
+            if sample.last_token is None:
+                self.first_token.observe(seen - prompt.opened)
+            else:
+                self.inter_token.observe((made - sample.last_token) / num_new, num_new)
+            sample.last_token = made
+        if sample.finish_reason is not None:
+            self.num_ended[sample.finish_reason] += 1
+            self.whole.observe(seen - prompt.opened)
+            self.prompt_lens.observe(len(prompt.token_ids))
+            self.output_lens.observe(len(sample.token_ids))

@@ -1,0 +1,231 @@
+// Asks /v1/graphs for what is new, twice a second while the page is seen, and shows it.
+
+import { Picture } from "./picture.js";
+
+const EVERY = 500; // milliseconds
+const KEPT = 240; // steps
+const LISTED = 12;
+const WINDOW = 3; // seconds that a rate is taken over
+
+const id = (name) => document.getElementById(name);
+const put = (name, text) => {
+  const node = id(name);
+  if (node.textContent !== text) node.textContent = text;
+};
+const whole = (number) => Math.round(number).toLocaleString("en");
+const percent = (part, all) => (all ? `${((100 * part) / all).toFixed(part && part < all / 10 ? 1 : 0)}%` : "-");
+const milliseconds = (seconds) => {
+  const value = seconds * 1000;
+  return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ms`;
+};
+const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
+
+let steps = [];
+let samples = []; // {time, prompt, output} of the latest answers
+let rates = [];
+let key = sessionStorage.getItem("phonograph-key");
+let paused = false;
+let timer = null;
+let turns = 0; // of polling: an answer that comes after the next question was asked, or after a pause, is late
+
+const picture = new Picture(id("picture"), showChosen);
+
+async function poll() {
+  clearTimeout(timer);
+  const turn = ++turns;
+  try {
+    const newest = steps.at(-1)?.number ?? 0;
+    const headers = key ? { authorization: `Bearer ${key}` } : {};
+    const answer = await fetch(`v1/graphs?last=${KEPT}&after=${newest}`, { headers, cache: "no-store" });
+    const news = answer.ok ? await answer.json() : null;
+    if (turn !== turns) return;
+    if (answer.status === 401) {
+      id("key").hidden = false;
+      return state("waiting", "An API key is needed");
+    }
+    if (!news) throw new Error(`the server answers ${answer.status}`);
+    id("key").hidden = true;
+    if (news.num_steps < newest) {
+      // Another server than before: its steps are counted from the beginning.
+      steps = [];
+      samples = [];
+      timer = setTimeout(poll, 0);
+      return;
+    }
+    show(news);
+  } catch (error) {
+    if (turn !== turns) return;
+    state("down", `No answer: ${error.message}`);
+  }
+  if (!document.hidden) timer = setTimeout(poll, EVERY);
+}
+
+function state(name, text) {
+  id("state").dataset.state = name;
+  put("state", text);
+}
+
+function show(news) {
+  const { engine } = news;
+  state(engine.up ? "live" : "down", engine.up ? "Live" : "The engine has stopped");
+  put("what", `${news.model} · ${news.device} · ${news.attention_backend}`);
+  steps = steps.concat(news.steps).slice(-KEPT);
+  showTiles(engine);
+  showDecisions(news.decisions);
+  showResolution(news);
+  rows("list", steps.slice(-LISTED).reverse(), (step) => [
+    number(whole(step.number), "step"),
+    batch(step),
+    modeMark(step.mode, graphName(step)),
+    number(whole(step.padded_tokens), "padding"),
+    number(milliseconds(step.seconds), "time"),
+    reason(step.reason),
+  ]);
+  picture.show(steps);
+}
+
+function showTiles(engine) {
+  samples.push({ time: engine.time, prompt: engine.prompt_tokens, output: engine.generation_tokens });
+  while (samples.length > 2 && samples[1].time < engine.time - WINDOW) samples.shift();
+  const first = samples[0];
+  const passed = engine.time - first.time;
+  const rate = (name) => (passed > 0 ? (samples.at(-1)[name] - first[name]) / passed : 0);
+  rates = [...rates, rate("output")].slice(-60);
+  const peak = Math.max(1, ...rates);
+  const points = rates.map((value, place) => `${60 - rates.length + place + 0.5},${15 - (14 * value) / peak}`);
+  id("rates").firstElementChild.setAttribute("points", points.join(" "));
+  put("output-rate", whole(rate("output")));
+  put("prompt-rate", whole(rate("prompt")));
+  put("running", `${whole(engine.running)} of ${whole(engine.max_num_seqs)}`);
+  id("running-meter").value = engine.running / engine.max_num_seqs;
+  put("waiting", whole(engine.waiting));
+  put("kv", percent(engine.kv_blocks_used, engine.kv_blocks));
+  id("kv-meter").value = engine.kv_blocks_used / engine.kv_blocks;
+  put("prefix", percent(engine.prefix_hits, engine.prefix_queries));
+  const times = steps.map((step) => step.seconds).sort((one, other) => one - other);
+  put("step-time", times.length ? milliseconds(times[times.length >> 1]) : "-");
+  const padded = steps.reduce((sum, step) => sum + step.padded_tokens, 0);
+  put("padding", percent(padded, steps.reduce((sum, step) => sum + step.graph_tokens, 0)));
+}
+
+function showDecisions(decisions) {
+  const total = decisions.reduce((sum, one) => sum + one.steps, 0);
+  const outside = decisions.filter((one) => one.mode !== "FULL").reduce((sum, one) => sum + one.steps, 0);
+  if (total) {
+    put(
+      "verdict",
+      outside
+        ? `${whole(outside)} of ${plural(total, "step")} did not replay a whole graph. The rows marked below say why.`
+        : `Every step replayed one whole graph: ${whole(total)} so far.`,
+    );
+  }
+  // What was not replayed comes first: it is what one looks for.
+  const rank = (one) => ["NONE", "PIECEWISE", "FULL"].indexOf(one.mode);
+  const sorted = [...decisions].sort((one, other) => rank(one) - rank(other) || other.steps - one.steps);
+  rows("decisions", sorted, (one) => [
+    modeMark(one.mode, one.mode === "NONE" ? "no graph" : one.mode),
+    one.kind,
+    reason(one.cause),
+    number(whole(one.steps), "steps"),
+    number(percent(one.padded_tokens, one.padded_tokens + one.tokens), "padding"),
+    number(milliseconds(one.seconds / one.steps), "mean time"),
+  ]);
+}
+
+function showResolution({ resolution, support, captures, notes }) {
+  put("mode", resolution.mode);
+  items("resolution", resolution.reasons.map((one) => {
+    const change = one.from && one.from !== one.to ? `${one.from} → ${one.to}` : one.to;
+    return `${change}: ${one.why}`;
+  }));
+  // Most chains of reasons have that of the support in them already.
+  const told = resolution.reasons.some((one) => one.why.includes(support.reason));
+  put("support", told ? "" : `The backend supports ${support.level}: ${support.reason}`);
+  items("notes", notes);
+  const megabytes = (captures.memory_bytes / 2 ** 20).toFixed(1);
+  const count = captures.graphs.length;
+  put("graphs-summary", `${plural(count, "graph")}, ${megabytes} MiB, captured in ${captures.seconds.toFixed(1)} s`);
+  const sets = [...new Set(captures.graphs.map((graph) => graph.set))];
+  const nodes = sets.flatMap((set) => [
+    element("dt", `${set}, tokens`),
+    element("dd", captures.graphs.filter((graph) => graph.set === set).map((graph) => graph.tokens).join(", ")),
+  ]);
+  id("captures").replaceChildren(...nodes);
+}
+
+function showChosen(step) {
+  if (!step) return;
+  put(
+    "chosen-what",
+    `Step ${whole(step.number)}: ${batch(step)} in ${graphName(step)}, ` +
+      `${step.padded_tokens ? `${plural(step.padded_tokens, "token")} of padding` : "no padding"}, ` +
+      milliseconds(step.seconds),
+  );
+  put("chosen-why", step.reason);
+}
+
+function batch(step) {
+  const parts = [];
+  if (step.decodes) parts.push(plural(step.decodes, "decode"));
+  if (step.prefills.length) {
+    const most = step.prefills.slice(0, 4).map(whole).join(" + ") + (step.prefills.length > 4 ? " + ..." : "");
+    parts.push(`${plural(step.prefills.length, "prefill")} of ${most} tokens`);
+  }
+  return parts.join(", ");
+}
+
+const graphName = (step) =>
+  step.mode === "NONE"
+    ? "no graph"
+    : `${step.graph} graph of ${plural(step.graph_tokens, "token")}, ${plural(step.graph_slots, "slot")}`;
+
+// -- nodes: text only, never markup -----------------------------------------------------------------------------------
+
+function element(name, content, className = "") {
+  const node = document.createElement(name);
+  node.append(content);
+  if (className) node.className = className;
+  return node;
+}
+
+const number = (text, label) => ({ text, className: "n", label });
+const reason = (text) => ({ text, className: "reason" });
+const modeMark = (mode, text) => ({ text, className: "mode", mode });
+
+function rows(body, values, cells) {
+  const made = values.map((value) => {
+    const row = document.createElement("tr");
+    for (const cell of cells(value)) {
+      const node = element("td", cell.text ?? cell, cell.className);
+      if (cell.mode) node.dataset.mode = cell.mode;
+      if (cell.label) node.dataset.label = cell.label;
+      row.append(node);
+    }
+    return row;
+  });
+  id(body).replaceChildren(...made);
+}
+
+function items(list, texts) {
+  const node = id(list);
+  const shown = [...node.children].map((child) => child.textContent);
+  if (shown.join("\n") !== texts.join("\n")) node.replaceChildren(...texts.map((text) => element("li", text)));
+}
+
+id("pause").addEventListener("click", () => {
+  paused = !paused;
+  clearTimeout(timer);
+  turns += 1;
+  put("pause", paused ? "Go on" : "Pause");
+  id("pause").setAttribute("aria-pressed", String(paused));
+  if (paused) state("waiting", "Paused");
+  else poll();
+});
+id("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = id("key-value").value;
+  sessionStorage.setItem("phonograph-key", key);
+  poll();
+});
+document.addEventListener("visibilitychange", () => document.hidden || paused || poll());
+poll();

@@ -1,0 +1,68 @@
+"""The steps that the engine has run: the latest one by one, and all of them counted."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phonograph.engine.step_record import BatchKind, StepRecord
+from phonograph.server.histogram import MILLISECONDS, Histogram
+
+KEPT = 1024
+"""Latest steps that are kept."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """Steps of one mode, kind of batch and cause. `num_tokens` is without padding, `seconds` as in a record."""
+
+    mode: str
+    kind: BatchKind
+    cause: str
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padded: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(MILLISECONDS))
+
+
+class StepLog:
+    """Takes the records of the engine's steps.
+
+    latest:       the last of them, oldest first; the newest is number `num_steps`, counted from 1
+    epoch_offset: from the records' clock to seconds since the epoch
+    """
+
+    def __init__(self) -> None:
+        self.latest: deque[StepRecord] = deque(maxlen=KEPT)
+        self.num_steps = 0
+        self.epoch_offset = time.time() - time.monotonic()
+        self._tallies: dict[tuple[str, BatchKind, str], StepTally] = {}
+
+    @property
+    def tallies(self) -> Iterable[StepTally]:
+        return self._tallies.values()
+
+    def take(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
+            kind, num_tokens = record.kind, record.num_tokens
+            key = record.mode, kind, record.cause
+            tally = self._tallies.get(key)
+            if tally is None:
+                tally = self._tallies[key] = StepTally(record.mode, kind, record.cause)
+            tally.num_steps += 1
+            tally.num_tokens += num_tokens
+            tally.num_padded += record.graph_tokens - num_tokens
+            tally.seconds.observe(record.seconds)
+            self.num_steps += 1
+            self.latest.append(record)
+
+    def since(self, number: int, most: int) -> list[tuple[int, StepRecord]]:
+        """The steps after number `number` with their numbers, oldest first: the last `most` of those still kept."""
+        first = max(number, self.num_steps - min(most, len(self.latest)))
+        count = self.num_steps - first
+        if count <= 0:
+            return []
+        start = len(self.latest) - count
+        return [(first + place + 1, self.latest[start + place]) for place in range(count)]
