@@ -21,6 +21,7 @@ import numpy as np
 
 from phonograph.batch import ScheduledBatch, StepOutput
 from phonograph.engine.core import EngineCore
+from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
@@ -122,7 +123,7 @@ class Host:
             self._clock,
         )
         model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
-        session = Session(EngineCore(scheduler, self._runner), model, None, 0)
+        session = Session(EngineCore(scheduler, self._runner), model, None, 0, GrammarCompiler(lambda: None, model))
         rng = np.random.default_rng(0)
         # Unlike lengths, so that block borders spread over the steps as they do in service.
         for length in rng.integers(context_len * 7 // 8, context_len * 9 // 8, num_seqs).tolist():

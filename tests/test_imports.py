@@ -16,7 +16,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 # Who may import whom, lowest first. A part is what follows `phonograph.`; `graphs.modes` is apart from `graphs` because
 # it is a vocabulary that others speak, and ROOT is the package's own file.
 ROOT = "(root)"
-LEAVES = frozenset({"errors", "sampling_params", "batch", "device", "request", "demo", "graphs.modes"})
+LEAVES = frozenset(
+    {"errors", "sampling_params", "structured_outputs", "grammar", "batch", "device", "request", "demo", "graphs.modes"}
+)
 CONFIG = frozenset({"config", "config_model", "config_server", "config_sources", "config_values"})
 COMMON = LEAVES | CONFIG
 BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
@@ -26,9 +28,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "demo": frozenset(),
     "graphs.modes": frozenset({"errors"}),
     "device": frozenset({"errors"}),
-    "sampling_params": frozenset({"errors"}),
-    "batch": frozenset({"errors", "sampling_params"}),
-    "request": frozenset({"errors", "sampling_params", "batch"}),
+    "structured_outputs": frozenset({"errors"}),
+    "sampling_params": frozenset({"errors", "structured_outputs"}),
+    "grammar": frozenset(),
+    "batch": frozenset({"errors", "grammar", "sampling_params"}),
+    "request": frozenset({"errors", "grammar", "sampling_params", "batch"}),
     "config_values": frozenset({"errors", "graphs.modes"}),
     "config_sources": frozenset({"errors"}),
     "config_model": frozenset({"errors", "config_sources", "config_values"}),

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from phonograph.config import EngineConfig
     from phonograph.engine.llm import LLM
     from phonograph.sampling_params import SamplingParams
+    from phonograph.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "LLM": "phonograph.engine.llm",
     "EngineConfig": "phonograph.config",
     "SamplingParams": "phonograph.sampling_params",
+    "StructuredOutputs": "phonograph.structured_outputs",
 }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from phonograph.grammar import Grammar
 from phonograph.sampling_params import SamplingParams
 
 
@@ -34,6 +35,8 @@ class NewSequence:
     """Token ids that end this request (end of sequence, stop tokens); held back until `min_tokens` are out."""
     sample_index: int = 0
     """Which of the request's `n` samples this is; part of its random seed."""
+    grammar: Grammar | None = None
+    """What its output has to be, where that is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from phonograph.errors import ConfigError
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none"]
+ToolCallParser = Literal["hermes", "llama3_json"]
 
 
 class ServerConfig(Settings):
@@ -40,6 +41,12 @@ class ServerConfig(Settings):
     )
     generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
         default="auto", description="Whether the sampling defaults that come with the model are used."
+    )
+    enable_auto_tool_choice: values.Flag = Field(
+        default=False, description="Whether the model may decide to call tools; needs tool_call_parser."
+    )
+    tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
+        default=None, description="Form in which the model writes tool calls."
     )
     max_logprobs: values.Count = Field(default=20, description="Likely tokens that a request may ask for at most.")
 

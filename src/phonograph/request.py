@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 from phonograph.batch import TokenLogprobs
+from phonograph.grammar import Grammar
 from phonograph.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -52,6 +53,7 @@ class Request:
     priority: int = 0
     eos_token_ids: Collection[int] = ()
     sample_index: int = 0
+    grammar: Grammar | None = None
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])

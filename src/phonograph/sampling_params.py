@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
 from phonograph.errors import RequestError
+from phonograph.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 1024
 MAX_N = 1024
@@ -34,6 +35,7 @@ class SamplingParams:
     stop_token_ids:     token ids that end the output
     ignore_eos:         do not end at the model's end-of-sequence tokens
     skip_special_tokens: leave special tokens out of the text
+    structured_outputs: what the output has to be (a JSON schema, say); a mapping of its fields does too
     detokenize:         make text of the output; without it there are token ids only, and no stop strings
 
     Equally likely tokens rank by id, the lower one first: in greedy choice, top_k and top_p. Numbers of other libraries
@@ -63,6 +65,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -96,6 +99,14 @@ class SamplingParams:
                 raise RequestError(name, value, "must be True or False")
         if stops and not self.detokenize:
             raise RequestError("detokenize", False, "stop strings are found in the text; use stop_token_ids")
+        self._set("structured_outputs", _structured(self.structured_outputs))
+        if self.structured_outputs is not None:
+            # Where a grammar is complete, only the end can follow.
+            problem = "contradicts structured_outputs, which says where the output ends"
+            if self.ignore_eos:
+                raise RequestError("ignore_eos", True, problem)
+            if self.min_tokens:
+                raise RequestError("min_tokens", self.min_tokens, problem)
 
     @property
     def greedy(self) -> bool:
@@ -157,6 +168,18 @@ def _biases(biases: object) -> dict[int, float]:
             raise RequestError("logit_bias", bias, problem)
         checked[_integer("logit_bias key", token_id, 0, None)] = number
     return checked
+
+
+def _structured(value: object) -> StructuredOutputs | None:
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError("structured_outputs", value, "must be StructuredOutputs or a mapping of its fields")
+    known = [one.name for one in fields(StructuredOutputs)]
+    for name in value:
+        if name not in known:
+            raise RequestError("structured_outputs", name, f"is no field of it; {', '.join(known)} are")
+    return StructuredOutputs(**value)
 
 
 def _items(name: str, value: object, expected: str) -> tuple[object, ...]:

@@ -87,6 +87,22 @@ class Scheduler:
         """Queues a new request.
 
         Raises:
+            RequestError: as `check_request`.
+        """
+        self.check_request(request)
+        limits = self.limits
+        max_tokens = request.params.max_tokens or limits.context_len
+        request.max_len = min(request.prompt_len + max_tokens, limits.context_len)
+        request.rank = (request.priority if limits.policy == "priority" else 0, request.arrival, self._num_added)
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._tables[request.request_id] = BlockTable(request.tokens)
+        insort(self._waiting, request, key=_RANK)
+
+    def check_request(self, request: Request) -> None:
+        """Whether a request could be added.
+
+        Raises:
             RequestError: its prompt is empty or too long, or its id is that of a request not yet ended.
         """
         limits = self.limits
@@ -102,13 +118,6 @@ class Scheduler:
             raise RequestError(
                 "prompt length", request.prompt_len, f"{problem}; shorten the prompt or grant more memory"
             )
-        max_tokens = request.params.max_tokens or limits.context_len
-        request.max_len = min(request.prompt_len + max_tokens, limits.context_len)
-        request.rank = (request.priority if limits.policy == "priority" else 0, request.arrival, self._num_added)
-        self._num_added += 1
-        self._requests[request.request_id] = request
-        self._tables[request.request_id] = BlockTable(request.tokens)
-        insort(self._waiting, request, key=_RANK)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request wherever it stands; False if there is none of this id (it has ended already)."""
@@ -323,6 +332,7 @@ class Scheduler:
             params=request.params,
             end_token_ids=tuple(request.end_token_ids),
             sample_index=request.sample_index,
+            grammar=request.grammar,
         )
 
     def _publish(self, request: Request) -> BlockTable:

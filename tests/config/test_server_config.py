@@ -21,6 +21,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "chat_template": ("chat.jinja", "chat.jinja"),
     "generation_config": ("NONE", "none"),
     "max_logprobs": ("0", 0),
+    "enable_auto_tool_choice": ("true", True),
+    "tool_call_parser": ("HERMES", "hermes"),
     "allowed_origins": ('["*"]', ("*",)),
     "allowed_methods": ("GET,POST", ("GET", "POST")),
     "allowed_headers": ("x-a", ("x-a",)),

@@ -10,6 +10,7 @@ import pytest
 
 from phonograph.config import EngineConfig
 from phonograph.engine.build import Engine
+from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
 from phonograph.sampling_params import SamplingParams
@@ -26,7 +27,9 @@ class Driven:
         self.scheduler = engine.core.scheduler
         self.commands: deque[Command] = deque()
         self.reports: list[Report] = []
-        self.loop = CoreLoop(Session(engine.core, engine.plan.model, None, 0), self, self.reports.append)
+        model = engine.plan.model
+        session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, model))
+        self.loop = CoreLoop(session, self, self.reports.append)
 
     def receive(self, *, wait: bool) -> Command | None:
         assert self.commands or not wait, "it waits although there is nothing to come"

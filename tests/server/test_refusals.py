@@ -12,6 +12,7 @@ from openai import OpenAI
 from servers import QUESTION, Server
 
 USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     # body beside the prompt, the field that is at fault, part of what is said
     ({"prompt": None}, "prompt", "must be a string"),
@@ -69,7 +70,14 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"request_id": "\udc00"}, "request_id", ""),
     ({"suffix": "."}, "suffix", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
-    ({"guided_regex": "a"}, "guided_regex", "not supported"),
+    ({"guided_regex": ""}, "guided_regex", "not empty"),
+    ({"guided_regex": "a("}, "regex", "cannot be compiled"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "contradicts guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "give one of"),
+    ({"structured_outputs": {"rgex": "a"}}, "structured_outputs", "is no field of it"),
+    ({"guided_json": {"not": {}}}, "json", "'not'"),
+    ({"guided_grammar": "nonsense"}, "grammar", "cannot be compiled"),
+    ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "contradicts"),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"x" * 5000: 1}, "x" * 100 + "...", "unknown field"),
     ({"\ud800": 1}, None, "valid string"),
@@ -96,8 +104,22 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "no variable"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
     ({"chat_template": "x"}, "chat_template", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "a name and a schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),
+    ({"tools": [{"type": "function"}]}, "tools[0]", "with a function"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
+    ({"tools": [TOOL, TOOL]}, "tools", "the same name"),
+    ({"tools": [TOOL]}, "tool_choice", "--enable-auto-tool-choice"),
+    ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+    ({"tools": [TOOL], "tool_choice": "all"}, "tool_choice", "none, auto, required"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "among"),
+    ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "contradicts"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "JSON text of an object",
+    ),
     ({"echo": True}, "echo", "no field of this endpoint"),
 ]
 

@@ -85,6 +85,8 @@ SERVER_GROUPS: Mapping[str, tuple[str, ...]] = {
         "served_model_name",
         "chat_template",
         "generation_config",
+        "enable_auto_tool_choice",
+        "tool_call_parser",
         "max_logprobs",
         "max_queued_requests",
         "max_request_bytes",

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from phonograph.config import EngineConfig
 from phonograph.engine.build import BuildProgress, Engine
+from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.session import Prompt, Session
@@ -55,7 +56,9 @@ class LLM:
         start = time.perf_counter()
         self._engine: Engine = start_engine(self.config, progress)
         tokenizer = load_tokenizer(self.config)
-        self._session = Session(self._engine.core, self._engine.plan.model, tokenizer, self.config.seed)
+        model = self._engine.plan.model
+        grammars = GrammarCompiler(lambda: tokenizer, model)
+        self._session = Session(self._engine.core, model, tokenizer, self.config.seed, grammars)
         self.start_seconds = time.perf_counter() - start
 
     @property
@@ -129,6 +132,8 @@ class LLM:
         try:
             while not output.finished:
                 if any(changed is output for changed in self._session.step()):
+                    if output.error is not None:
+                        raise output.error
                     yield output
         finally:
             self._session.abort(output)
@@ -182,6 +187,8 @@ class LLM:
                     RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
                 )
         self._run(outputs, progress)
+        if len(outputs) == 1 and outputs[0].error is not None:
+            raise outputs[0].error
         return outputs
 
     def _run(self, outputs: list[RequestOutput], progress: bool) -> None:

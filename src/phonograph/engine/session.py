@@ -9,18 +9,23 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 
 from phonograph.engine.core import EngineCore
+from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
 from phonograph.engine.tokenizer import Tokenizer, check_token_ids
 from phonograph.errors import RequestError
+from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
+_HELD_SECONDS = 0.02
+"""How long a step waits for a grammar when there is nothing else to do."""
 
 
 @dataclass(slots=True)
@@ -33,29 +38,49 @@ class _Sample:
     parent: RequestOutput
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A request whose grammar is being compiled; the scheduler does not know of it yet."""
+
+    output: RequestOutput
+    samples: list[_Sample]
+    grammar: Future[Grammar]
+
+
 class Session:
     """Adds, steps and aborts requests. Not thread-safe: one thread drives it.
 
-    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable.
+    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable. `grammars`
+    compiles structured outputs, while others go on.
     """
 
-    def __init__(self, core: EngineCore, model: ModelSpec, tokenizer: Tokenizer | None, seed: int | None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        model: ModelSpec,
+        tokenizer: Tokenizer | None,
+        seed: int | None,
+        grammars: GrammarCompiler,
+    ) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self._model = model
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         self._samples: dict[str, _Sample] = {}
+        self.grammars = grammars
+        self._held: list[_Held] = []
 
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to step for: requests that have not ended, or steps still in flight."""
-        return self.core.has_work
+        return self.core.has_work or bool(self._held)
 
     def add(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> RequestOutput:
-        """Queues a request and returns the output that the steps will fill.
+        """Queues a request and returns the output that the steps will fill. Where its structured output turns out to be
+        no grammar, a step sets the output's `error`.
 
         Raises:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
@@ -67,20 +92,22 @@ class Session:
         if params.seed is None:
             # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
             params = replace(params, seed=self._seeds.getrandbits(63))
+        grammar = None if params.structured_outputs is None else self.grammars.request(params.structured_outputs)
         request_id = request_id or f"request-{next(self._ids)}"
+        if request_id in self._samples:
+            raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
         )
         samples = [self._sample(output, params, index, priority) for index in range(params.n)]
-        for queued, sample in enumerate(samples):
-            try:
-                self.core.scheduler.add(sample.request)
-            except RequestError:
-                for earlier in samples[:queued]:
-                    self.core.scheduler.abort(earlier.request.request_id)
-                raise
+        if grammar is None or grammar.done():
+            self._queue(samples, None if grammar is None else grammar.result())
+        else:
+            for sample in samples:
+                self.core.scheduler.check_request(sample.request)
+            self._held.append(_Held(output, samples, grammar))
         self._samples.update((sample.request.request_id, sample) for sample in samples)
         return output
 
@@ -89,7 +116,7 @@ class Session:
 
         May return nothing although there is more to do: the results of a step may come with a later one.
         """
-        changed: dict[int, RequestOutput] = {}
+        changed = {id(output): output for output in self._take_compiled()} if self._held else {}
         samples = self._samples
         for request in self.core.step():
             sample = samples[request.request_id]
@@ -112,11 +139,54 @@ class Session:
             sample = self._samples.get(_sample_id(output, completion.index))
             if sample is None or sample.parent is not output:
                 continue
-            self.core.scheduler.abort(sample.request.request_id)
+            if not self.core.scheduler.abort(sample.request.request_id):
+                self._drop_held(sample)
             if sample.text is not None:
                 self._read(sample, sample.text)
             self._close(sample)
         self.core.settle()
+
+    def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
+        """Gives all samples of a request to the scheduler, or none."""
+        for queued, sample in enumerate(samples):
+            sample.request.grammar = grammar
+            try:
+                self.core.scheduler.add(sample.request)
+            except RequestError:
+                for earlier in samples[:queued]:
+                    self.core.scheduler.abort(earlier.request.request_id)
+                raise
+
+    def _take_compiled(self) -> list[RequestOutput]:
+        """Queues the requests whose grammars have been compiled; returns those that failed."""
+        futures = [held.grammar for held in self._held]
+        # With nothing to step for, looking again and again would be all that this thread does.
+        wait(futures, timeout=0 if self.core.has_work else _HELD_SECONDS, return_when=FIRST_COMPLETED)
+        ready: list[_Held] = []
+        pending: list[_Held] = []
+        for held in self._held:
+            (ready if held.grammar.done() else pending).append(held)
+        self._held = pending
+        failed: list[RequestOutput] = []
+        for held in ready:
+            output = held.output
+            try:
+                self._queue(held.samples, held.grammar.result())
+            except RequestError as error:
+                output.error = error
+                for sample in held.samples:
+                    del self._samples[sample.request.request_id]
+                output.outputs.clear()
+                failed.append(output)
+        return failed
+
+    def _drop_held(self, sample: _Sample) -> None:
+        """Ends a sample that the scheduler does not know."""
+        for held in self._held:
+            if any(one is sample for one in held.samples):
+                held.samples = [one for one in held.samples if one is not sample]
+                sample.request.finish_reason = "abort"
+        self._held = [held for held in self._held if held.samples]
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

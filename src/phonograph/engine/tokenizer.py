@@ -51,6 +51,11 @@ class Tokenizer:
         return cls(tokenizer)
 
     @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of transformers, for libraries that want that."""
+        return self._tokenizer
+
+    @property
     def eos_token_id(self) -> int | None:
         return cast("int | None", self._tokenizer.eos_token_id)
 
@@ -91,6 +96,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
@@ -98,6 +104,7 @@ class Tokenizer:
         add_generation_prompt:  end with what begins the assistant's answer
         continue_final_message: end within the last message, so that the model goes on writing it
         variables:              more for the template to see
+        tools:                  functions that the model may call, as OpenAI describes them
 
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
@@ -111,6 +118,7 @@ class Tokenizer:
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=None if tools is None else list(tools),
             tokenize=True,
             return_dict=True,
             **(variables or {}),

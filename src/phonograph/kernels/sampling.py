@@ -177,3 +177,10 @@ def penalize(
     out_NV = torch.where(in_prompt_NV | in_output_NV, repeated_NV, logits_NV)
     out_NV -= in_output_NV * presence_N.to(torch.float32)[:, None]
     return out_NV.sub_(output_counts_NV * frequency_N.to(torch.float32)[:, None])
+
+
+def mask_tokens(logits_NV: torch.Tensor, bitmask_NW: torch.Tensor) -> torch.Tensor:
+    """The logits with -inf for the tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bitmask_NW.device)
+    allowed_NV = ((bitmask_NW[:, :, None] >> shifts) & 1).flatten(1)[:, : logits_NV.shape[1]]
+    return logits_NV.masked_fill(allowed_NV == 0, -torch.inf)

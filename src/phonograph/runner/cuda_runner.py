@@ -257,6 +257,7 @@ class CudaRunner:
                 new.token_ids[new.prompt_len :],
                 new.end_token_ids,
                 new.sample_index,
+                new.grammar,
             )
 
     def _rows(self, batch: ScheduledBatch, prefix_len: int | None) -> tuple[StepRows, np.ndarray | None]:

@@ -139,6 +139,7 @@ class ModelRunner:
                 new.token_ids[new.prompt_len :],
                 new.end_token_ids,
                 new.sample_index,
+                new.grammar,
             )
         self._slots.apply(batch)
         if self._prefixes is not None:

@@ -4,7 +4,8 @@ Rows are grouped by what they need, and only they pay for it: a greedy batch is 
 draws noise for those alone; top-p looks at the most likely tokens first and sorts a row only where these do not hold p;
 plain temperature sampling draws noise for the whole vocabulary, without sorting.
 
-Order of processing, as is usual: logit bias and the mask of min_tokens, penalties, temperature, min-p, top-k, top-p.
+Order of processing, as is usual: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature,
+min-p, top-k, top-p.
 Which group a row is in follows from its own parameters and logits, so other rows cannot change its draws.
 """
 
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 
 from phonograph.batch import TokenLogprobs
+from phonograph.grammar import Grammar
 from phonograph.kernels import sampling
+from phonograph.runner.grammar_masks import GrammarMasks
 from phonograph.runner.logprobs import token_logprobs
 from phonograph.runner.penalties import Penalties
 from phonograph.sampling_params import SamplingParams
@@ -85,6 +88,7 @@ class Sampler:
         self._batch_invariant = batch_invariant
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self._chunk_rows = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
         # Host arrays by slot: what a step needs of them it takes with one index.
         self._temperature = np.zeros(max_num_seqs)
@@ -109,11 +113,13 @@ class Sampler:
         output_token_ids: Sequence[int],
         stop_token_ids: Sequence[int],
         sample_index: int,
+        grammar: Grammar | None = None,
     ) -> None:
         """Takes a request into a slot, anew or after a preemption (then `output_token_ids` are those it generated).
 
         stop_token_ids: every token that would end the request; they cannot be sampled before its min_tokens are out
         sample_index:   which of the request's n samples this is
+        grammar:        what the output has to be
 
         All token ids, those of the logit bias too, must be in the vocabulary (`SamplingParams.check_vocabulary`).
         """
@@ -135,9 +141,12 @@ class Sampler:
         if params.min_tokens and stop_token_ids:
             self._stop_ids[slot] = _ids(stop_token_ids)
             self._min_tokens[slot] = params.min_tokens
+        if grammar is not None:
+            self._grammars.load(slot, grammar, output_token_ids)
         self._plain[slot] = (
             params.greedy
             and params.logprobs is None
+            and grammar is None
             and not (params.has_penalties or params.logit_bias or params.min_tokens)
         )
 
@@ -151,15 +160,17 @@ class Sampler:
         self._biased[slot] = False
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
+        self._grammars.clear(slot)
 
     def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
-        """Which rows a kernel inside the graph cannot serve (bool [N]): penalties, bias, min_tokens, logprobs.
+        """Which rows no kernel inside the graph can serve (bool [N]): penalties, bias, min_tokens, grammars, logprobs.
 
         slots_N, draws_N: as `sample`'s slots and output_lens, int64
         """
         return (
             self._penalized[slots_N]
             | self._biased[slots_N]
+            | self._grammars.constrained[slots_N]
             | (draws_N < self._min_tokens[slots_N])
             | (self._logprobs[slots_N] >= 0)
         )
@@ -207,6 +218,9 @@ class Sampler:
             rows_P = self._to_device(penalized)
             self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
         token_ids: list[int] = tokens_N.tolist()
+        for row in np.flatnonzero(self._grammars.constrained[by_row]).tolist():
+            if token_ids[row] >= 0:
+                self._grammars.accept(slots[row], token_ids[row])
         logprobs: dict[int, TokenLogprobs] = {}
         tops = self._logprobs[by_row]
         for rows_C in self._chunks((tops >= 0) & (np.array(token_ids) >= 0)):
@@ -225,10 +239,11 @@ class Sampler:
         return joined
 
     def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
-        """Bias, min_tokens mask and penalties, in a float32 copy; the logits themselves where no row has any."""
+        """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
-        if not (biased.size or short.size or self._penalized[by_row].any()):
+        ruled = np.flatnonzero(self._grammars.constrained[by_row])
+        if not (biased.size or short.size or ruled.size or self._penalized[by_row].any()):
             return logits_NV
         edited_NV = logits_NV.to(torch.float32, copy=True)
         if biased.size:
@@ -240,6 +255,8 @@ class Sampler:
         slots_N = self._to_device(by_row)
         for rows_C in self._chunks(self._penalized[by_row]):
             edited_NV[rows_C] = self._penalties.apply(edited_NV[rows_C], slots_N[rows_C])
+        if ruled.size:
+            self._grammars.apply(edited_NV, ruled, by_row[ruled].tolist())
         return edited_NV
 
     def _sample_random(

@@ -14,6 +14,8 @@ from phonograph.server.errors import invalid
 from phonograph.server.logprobs import chat_content, prompt_positions
 from phonograph.server.protocol import ChatBody
 from phonograph.server.serving import Serving, respond
+from phonograph.server.tool_answers import CallReader
+from phonograph.server.tools import ToolChoice, read_tools
 
 router = APIRouter()
 
@@ -25,11 +27,15 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     headers = serving.admit(body, 1)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use stream=false")
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
+        raise invalid("tool_choice", "tool_choice auto needs a server with --enable-auto-tool-choice")
     prompt = await serving.encode_chat(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
+        tools=None if tools is None else tools.tools,
     )
     asked = body.asked_tokens()
     params = body.sampling_params(
@@ -37,27 +43,30 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         max_tokens=serving.max_tokens([prompt], asked, field="max_completion_tokens"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_logprobs=serving.config.max_logprobs,
+        structured=None if tools is None else tools.structured,
     )
     call = serving.open(request, [prompt], params, body)
-    return await respond(call, ChatAnswer(serving, call, body), body, headers)
+    return await respond(call, ChatAnswer(serving, call, body, tools), body, headers)
 
 
 class ChatAnswer:
     """The answer to one body."""
 
-    def __init__(self, serving: Serving, call: Call, body: ChatBody) -> None:
+    def __init__(self, serving: Serving, call: Call, body: ChatBody, tools: ToolChoice | None) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = AnswerHead(answer_id("chatcmpl", body.request_id), kind, serving.names[0])
         self._serving = serving
         self._call = call
         self._body = body
+        self._tools = tools
         self._begun: set[int] = set()
+        self._readers: dict[int, CallReader] = {}
 
     def whole(self) -> dict[str, Any]:
         choices = [
             {
                 "index": sample.index,
-                "message": {"role": "assistant", "content": sample.text, "refusal": None},
+                "message": {"role": "assistant", **self._message(sample), "refusal": None},
                 **self._rest(sample, sample.logprobs),
             }
             for sample in self._call.samples
@@ -74,8 +83,11 @@ class ChatAnswer:
             self._begun.add(sample.index)
             role = {"role": "assistant", "content": ""}
             found.append({"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None})
-        if delta.text or (delta.logprobs and self._body.logprobs) or sample.finish_reason is not None:
-            content = {"content": delta.text} if delta.text else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        reader = self._reader(sample)
+        if reader is not None:
+            content = reader.delta(delta.text, ended=sample.finish_reason is not None)
+        if content or (delta.logprobs and self._body.logprobs) or sample.finish_reason is not None:
             found.append({"index": sample.index, "delta": content, **self._rest(sample, delta.logprobs)})
         return found
 
@@ -84,4 +96,20 @@ class ChatAnswer:
         if self._body.logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
             logprobs = {"content": chat_content(positions, self._serving.texts, as_ids=as_ids), "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        reason: str | None = sample.finish_reason
+        reader = self._readers.get(sample.index)
+        if reason == "stop" and reader is not None and reader.has_calls:
+            reason = "tool_calls"
+        return {"logprobs": logprobs, "finish_reason": reason, "stop_reason": sample.stop_reason}
+
+    def _message(self, sample: Sample) -> dict[str, Any]:
+        reader = self._reader(sample)
+        return {"content": sample.text} if reader is None else reader.message(sample.text)
+
+    def _reader(self, sample: Sample) -> CallReader | None:
+        """What finds the calls of a sample, where there are tools."""
+        if self._tools is None:
+            return None
+        if sample.index not in self._readers:
+            self._readers[sample.index] = CallReader(self._tools, self._serving.config.tool_call_parser)
+        return self._readers[sample.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from phonograph.server.errors import ApiError, invalid
@@ -48,6 +49,28 @@ def _read(message: Message, where: str) -> Message:
         raise invalid(f"{where}.content", "content must be given: a string or a list of text parts")
     else:
         read["content"] = None
+    if "tool_calls" in read:
+        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls")
+    return read
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls with their arguments as the objects that templates write, not as the text that clients send."""
+    if not isinstance(calls, list):
+        raise invalid(where, "tool_calls must be a list")
+    read: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid(f"{where}[{index}]", "a tool call must have a function with a name")
+        arguments = function.get("arguments") or "{}"
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise invalid(f"{where}[{index}].function.arguments", "arguments must be the JSON text of an object")
+        read.append({**call, "function": {**function, "arguments": arguments}})
     return read
 
 

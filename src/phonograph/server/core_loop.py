@@ -110,6 +110,10 @@ class CoreLoop:
         report = Report(stats=stats, num_steps=self._num_steps, refused=refused, steps=steps)
         for output in changed:
             opened = self._by_output[id(output)]
+            if output.error is not None:
+                refused[opened.key] = output.error
+                self._forget(opened)
+                continue
             if not opened.prompt_reported:
                 opened.prompt_reported = True
                 report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)

@@ -63,8 +63,10 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
+    from phonograph.engine.grammars.compiler import GrammarCompiler
     from phonograph.engine.session import Session
     from phonograph.engine.start import start_engine
+    from phonograph.engine.tokenizer import load_tokenizer
     from phonograph.server.core_loop import CoreLoop
 
     began = time.perf_counter()
@@ -75,7 +77,9 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
         except PhonographError as error:
             channel.send(StartFailed(error))
             return
-        session = Session(engine.core, engine.plan.model, None, config.seed)
+        grammars = GrammarCompiler(lambda: load_tokenizer(config), engine.plan.model)
+        grammars.warm()
+        session = Session(engine.core, engine.plan.model, None, config.seed, grammars)
         # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
         gc.collect()
         gc.freeze()

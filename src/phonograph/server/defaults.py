@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
+from phonograph.config_server import ServerConfig, ToolCallParser
 from phonograph.errors import ConfigError, ModelError, RequestError
 from phonograph.models.folder import model_folder
 from phonograph.sampling_params import SamplingParams
@@ -35,6 +35,13 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
     except (OSError, ValueError, AttributeError, RequestError) as error:
         raise ModelError(f"{problem} ({error})") from error
     return found
+
+
+def check_tools(server: ServerConfig) -> None:
+    """Raises ConfigError where tool calls are to be found, and nothing says in which form."""
+    if server.enable_auto_tool_choice and server.tool_call_parser is None:
+        known = ", ".join(get_args(ToolCallParser))
+        raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
 
 
 def chat_template(server: ServerConfig) -> str | None:

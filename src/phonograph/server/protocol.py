@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.errors import invalid
 from phonograph.server.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+from phonograph.server.structured import structured_outputs
+from phonograph.structured_outputs import StructuredOutputs
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI has it. A chat's answer may fill the context."""
@@ -68,6 +70,12 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -109,10 +117,12 @@ class GenerationBody(Body):
         logprobs: int | None,
         max_logprobs: int,
         scores_prompt: bool = False,
+        structured: StructuredOutputs | None = None,
     ) -> SamplingParams:
         """The engine's parameters; `defaults` are those of the model for what the request leaves open.
 
         scores_prompt: whether `logprobs` are wanted of the prompt too
+        structured:    what the output has to be, where that is not among the fields
 
         Raises:
             ApiError, RequestError: a value is out of range.
@@ -123,6 +133,10 @@ class GenerationBody(Body):
         given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if scores_prompt and logprobs is not None:
             given["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+        asked = structured_outputs(self)
+        if structured is not None and asked is not None:
+            raise invalid("tool_choice", "tool_choice forces a call, which contradicts the structured output asked for")
+        given["structured_outputs"] = structured or asked
         return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
 
 
@@ -149,6 +163,9 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> list[str]:
         if self.top_logprobs is not None and not self.logprobs:

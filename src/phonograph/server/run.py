@@ -23,7 +23,7 @@ from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError, ModelError
 from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.defaults import chat_template, sampling_defaults
+from phonograph.server.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.engine_process import EngineProcess
 from phonograph.server.serving import Serving
 
@@ -58,6 +58,7 @@ def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, r
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, progress: StartProgress, ready: Callable[[str], None]
 ) -> int:
+    check_tools(config)
     template = chat_template(config)
     with _bound(config) as listener:
         defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)

@@ -140,6 +140,7 @@ class Serving:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         variables: Mapping[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation."""
         read = read_messages(messages)
@@ -153,6 +154,7 @@ class Serving:
                 else add_generation_prompt,
                 continue_final_message=bool(continue_final_message),
                 variables=variables,
+                tools=tools,
             )
 
         return await self._run(sum(len(message["content"] or "") for message in read), encode)

@@ -1,0 +1,73 @@
+"""Structured output as requests ask for it: OpenAI's response_format, and the fields that vLLM has beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from phonograph.errors import RequestError
+from phonograph.sampling_params import SamplingParams
+from phonograph.server.errors import invalid
+from phonograph.structured_outputs import StructuredOutputs
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older fields, and what they are called in structured_outputs."""
+FORMAT = "response_format"
+
+
+class Asks(Protocol):
+    """What a body may have of it."""
+
+    response_format: dict[str, Any] | None
+    structured_outputs: dict[str, Any] | None
+    guided_json: dict[str, Any] | str | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+
+
+def structured_outputs(body: Asks) -> StructuredOutputs | None:
+    """What the output has to be, or None.
+
+    Raises:
+        ApiError: what is asked for is not known, or contradicts itself.
+        RequestError: a schema, expression or grammar is none.
+    """
+    asked: dict[str, StructuredOutputs | None] = {}
+    if body.response_format is not None:
+        asked[FORMAT] = _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        params = SamplingParams(structured_outputs=body.structured_outputs)  # pyright: ignore[reportArgumentType]
+        asked["structured_outputs"] = params.structured_outputs
+    for name, kind in GUIDED.items():
+        value = getattr(body, name)
+        if value is not None:
+            try:
+                asked[name] = StructuredOutputs(**{kind: value})
+            except RequestError as error:
+                raise invalid(name, f"{name}: {error.problem}") from None
+    found = {name: structured for name, structured in asked.items() if structured is not None}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise invalid(second, f"{second} contradicts {first}; give one of them")
+    return next(iter(found.values()), None)
+
+
+def _of_format(given: dict[str, Any]) -> StructuredOutputs | None:
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind != "json_schema":
+        raise invalid(FORMAT, f"{FORMAT}.type must be text, json_object or json_schema, not {str(kind)[:50]!r}")
+    about = given.get("json_schema")
+    if not isinstance(about, dict) or not isinstance(about.get("name"), str):
+        raise invalid(FORMAT, f"{FORMAT}.json_schema must be an object with a name and a schema")
+    for key in about:
+        if key not in ("name", "description", "schema", "strict"):
+            raise invalid(FORMAT, f"{FORMAT}.json_schema: unknown key {key[:50]!r}")
+    if about.get("schema") is None:
+        return StructuredOutputs(json_object=True)
+    if not isinstance(about["schema"], dict):
+        raise invalid(FORMAT, f"{FORMAT}.json_schema.schema must be an object")
+    return StructuredOutputs(json=about["schema"])

@@ -1,0 +1,84 @@
+"""Tool calls of one sample as OpenAI's clients read them: in a message at the end, or delta by delta."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from phonograph.config_server import ToolCallParser
+from phonograph.server.tool_calls import Found, JsonCalls, NamedCall, ToolDelta, ToolParser, make_parser
+from phonograph.server.tools import ToolChoice
+
+
+class CallReader:
+    """Follows one sample. `has_calls` is whether its end is that of an answer that calls."""
+
+    def __init__(self, choice: ToolChoice, parser: ToolCallParser | None) -> None:
+        self._choice = choice
+        self._parser = _parser(choice, parser)
+
+    @property
+    def has_calls(self) -> bool:
+        # Where the function is named, the client knows: OpenAI says "stop" then.
+        return self._parser.num_calls > 0 and self._choice.form != "named"
+
+    def delta(self, text: str, *, ended: bool) -> dict[str, Any]:
+        """The delta of new text; empty where there is nothing to show."""
+        found = self._read(text, ended)
+        delta: dict[str, Any] = {"content": found.content} if found.content else {}
+        calls = [_written(call) for call in found.calls]
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Content and calls of the whole text; where a complete call is no JSON, all of it is content."""
+        found = self._read(text, ended=True)
+        calls: list[dict[str, Any]] = []
+        for delta in found.calls:
+            if delta.name is not None:
+                calls.append(_written(delta))
+                del calls[-1]["index"]
+            else:
+                calls[-1]["function"]["arguments"] += delta.arguments
+        # Of several only the last can have been cut, and a client sees that by the finish reason.
+        if not all(_is_object(call["function"]["arguments"]) for call in calls[:-1]):
+            self._parser.num_calls = 0
+            return {"content": text}
+        return {"content": found.content or None, "tool_calls": calls} if calls else {"content": found.content}
+
+    def _read(self, text: str, ended: bool) -> Found:
+        found = self._parser.push(text)
+        if ended:
+            rest = self._parser.finish()
+            found = Found(found.content + rest.content, found.calls + rest.calls)
+        if not self._choice.parallel:
+            found.calls = [call for call in found.calls if call.index == 0]
+        return found
+
+
+def _parser(choice: ToolChoice, name: ToolCallParser | None) -> ToolParser:
+    if choice.form == "named":
+        assert choice.function is not None
+        return NamedCall(choice.function)
+    if choice.form == "required":
+        return JsonCalls(listed=True)
+    assert name is not None, "the configuration has a parser where calls are to be found"
+    return make_parser(name)
+
+
+def _written(delta: ToolDelta) -> dict[str, Any]:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {
+        "index": delta.index,
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
+    }
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

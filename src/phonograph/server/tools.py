@@ -1,0 +1,122 @@
+"""Tools of a chat: checked, shown to the template, and where a call is required, a schema that has it be one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phonograph.server.errors import invalid
+from phonograph.structured_outputs import StructuredOutputs
+
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16
+"""Calls in one answer where calls are required: weak models would go on and on."""
+Form = Literal["parsed", "named", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """What the model may do with tools.
+
+    form:     calls are found in its text ("parsed"), or are all that it can write: the arguments of one named
+              function, or a list of calls
+    tools:    as the template takes them
+    function: its name, where one is named
+    parallel: whether an answer may have several calls
+    """
+
+    form: Form
+    tools: list[dict[str, Any]]
+    function: str | None = None
+    parallel: bool = True
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """The schema of what the model writes, where calls are forced."""
+        if self.form == "parsed":
+            return None
+        functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        if self.form == "named":
+            assert self.function is not None
+            return StructuredOutputs(json=_as_object(functions[self.function]))
+        # Each function's parameters stand at a place of their own, so that their references still find what they mean.
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{index}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for index, name in enumerate(functions)
+        ]
+        places = {
+            str(index): _moved(_as_object(schema), f"#/$defs/{index}")
+            for index, schema in enumerate(functions.values())
+        }
+        most = MAX_FORCED_CALLS if self.parallel else 1
+        array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": places}
+        return StructuredOutputs(json=array, disable_any_whitespace=True)
+
+
+def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice | None:
+    """What is asked for; None where the model is to call nothing.
+
+    Raises:
+        ApiError: the tools or the choice are none.
+    """
+    if not tools:
+        if choice not in (None, "none"):
+            raise invalid("tool_choice", "tool_choice needs tools")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"{len(tools)} tools; {MAX_TOOLS} at most")
+    read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in read]
+    if len(set(names)) < len(names):
+        raise invalid("tools", "two functions have the same name")
+    if choice == "none":
+        return None
+    several = parallel is not False
+    if choice in (None, "auto"):
+        return ToolChoice(form="parsed", tools=read, parallel=several)
+    if choice == "required":
+        return ToolChoice(form="required", tools=read, parallel=several)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
+    if name not in names:
+        raise invalid("tool_choice", f"tool_choice names {name[:100]!r}, which is not among the tools")
+    return ToolChoice(form="named", tools=read, function=name)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise invalid(where, f"{where} must be an object of type function with a function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid(f"{where}.function.name", "a function needs a name")
+    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            raise invalid(f"{where}.function.{key}", f"{key} of a function must be a {kind.__name__}")
+    for key in function:
+        if key not in ("name", "description", "parameters", "strict"):
+            raise invalid(f"{where}.function", f"unknown key {key[:50]!r} in a function")
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, whether the schema says so or not; one without any is empty."""
+    return {"type": "object", **schema} if "$ref" not in schema else schema
+
+
+def _moved(value: Any, place: str) -> Any:
+    """The schema with its references to itself as they are when it stands at `place`."""
+    if isinstance(value, list):
+        return [_moved(one, place) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: place + one[1:] if key == "$ref" and isinstance(one, str) and one.startswith("#") else _moved(one, place)
+        for key, one in value.items()
+    }

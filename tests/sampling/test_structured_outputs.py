@@ -1,0 +1,138 @@
+"""Structured output of the demo model: valid JSON of random schemas, the other kinds, and refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from schemas import random_schema
+
+from phonograph import LLM, EngineConfig, SamplingParams, StructuredOutputs
+from phonograph.engine.grammars.schema import refusal
+from phonograph.engine.session import Session
+from phonograph.engine.start import start_engine
+from phonograph.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield LLM(model="demo", max_model_len=1024, max_num_seqs=4, cudagraph_capture_sizes=[1, 2, 4], seed=0)
+
+
+def answer(llm: LLM, structured: dict[str, Any], **params: Any) -> str:
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 300, "seed": 3, **params}
+    (output,) = llm.generate("Answer:", SamplingParams(structured_outputs=StructuredOutputs(**structured), **settings))
+    assert output.outputs[0].finish_reason == "stop", output.outputs[0].text
+    return output.outputs[0].text
+
+
+def test_json_of_random_schemas_is_valid(llm: LLM) -> None:
+    """Beside requests without a grammar, whose outputs are what they are alone."""
+    rng = random.Random(5)
+    schemas = [random_schema(rng) for _ in range(12)]
+    free = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20) for seed in range(4)]
+    alone = [output.outputs[0].text for output in llm.generate(["Tom has"] * 4, free)]
+    ruled = [
+        SamplingParams(
+            temperature=1.0, max_tokens=500, structured_outputs=StructuredOutputs(json=one, disable_any_whitespace=True)
+        )
+        for one in schemas
+    ]
+    outputs = llm.generate(["Tom has"] * 16, [*free, *ruled])
+    assert [output.outputs[0].text for output in outputs[:4]] == alone
+    for schema, output in zip(schemas, outputs[4:], strict=True):
+        (completion,) = output.outputs
+        assert output.error is None and completion.finish_reason == "stop", (output.error, schema)
+        value = json.loads(completion.text)
+        checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        checker.validate(value)
+
+
+def test_the_other_kinds(llm: LLM) -> None:
+    assert re.fullmatch(r"[0-9]{3}-[a-f]{2,4}", answer(llm, {"regex": r"[0-9]{3}-[a-f]{2,4}"}))
+    choices = ["yes", 'no "never"', "näher\n日", "yes indeed"]
+    assert {answer(llm, {"choice": choices}, seed=seed) for seed in range(8)} <= set(choices)
+    text = answer(llm, {"grammar": 'root ::= "[" item ("," item){2} "]"\nitem ::= [0-9] | "(" item ")"'})
+    assert re.fullmatch(r"\[[()0-9]+(,[()0-9]+){2}\]", text)
+    # Left to itself, the demo model breaks its lines for ever.
+    for form, pattern in (("ipv4", r"(0|[1-9]\d{0,2})(\.(0|[1-9]\d{0,2})){3}"), ("date", r"[1-9]\d{3}-[01]\d-[0-3]\d")):
+        assert re.fullmatch(pattern, json.loads(answer(llm, {"json": {"type": "string", "format": form}})))
+    short = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    assert json.loads(answer(llm, {"json": short}, temperature=0)) == {"a": 1}
+
+
+def test_strings_hold_no_control_characters(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    matcher = (
+        llm.session.grammars.request(StructuredOutputs(json={"type": "string", "maxLength": 9})).result().matcher()
+    )
+    assert matcher.accept(llm.tokenizer.encode('"', add_special_tokens=False)[0])
+    bitmask = np.zeros((1, 2048 // 32), np.int32)
+    matcher.fill(bitmask, 0)
+    allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+    texts = [llm.tokenizer.decode([token]) for token in allowed.tolist()]
+    assert len(texts) > 500 and not [text for text in texts if any(character < " " for character in text)]
+
+
+def test_an_output_that_is_cut_is_a_beginning(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, structured_outputs={"regex": "ab{90}c"})  # pyright: ignore[reportArgumentType]
+    (output,) = llm.generate("x", params)
+    assert output.outputs[0].finish_reason == "length" and re.fullmatch("ab+", output.outputs[0].text)
+
+
+def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=200, seed=1, structured_outputs=StructuredOutputs(regex="([a-z]{3} ){40}"))
+    (whole,) = llm.generate("x", params)
+    small = start_engine(EngineConfig(model="demo", max_model_len=128, max_num_seqs=3, block_size=16, num_kv_blocks=8))
+    session = Session(small.core, small.plan.model, llm.tokenizer, 0, llm.session.grammars)
+    output = session.add("x", params)
+    while session.has_unfinished:
+        session.step()
+    assert small.core.scheduler.stats.num_preemptions > 0
+    texts = [one.text for one in output.outputs]
+    assert texts == [one.text for one in whole.outputs] and len(set(texts)) == 3
+    assert all(re.fullmatch("([a-z]{3} ){40}", text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("structured", "says"),
+    [
+        ({"regex": "a("}, "cannot be compiled"),
+        ({"grammar": 'root ::= "a'}, "cannot be compiled"),
+        ({"json": {"type": "nope"}}, "nope"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": {"enum": []}}, "empty"),
+        ({"json": {"type": "array", "items": {"uniqueItems": True}}}, "uniqueItems"),
+        ({"json": {"properties": {"a": {"not": {}}}}}, "'not'"),
+        ({"json": {"type": "integer", "multipleOf": 7, "maximum": 50}}, "multipleOf"),
+        ({"json": {"enum": [1, 2], "maximum": 1}}, "'maximum' beside 'enum'"),
+        ({"json": {"anyOf": [{"required": ["a"]}], "properties": {}}}, "beside 'anyOf'"),
+        ({"json": {"type": "string", "pattern": "a*", "maxLength": 3}}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused(llm: LLM, structured: dict[str, Any], says: str) -> None:
+    for _ in range(2):  # the second time from what is known
+        with pytest.raises(RequestError) as caught:
+            answer(llm, structured)
+        assert says in str(caught.value) and len(str(caught.value)) < 800
+    assert not llm.session.has_unfinished
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    assert refusal(json.dumps({"properties": {"not": {"type": "string"}, "if": {}}, "required": ["contains"]})) is None
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"items": deep}
+    assert "deep" in (refusal(json.dumps(deep)) or "")
+
+
+def test_one_bad_grammar_of_several_prompts(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=5, structured_outputs=StructuredOutputs(regex=one)) for one in ("a{3}", "[")]
+    good, bad = llm.generate(["x", "x"], params)
+    assert good.outputs[0].text == "aaa" and bad.error is not None and bad.outputs == [] and bad.finished

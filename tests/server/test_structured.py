@@ -1,0 +1,113 @@
+"""Structured output and forced tool calls through OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openai import OpenAI
+from servers import QUESTION, Server
+
+ASK: Any = [{"role": "user", "content": QUESTION}]
+BODY: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 300, "seed": 1}
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"apples": {"type": "integer", "minimum": 0, "maximum": 99}, "of": {"$ref": "#/$defs/who"}},
+    "required": ["apples", "of"],
+    "additionalProperties": False,
+    "$defs": {"who": {"enum": ["Tom", "Ann"]}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_json_of_a_schema(client: OpenAI, strict: bool | None) -> None:
+    about = {"name": "apples", "schema": SCHEMA, "strict": strict}
+    answer = client.chat.completions.create(**BODY, response_format={"type": "json_schema", "json_schema": about})  # pyright: ignore
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+
+
+def test_the_other_fields(server: Server) -> None:
+    fields: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "[0-9]{2} apples"}, "[0-9]{2} apples"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_choice": ["yes", "no"], "n": 2}, "yes|no"),
+        ({"guided_grammar": 'root ::= "a" | "b" root'}, "b*a"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}}, r"\{.*\}"),
+        ({"guided_json": {"const": 1}}, "1"),
+        ({"response_format": {"type": "text"}, "max_tokens": 3}, ".*"),
+    ]
+    for given, pattern in fields:
+        answer = server.post("/v1/completions", {"prompt": "Tom", "max_tokens": 200, "seed": 1, **given})
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert re.fullmatch(pattern, choice["text"], re.DOTALL), (given, choice)
+
+
+def test_any_json_object(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**{**BODY, "max_tokens": 8}, response_format={"type": "json_object"})
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_forced_calls(client: OpenAI, stream: bool, named: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "count"}} if named else "required"
+    answer: Any = client.chat.completions.create(
+        **{**BODY, "max_tokens": 600}, tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False
+    )
+    names: list[str] = []
+    arguments: list[str] = []
+    if stream:
+        parts = [one for chunk in answer for one in chunk.choices]
+        reason = parts[-1].finish_reason
+        for part in parts:
+            assert not part.delta.content
+            for call in part.delta.tool_calls or []:
+                if call.id:
+                    names.append(call.function.name)
+                    arguments.append("")
+                arguments[call.index] += call.function.arguments
+    else:
+        (only,) = answer.choices
+        reason = only.finish_reason
+        assert only.message.content is None
+        names = [call.function.name for call in only.message.tool_calls]
+        arguments = [call.function.arguments for call in only.message.tool_calls]
+    assert reason == ("stop" if named else "tool_calls") and names
+    for name, text in zip(names, arguments, strict=True):
+        if name == "count":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        else:
+            assert name == "now" and isinstance(json.loads(text), dict)
+
+
+def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
+    template = (
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        "{% for message in messages %}{{ message.content or '' }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    server = serve_with(chat_template=template, enable_auto_tool_choice=True, tool_call_parser="hermes")
+    # The grammar has the demo model write what a model with tools would.
+    grammar = r'root ::= "Well <tool_call>\n{\"name\": \"now\", \"arguments\": {\"a\": " [0-9] "}}\n</tool_call>"'
+    body = {"messages": ASK, "tools": TOOLS, "guided_grammar": grammar, "max_tokens": 200}
+    answer: httpx.Response = server.post("/v1/chat/completions", body)
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well "
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and re.fullmatch(r'\{"a": [0-9]\}', call["function"]["arguments"])
+    told: int = answer.json()["usage"]["prompt_tokens"]
+    none: dict[str, Any] = server.post("/v1/chat/completions", {**body, "tool_choice": "none"}).json()
+    assert "<tool_call>" in none["choices"][0]["message"]["content"] and none["usage"]["prompt_tokens"] < told
+    turn = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
+    assert server.post("/v1/chat/completions", {**body, "messages": turn}).status_code == 200

@@ -1,0 +1,99 @@
+"""The forms in which models write tool calls, cut into pieces in every way: streams say what whole answers say."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from phonograph.config_server import ServerConfig
+from phonograph.errors import ConfigError
+from phonograph.server.defaults import check_tools
+from phonograph.server.tool_answers import CallReader
+from phonograph.server.tools import ToolChoice, read_tools
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+AUTO = ToolChoice(form="parsed", tools=TOOLS)
+TRICKY = '{"a": "} ] \\" </tool_call> {", "b": [1, {"name": "x"}], "é": null}'
+
+HERMES = [
+    ("Just text, 1 < 2 <tool and <tool_cal", "Just text, 1 < 2 <tool and <tool_cal", []),
+    ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', None, [("add", '{"a": 1}')]),
+    (f'I will. <tool_call>{{"name":"add","arguments":{TRICKY}}}</tool_call>', "I will. ", [("add", TRICKY)]),
+    (f'<tool_call>{{"arguments": {TRICKY}, "name": "add"}}</tool_call>', None, [("add", TRICKY)]),
+    (
+        '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "now"}\n</tool_call>\n',
+        None,
+        [("add", "{}"), ("now", "{}")],
+    ),
+    ('<tool_call>\n{"name": "add", "arguments": {"a": 1', None, [("add", '{"a": 1')]),
+    ('<tool_call>{"nam', '{"nam', []),
+    ('{"name": "add"}', '{"name": "add"}', []),
+]
+LLAMA = [
+    ("The answer is {19}.", "The answer is {19}.", []),
+    ('{"name": "add", "parameters": {"a": 1}}', None, [("add", '{"a": 1}')]),
+    (f'<|python_tag|>{{"name": "add", "parameters": {TRICKY}}}', None, [("add", TRICKY)]),
+    (
+        ' {"type": "function", "name": "add", "parameters": {}}; {"name": "now", "parameters": {}}',
+        None,
+        [("add", "{}"), ("now", "{}")],
+    ),
+    ('{"answer": 19} is it', '{"answer": 19} is it', []),
+    ("<|python", "<|python", []),
+    ("[1, 2]", "[1, 2]", []),
+]
+CASES = [("hermes", *case) for case in HERMES] + [("llama3_json", *case) for case in LLAMA]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_whole_and_in_pieces(form: Any, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    message = CallReader(AUTO, form).message(text)
+    assert message["content"] == content
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert found == calls
+    for seed in range(20):
+        rng, reader = random.Random(seed), CallReader(AUTO, form)
+        streamed, names, arguments, start = "", [], [""] * len(calls), 0
+        while start <= len(text):
+            end = start + rng.choice([1, 1, 2, 5, 30])
+            delta = reader.delta(text[start:end], ended=end > len(text))
+            streamed += delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(names) and call["type"] == "function"
+                    names.append(call["function"]["name"])
+                arguments[call["index"]] += call["function"]["arguments"]
+            start = end
+        assert streamed == (content or "") and list(zip(names, arguments, strict=True)) == calls, seed
+        assert reader.has_calls == bool(calls)
+
+
+def test_what_is_no_json_is_content() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {a}}</tool_call><tool_call>{"name": "now"}</tool_call>'
+    reader = CallReader(AUTO, "hermes")
+    assert reader.message(text) == {"content": text} and not reader.has_calls
+
+
+def test_one_call_where_one_is_wanted() -> None:
+    choice = read_tools(TOOLS, "auto", False)
+    assert choice is not None
+    text = '{"name": "add", "parameters": {}}; {"name": "now", "parameters": {}}'
+    assert len(CallReader(choice, "llama3_json").message(text)["tool_calls"]) == 1
+
+
+def test_references_of_parameters_still_hold() -> None:
+    schema = {"$defs": {"x": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}}}
+    choice = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)
+    assert choice is not None and choice.structured is not None
+    moved = json.loads(choice.structured.source)["$defs"]["0"]
+    assert moved["properties"] == {"a": {"$ref": "#/$defs/0/$defs/x"}, "b": {"$ref": "#/$defs/0"}}
+
+
+def test_a_parser_is_needed() -> None:
+    with pytest.raises(ConfigError, match="hermes, llama3_json"):
+        check_tools(ServerConfig(enable_auto_tool_choice=True))
+    with pytest.raises(ConfigError, match="tool_call_parser"):
+        ServerConfig(tool_call_parser="mistral")
