@@ -54,8 +54,8 @@ class Chain:
             max_num_batched_tokens=256,
             max_model_len=512,
         )
-        self._decoder = llm.engine.core.runner._program.model
-        self._ids = torch.arange(rows, device="cuda", dtype=torch.int32)
+        self.decoder = llm.engine.core.runner._program.model
+        self.ids = torch.arange(rows, device="cuda", dtype=torch.int32)
         self._rows = rows
         spec = llm.plan.model
         heads = spec.num_query_heads * spec.head_size
@@ -71,19 +71,19 @@ class Chain:
         with torch.inference_mode(), compile_only() as kernels:
             for one in settings:
                 with applied(one, rows_class):
-                    self._run()
+                    self.run()
         load_kernels(kernels)
 
     def milliseconds(self, settings: Settings, rows_class: int, replays: int) -> float:
         """The median replay."""
         stream = torch.cuda.Stream()
         with torch.inference_mode(), torch.cuda.stream(stream), applied(settings, rows_class):
-            self._decoder.workspace.attention_TF.normal_()
-            self._run()
+            self.decoder.workspace.attention_TF.normal_()
+            self.run()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            self._run()
+            self.run()
             graph.capture_end()
             for _ in range(3):
                 graph.replay()
@@ -96,9 +96,9 @@ class Chain:
         times = sorted(before.elapsed_time(after) for before, after in itertools.pairwise(events))
         return times[len(times) // 2]
 
-    def _run(self) -> None:
-        hidden = self._decoder.forward(self._ids, lambda index, projection, out: None)
-        self._decoder.logits(hidden, None, self._rows)
+    def run(self) -> None:
+        hidden = self.decoder.forward(self.ids, lambda index, projection, out: None)
+        self.decoder.logits(hidden, None, self._rows)
 
 
 @contextmanager

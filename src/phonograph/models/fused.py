@@ -3,7 +3,8 @@
 It computes what `Decoder.forward` computes, from the same weights. Nothing is allocated: every intermediate is a slice
 of one workspace, made once for the largest step, so that all graphs share it and its size is known before anything
 runs. A step of one token reads each weight once and does nothing else worth mentioning, so it has a path of its own in
-which norms, activation and residual adds live inside the matrix products.
+which norms, activation and residual adds live inside the matrix products. For a few tokens of a small model all between
+two attention launches may be one launch.
 
 A batch-invariant decoder has neither that path nor products chosen by the number of rows: every step runs the same
 kernels, each of which treats a row alike wherever it stands.
@@ -28,7 +29,9 @@ from phonograph.kernels.triton.linear import (
     make_scratch,
     takes_squares,
 )
-from phonograph.models.decoder import Decoder
+from phonograph.kernels.triton.span import SpanWeights, run_span
+from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span
+from phonograph.models.decoder import Decoder, DecoderLayer
 from phonograph.models.workspace import Workspace
 
 FusedAttention = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -58,11 +61,21 @@ class FusedDecoder:
         self._eps = decoder.spec.rms_norm_eps
         self._scratch = make_scratch(decoder.device)
         self._config = BATCH_INVARIANT if batch_invariant else None
+        space = self.workspace
+        widths = (one.shape[1] for one in (space.attention_TF, space.hidden_TE, space.inner_TI, space.qkv_TF))
+        self.span_sizes = SpanSizes(*widths)
+        following = [*decoder.layers[1:], None]
+        self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
 
     def forward(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
         """The residual stream [T, E] after the last layer, before the final norm, in the workspace."""
-        alone = input_ids_T.shape[0] == 1 and self._config is None
-        return self._one_token(input_ids_T, attention) if alone else self._many(input_ids_T, attention)
+        num_tokens = input_ids_T.shape[0]
+        if self._config is not None:
+            return self._many(input_ids_T, attention)
+        if num_tokens == 1:
+            return self._one_token(input_ids_T, attention)
+        span = choose_span(num_tokens, self.span_sizes, self.decoder.dtype)
+        return self._many(input_ids_T, attention) if span is None else self._few(input_ids_T, attention, span)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, num_logits: int) -> torch.Tensor:
         """Logits [N, V], in the workspace, of the rows `rows_N` of what `forward` returned (None: of all its rows)."""
@@ -88,6 +101,18 @@ class FusedDecoder:
             gemv.gemv_add(attended, layer.output.t(), layer.output_bias, hidden)
             gemv.gemv_norm_silu(hidden, layer.mlp_norm, eps, layer.gate_up.t(), layer.gate_up_bias, inner)
             gemv.gemv_add(inner, layer.down.t(), layer.down_bias, hidden)
+        return hidden
+
+    def _few(self, input_ids_T: torch.Tensor, attention: FusedAttention, config: SpanConfig) -> torch.Tensor:
+        space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
+        hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
+        attended, inner = space.attention_TF[:rows], space.inner_TI[:rows]
+        scratch, first = self._scratch, decoder.layers[0]
+        layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
+        linear(normed, first.qkv.t(), first.qkv_bias, qkv, scratch=scratch)
+        for index, weights in enumerate(self._spans):
+            attention(index, qkv, attended)
+            run_span(weights, attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
         return hidden
 
     def _many(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
@@ -121,3 +146,18 @@ class FusedDecoder:
                 norm = next_layer.input_norm
                 squares = linear_add_norm(*product, norm, eps, normed, defer=defer_qkv, scratch=scratch, config=config)
         return hidden
+
+
+def _make_span(layer: DecoderLayer, following: DecoderLayer | None) -> SpanWeights:
+    return SpanWeights(
+        output_EQ=layer.output.t(),
+        output_bias_E=layer.output_bias,
+        mlp_norm_E=layer.mlp_norm,
+        gate_up_2IE=layer.gate_up.t(),
+        gate_up_bias_2I=layer.gate_up_bias,
+        down_EI=layer.down.t(),
+        down_bias_E=layer.down_bias,
+        next_norm_E=following.input_norm if following is not None else None,
+        qkv_FE=following.qkv.t() if following is not None else None,
+        qkv_bias_F=following.qkv_bias if following is not None else None,
+    )

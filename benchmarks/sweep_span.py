@@ -1,0 +1,220 @@
+"""Finds how the products between two attention launches run fastest in one launch, in the chain of all layers.
+
+    python benchmarks/sweep_span.py --model DIR --rows 8 16 --output sweep.json
+
+DIR needs a config.json only. As in sweep_products.py, all layers with random weights and nothing in place of attention
+are captured as one graph: with a launch for each product, then with one a layer, one choice varied at a time, the
+others at the best known so far. Every configuration's rows are compared with those of launches apart. The best of them
+then run in an engine, behind attention, where their first weights may come sooner: the one that wins there is an entry
+for `MEASURED` in kernels/triton/span_plan.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep_products import NOISE, Chain
+
+from phonograph.engine.llm import LLM
+from phonograph.evaluation.bench_cases import DecodeCase
+from phonograph.evaluation.bench_engine import bench_decode
+from phonograph.evaluation.record import provenance, write_result
+from phonograph.kernels.triton import linear
+from phonograph.kernels.triton.precompile import compile_only
+from phonograph.kernels.triton.preload import load_kernels
+from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes
+
+WRONG = 0.02
+"""Share by which the rows after all layers may differ from those of products apart."""
+
+Variation = Callable[[SpanConfig], list[SpanConfig]]
+
+
+@contextmanager
+def applied(rows_class: int, sizes: SpanSizes, config: SpanConfig | None) -> Iterator[None]:
+    """Has the decoder run so; None: with a launch for each product."""
+    before = dict(MEASURED)
+    MEASURED.clear()
+    if config is not None:
+        MEASURED[rows_class, sizes] = config
+    try:
+        yield
+    finally:
+        MEASURED.clear()
+        MEASURED.update(before)
+
+
+def start(rows_class: int) -> SpanConfig:
+    """Eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
+    long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows_class == 8 else 1)
+    return SpanConfig(rows_class, 8, 64, 128, False, long, short, long, ProductConfig(32, 1024, 1))
+
+
+def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
+    """The same work of a program, dealt to other warps; as many bytes on their way where registers allow."""
+    before, ahead = (min(128, value * config.num_warps // num_warps) for value in (config.before, config.ahead))
+    products = []
+    for product in config[-4:]:
+        sums = max(1, product.sums * config.num_warps // num_warps)
+        products.append(product._replace(sums=sums, block_k=max(product.block_k, 32 * num_warps * sums)))
+    return SpanConfig(config.rows, num_warps, before, ahead, config.early, *products)
+
+
+def variations() -> dict[str, Variation]:
+    """By what they vary, in the order in which they are tried."""
+
+    def order(config: SpanConfig) -> list[SpanConfig]:
+        choices = itertools.product((32, 64, 128), (96, 128), (False, True))
+        return [config._replace(before=before, ahead=ahead, early=early) for before, ahead, early in choices]
+
+    def one(name: str, choices: list[tuple[int, int, int]]) -> Variation:
+        def vary(config: SpanConfig) -> list[SpanConfig]:
+            return [config._replace(**{name: ProductConfig(*choice)}) for choice in choices]
+
+        return vary
+
+    def warps(config: SpanConfig) -> list[SpanConfig]:
+        return [_with_warps(config, num_warps) for num_warps in (4, 16)]
+
+    return {
+        "order": order,
+        "gate_up": one("gate_up", [(8, 1024, 1), (8, 1024, 2), (8, 1024, 4), (8, 512, 2), (16, 1024, 1)]),
+        "qkv": one("qkv", [(32, 512, 1), (16, 1024, 1), (16, 1024, 2), (8, 1024, 4)]),
+        "output": one("output", [(8, 1024, 2), (8, 512, 2), (8, 2048, 4), (8, 2048, 8)]),
+        "down": one("down", [(8, 1024, 2), (8, 512, 2), (8, 512, 1)]),
+        "warps": warps,
+        "order again": order,
+    }
+
+
+class Trial:
+    """A chain and the time and rows that configurations of it have."""
+
+    def __init__(self, model: str, rows: int, replays: int) -> None:
+        self.chain = Chain(model, rows)
+        self.rows_class, self.replays = linear.rows_class(rows), replays
+        self.sizes: SpanSizes = self.chain.decoder.span_sizes
+        self.num_layers: int = self.chain.decoder.spec.num_layers
+        self.compile([None])
+        self.wanted: torch.Tensor | None = None
+
+    def compile(self, configs: list[SpanConfig | None]) -> None:
+        with torch.inference_mode(), compile_only() as kernels:
+            for config in configs:
+                with applied(self.rows_class, self.sizes, config):
+                    self.chain.run()
+        load_kernels(kernels)
+
+    def milliseconds(self, config: SpanConfig | None) -> float:
+        """Raises ValueError where the rows are wrong."""
+        with applied(self.rows_class, self.sizes, config):
+            time_of_one = self.chain.milliseconds({}, self.rows_class, self.replays)
+            with torch.inference_mode():
+                self.chain.decoder.workspace.attention_TF.copy_(self._attended())
+                hidden = self.chain.decoder.forward(self.chain.ids, lambda index, projection, out: None)
+                rows = hidden.float().clone()
+        if self.wanted is None:
+            self.wanted = rows
+        error = float((rows - self.wanted).norm() / self.wanted.norm())
+        if not error <= WRONG:
+            raise ValueError(f"rows differ by {error:.3g}")
+        return time_of_one
+
+    def _attended(self) -> torch.Tensor:
+        shape = self.chain.decoder.workspace.attention_TF.shape
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def in_step(model: str, rows: int, context: int, sizes: SpanSizes, config: SpanConfig | None) -> float:
+    """Milliseconds between tokens of an engine."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with applied(linear.rows_class(rows), sizes, config):
+        llm = LLM(
+            model=model,
+            load_format="dummy",
+            device="cuda",
+            dtype="bfloat16",
+            max_num_seqs=rows,
+            max_model_len=2 * context,
+            max_cudagraph_capture_size=rows,
+            gpu_memory_utilization=0.6,
+        )
+        (row,) = bench_decode(llm, [DecodeCase(rows, context)], lambda *_: None)
+    return row.facts["itl_ms"]
+
+
+def sweep(model: str, rows: int, seconds: float, replays: int, finalists: int, context: int) -> dict[str, Any]:
+    trial = Trial(model, rows, replays)
+    apart = trial.milliseconds(None)
+    best = start(trial.rows_class)
+    trial.compile([best])
+    now = trial.milliseconds(best)
+    print(f"{rows} rows: {apart:.4f} ms apart, {now:.4f} ms with {best}", flush=True)
+    end, rounds, known = time.monotonic() + seconds, [], {best: now}
+    for name, vary in variations().items():
+        if time.monotonic() > end:
+            print(f"{rows} rows: no time left for {name}", flush=True)
+            break
+        configs = [config for config in dict.fromkeys(vary(best)) if config not in known]
+        try:
+            trial.compile(list(configs))
+        except Exception as error:  # which one it is shows below
+            print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        for config in configs:
+            try:
+                known[config] = trial.milliseconds(config)
+            except Exception as error:  # one that a device has no room for must not end the others
+                print(f"{name} {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+                continue
+            ms = known[config]
+            print(f"    {ms:.4f} ms, {ms * 1000 / trial.num_layers:.2f} us a layer: {config}", flush=True)
+            rounds.append({"varied": name, "ms": round(ms, 4), "config": repr(config)})
+        fastest = min(known, key=lambda config: known[config])
+        if known[fastest] < now * (1 - NOISE):
+            best, now = fastest, known[fastest]
+        print(f"{rows} rows, {name}: {now:.4f} ms", flush=True)
+    steps: list[dict[str, Any]] = []
+    sizes, rows_class = trial.sizes, trial.rows_class
+    del trial
+    for config in (None, *sorted(known, key=lambda config: known[config])[:finalists]) if finalists else ():
+        ms = in_step(model, rows, context, sizes, config)
+        print(f"{rows} rows of {context}, a step of the engine: {ms:.4f} ms with {config}", flush=True)
+        steps.append({"ms": ms, "config": repr(config)})
+    entry = f"({rows_class}, {sizes}): {best}"
+    result = {"rows": rows, "apart_ms": round(apart, 4), "span_ms": round(now, 4), "entry": entry}
+    return {**result, "steps": steps, "rounds": rounds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--seconds", type=float, default=240, help="for each number of rows, compilation included")
+    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--finalists", type=int, default=3, help="configurations that run in an engine at the end")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence there")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    origin = provenance()
+    results = [
+        sweep(arguments.model, rows, arguments.seconds, arguments.replays, arguments.finalists, arguments.context)
+        for rows in arguments.rows
+    ]
+    if arguments.output is not None:
+        write_result(arguments.output, origin, {"model": Path(arguments.model).name, "sweeps": results})
+    print(json.dumps([{key: one[key] for key in ("rows", "apart_ms", "span_ms", "entry", "steps")} for one in results]))
+
+
+if __name__ == "__main__":
+    main()

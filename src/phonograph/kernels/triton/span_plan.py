@@ -1,0 +1,166 @@
+"""How the products between two attention launches share a GPU in one launch (`span`): the choice, the tiles, and when
+their weights are asked for.
+
+The kernel is compiled for a plan, so all of it is known to the compiler; the functions at the end are for there.
+
+Shapes: Q attention outputs, E hidden size, I intermediate size, F outputs of QKV; of a product N outputs, K inputs.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from phonograph.kernels.triton.linear import rows_class
+
+_MOST_HELD = 96
+"""Registers of a thread for rows. Those of a product that need no more are read once for all its tiles."""
+
+
+class ProductConfig(NamedTuple):
+    """block_n outputs a tile, block_k columns a step, powers of two; block_n from 8, block_k from 32 * warps * sums.
+
+    sums: that a warp keeps of an output, since each product of the tensor cores waits for the one before it in its sum.
+    """
+
+    block_n: int
+    block_k: int
+    sums: int
+
+
+class SpanConfig(NamedTuple):
+    """`rows` (8 or 16) padded rows.
+
+    before: how many registers' worth of weights a thread asks for before the kernel before has ended, at least a
+    step's; they may reach into the second product.
+    ahead: how many are on their way later, of the next product at most.
+    early: they are asked for when a product's own are used up, not after the arrival at the barrier behind it. That is
+    sooner, but the arrival, which makes sure that all before it is done, may have to wait for them.
+    """
+
+    rows: int
+    num_warps: int
+    before: int
+    ahead: int
+    early: bool
+    output: ProductConfig
+    gate_up: ProductConfig
+    down: ProductConfig
+    qkv: ProductConfig
+
+
+class SpanSizes(NamedTuple):
+    """Q, E, I and F."""
+
+    attended: int
+    hidden: int
+    intermediate: int
+    qkv: int
+
+
+MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {}
+"""What was measured to be faster than a launch for each product, by rows class and sizes."""
+
+
+def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConfig | None:
+    """How all products between two attention launches run in one; None: in a launch each.
+
+    Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
+    division by its root mean square.
+    """
+    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
+        return None
+    return MEASURED.get((rows_class(num_rows), sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One of the products: N outputs in `tiles`, of which a program has up to `rounds`, each in `steps` pieces of K.
+
+    batch: products that its tile is, one or more for each warp; first: its first piece, counted over all products;
+    held: steps of the rows that are on their way together.
+    """
+
+    outputs: int
+    inputs: int
+    block_n: int
+    block_k: int
+    batch: int
+    tiles: int
+    rounds: int
+    steps: int
+    held: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """until: how many pieces of weights have been asked for when piece i is about to be used; behind the last, all."""
+
+    products: tuple[Product, ...]
+    until: tuple[int, ...]
+    rows: int
+    num_warps: int
+    num_programs: int
+    early: bool
+
+
+@functools.cache
+def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: bool) -> SpanPlan:
+    """last: no layer follows, so there is no QKV."""
+    attended, hidden, intermediate, qkv = sizes
+    shapes = [(hidden, attended), (intermediate, hidden), (hidden, intermediate), (qkv, hidden)][: 3 if last else 4]
+    threads = 32 * config.num_warps
+    products: list[Product] = []
+    registers: list[int] = []
+    for (outputs, inputs), (block_n, block_k, sums) in zip(shapes, config[-4:], strict=False):
+        batch = sums * config.num_warps
+        assert all(size & (size - 1) == 0 for size in (block_n, block_k, batch)), config
+        assert block_n >= 8 and block_k >= 32 * batch, config
+        tiles, steps = -(-outputs // block_n), -(-inputs // block_k)
+        rounds = -(-tiles // num_programs)
+        held = max(1, min(steps, _MOST_HELD * 2 * threads // (config.rows * block_k)))
+        weight_rows = 2 * block_n if len(products) == 1 else block_n  # a gate and an up
+        products.append(Product(outputs, inputs, block_n, block_k, batch, tiles, rounds, steps, held, len(registers)))
+        registers += [weight_rows * block_k // (2 * threads)] * (rounds * steps)
+    until: list[int] = []
+    for product in products:
+        end = product.first + product.rounds * product.steps
+        for piece in range(product.first, end):
+            most, limit = (len(registers), config.before) if piece == 0 else (end, config.ahead)
+            asked = piece + 1
+            while asked < most and sum(registers[piece : asked + 1]) <= limit:
+                asked += 1
+            until.append(max(asked, until[-1] if until else 0))
+    until.append(len(registers))
+    return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs, config.early)
+
+
+@triton.constexpr_function
+def plan_value(plan, name):
+    return getattr(plan, name)
+
+
+@triton.constexpr_function
+def num_products(plan):
+    return len(plan.products)
+
+
+@triton.constexpr_function
+def product_value(plan, index, name):
+    return getattr(plan.products[index], name)
+
+
+@triton.constexpr_function
+def product_of(plan, piece):
+    return sum(piece >= product.first for product in plan.products) - 1
+
+
+@triton.constexpr_function
+def asked_until(plan, piece):
+    return plan.until[piece]

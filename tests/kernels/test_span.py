@@ -1,0 +1,280 @@
+"""The products between two attention launches, in one launch, against torch in float64 and the products one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+
+from phonograph.kernels.triton.layers import silu_and_mul
+from phonograph.kernels.triton.linear import (
+    LinearScratch,
+    linear,
+    linear_add_norm,
+    make_scratch,
+    takes_squares,
+)
+from phonograph.kernels.triton.span import SpanWeights, run_span
+from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes, choose_span, make_plan
+
+EPS = 1e-6
+QWEN3_600M = SpanSizes(attended=2048, hidden=1024, intermediate=3072, qkv=4096)
+ODD = SpanSizes(attended=70, hidden=45, intermediate=52, qkv=77)
+"""No multiple of any tile; rows at odd addresses."""
+LONG = ODD._replace(intermediate=400)
+"""Of 16 rows more steps of the down product than are on their way together."""
+SMALL = {1: ProductConfig(8, 64, 2), 2: ProductConfig(16, 32, 1), 3: ProductConfig(32, 64, 1)}
+
+
+def small_config(rows: int, *, tiles: tuple[int, int, int, int], ahead: int, early: bool) -> SpanConfig:
+    return SpanConfig(rows, 1, ahead, ahead, early, *(SMALL[tile] for tile in tiles))
+
+
+def real_config(rows: int, *, early: bool, before: int = 64, ahead: int = 128) -> SpanConfig:
+    rows, long = 8 if rows <= 8 else 16, ProductConfig(8, 1024, 4)
+    pairs = ProductConfig(8, 1024, 2 if rows == 8 else 1)
+    return SpanConfig(rows, 8, before, ahead, early, long, pairs, long, ProductConfig(32, 1024, 1))
+
+
+class Layer:
+    """A layer's weights and rows, the rows inside larger poisoned tensors, so that stray writes show."""
+
+    def __init__(
+        self, rows: int, sizes: SpanSizes, dtype: torch.dtype, device: torch.device, *, bias: bool, seed: int = 0
+    ) -> None:
+        attended, hidden, intermediate, qkv = sizes
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+        def product(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return random(outputs, inputs) / inputs**0.5, random(outputs) if bias else None
+
+        def poisoned(width: int) -> torch.Tensor:
+            return torch.full((rows + 2, width + 16), float("nan"), dtype=dtype, device=device)
+
+        self.dtype = dtype
+        self.weights = SpanWeights(
+            *product(hidden, attended),
+            random(hidden) * 0.1 + 1,
+            *product(2 * intermediate, hidden),
+            *product(hidden, intermediate),
+            random(hidden) * 0.1 + 1,
+            *product(qkv, hidden),
+        )
+        self.attended, self.residual = random(rows, attended), random(rows, hidden)
+        self._around = {"hidden": poisoned(hidden), "inner": poisoned(intermediate), "qkv": poisoned(qkv)}
+        self.normed = torch.full_like(self.residual, float("nan"))
+        self.hidden, self.inner, self.qkv = (one[1:-1, 8:-8] for one in self._around.values())
+        self.hidden.copy_(self.residual)
+
+    def run(
+        self,
+        config: SpanConfig,
+        scratch: LinearScratch,
+        num_programs: int | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        weights = self.weights
+        if last:
+            weights = weights._replace(next_norm_E=None, qkv_FE=None, qkv_bias_F=None)
+        rows = self.attended, self.hidden, self.normed, self.inner, self.qkv
+        run_span(weights, *rows, EPS, scratch=scratch, config=config, num_programs=num_programs)
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        weights = [one.double() if one is not None else None for one in self.weights]
+        output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, next_norm, qkv, qkv_bias = weights
+        assert output is not None and gate_up is not None and down is not None and qkv is not None
+        width = (self.residual.shape[1],)
+        hidden = self.residual.double() + functional.linear(self.attended.double(), output, output_bias)
+        normed = functional.rms_norm(hidden, width, mlp_norm, EPS)
+        gate, up = functional.linear(normed, gate_up, gate_up_bias).chunk(2, -1)
+        inner = functional.silu(gate) * up
+        hidden = hidden + functional.linear(inner, down, down_bias)
+        normed = functional.rms_norm(hidden, width, next_norm, EPS)
+        return {"inner": inner, "hidden": hidden, "qkv": functional.linear(normed, qkv, qkv_bias)}
+
+    def check(self, *, last: bool = False) -> None:
+        limit = 1e-2 if self.dtype is torch.bfloat16 else 2e-3
+        for name, wanted in self.reference().items():
+            got = getattr(self, name).double()
+            if name == "qkv" and last:
+                assert got.isnan().all()
+                continue
+            assert (got - wanted).norm() <= limit * wanted.norm(), name
+            assert torch.allclose(got, wanted, rtol=0.05, atol=6 * limit), name
+            outside = self._around[name].clone()
+            outside[1:-1, 8:-8] = float("nan")
+            assert outside.isnan().all(), name
+
+
+def poisoned_scratch(device: torch.device) -> LinearScratch:
+    scratch = make_scratch(device)
+    scratch.squares.fill_(float("nan"))
+    return scratch
+
+
+def check_small(
+    rows: int,
+    sizes: SpanSizes,
+    tiles: tuple[int, int, int, int],
+    ahead: int,
+    early: bool,
+    bias: bool,
+    device: torch.device,
+    num_programs: int = 1,
+) -> None:
+    scratch = poisoned_scratch(device)
+    config = small_config(8 if rows <= 8 else 16, tiles=tiles, ahead=ahead, early=early)
+    for last in (False, True, False):  # the next finds what the one before left in the scratch
+        layer = Layer(rows, sizes, torch.float16, device, bias=bias, seed=rows)
+        layer.run(config, scratch, num_programs, last=last)
+        layer.check(last=last)
+        assert not scratch.barrier.any()
+
+
+CASES = [
+    (2, ODD, (1, 1, 1, 1), 64, True, False),
+    (5, ODD, (1, 2, 1, 3), 0, False, True),
+    (8, ODD, (3, 1, 2, 1), 256, True, True),
+    (9, ODD, (1, 1, 1, 3), 100, False, True),
+    (16, LONG, (2, 3, 3, 2), 32, True, False),
+]
+"""rows, sizes, tiles, registers ahead, early, bias"""
+
+
+@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "early", "bias"), CASES)
+def test_one_program_does_everything(
+    rows: int,
+    sizes: SpanSizes,
+    tiles: tuple[int, int, int, int],
+    ahead: int,
+    early: bool,
+    bias: bool,
+    device: torch.device,
+) -> None:
+    """As the interpreter has it: programs that wait for one another must run together."""
+    check_small(rows, sizes, tiles, ahead, early, bias, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [3, 64])
+@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "early", "bias"), CASES)
+def test_programs_meet(
+    rows: int,
+    sizes: SpanSizes,
+    tiles: tuple[int, int, int, int],
+    ahead: int,
+    early: bool,
+    bias: bool,
+    num_programs: int,
+    device: torch.device,
+) -> None:
+    """Most of 64 have nothing to do but to meet."""
+    check_small(rows, sizes, tiles, ahead, early, bias, device, num_programs)
+
+
+def run_one_by_one(layer: Layer, scratch: LinearScratch) -> None:
+    """The same, as `FusedDecoder` does it otherwise."""
+    (output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, next_norm, qkv, qkv_bias) = layer.weights
+    assert next_norm is not None and qkv is not None
+    rows, dtype = len(layer.hidden), layer.dtype
+    defer_mlp, defer_qkv = (takes_squares(rows, *weight.shape, dtype) for weight in (gate_up, qkv))
+    product = layer.attended, output, output_bias, layer.hidden
+    squares = linear_add_norm(*product, mlp_norm, EPS, layer.normed, defer=defer_mlp, scratch=scratch)
+    pairs = torch.empty(rows, len(gate_up), dtype=dtype, device=gate_up.device)
+    linear(layer.normed, gate_up, gate_up_bias, pairs, squares=squares, scratch=scratch)
+    silu_and_mul(pairs, layer.inner)
+    product = layer.inner, down, down_bias, layer.hidden
+    squares = linear_add_norm(*product, next_norm, EPS, layer.normed, defer=defer_qkv, scratch=scratch)
+    linear(layer.normed, qkv, qkv_bias, layer.qkv, squares=squares, scratch=scratch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rows", [2, 5, 8, 11, 16])
+def test_real_sizes(rows: int, early: bool, bias: bool, device: torch.device) -> None:
+    scratch, config = poisoned_scratch(device), real_config(rows, early=early)
+    span_layer, single = (Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=bias) for _ in range(2))
+    span_layer.run(config, scratch)
+    assert not scratch.barrier.any()
+    span_layer.check()
+    run_one_by_one(single, scratch)
+    for name in ("inner", "hidden", "qkv"):
+        got, wanted = getattr(span_layer, name).double(), getattr(single, name).double()
+        assert (got - wanted).norm() <= 1e-2 * wanted.norm(), name
+    last = Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=bias)
+    last.run(config, scratch, last=True)
+    last.check(last=True)
+    assert torch.equal(last.hidden, span_layer.hidden) and not scratch.barrier.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "early"), [(8, False), (8, True), (16, True)])
+def test_launches_in_a_row(rows: int, early: bool, device: torch.device) -> None:
+    """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
+    attention between them; after a pause nothing overlaps."""
+    config, scratch = real_config(rows, early=early), poisoned_scratch(device)
+    layers = [Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=False, seed=seed) for seed in range(4)]
+    layer, weights = layers[0], [one.weights for one in layers]
+    generator = torch.Generator().manual_seed(9)
+    mix = (torch.randn(2048, 4096, generator=generator) / 64).to(torch.bfloat16).to(device)
+    start = layer.attended.clone()
+
+    def chain(pause: bool) -> None:
+        for index in range(200):
+            layer.weights = weights[index % 4]
+            layer.run(config, scratch)
+            if pause:
+                torch.cuda.synchronize()
+            linear(layer.qkv, mix, None, layer.attended, scratch=scratch)
+            if pause:
+                torch.cuda.synchronize()
+
+    def again(run: Callable[[], None]) -> list[torch.Tensor]:
+        layer.attended.copy_(start)
+        layer.hidden.copy_(layer.residual)
+        for one in (layer.normed, layer.inner, layer.qkv, scratch.squares):
+            one.fill_(float("nan"))
+        run()
+        assert not scratch.barrier.any()
+        return [layer.hidden.clone(), layer.inner.clone(), layer.qkv.clone()]
+
+    wanted = again(lambda: chain(pause=True))
+    assert all(one.isfinite().all() for one in wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(pause=False)
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(again(graph.replay), wanted, strict=True))
+
+
+def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_span(8, ODD, torch.bfloat16) is None
+    config = real_config(8, early=True)
+    monkeypatch.setitem(MEASURED, (8, ODD), config)
+    for rows in range(1, 18):
+        assert choose_span(rows, ODD, torch.bfloat16) == (config if 2 <= rows <= 8 else None)
+    assert choose_span(8, ODD, torch.float16) is None and choose_span(8, LONG, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("before", "ahead"), [(0, 0), (16, 64), (64, 128), (128, 96), (1000, 1000)])
+def test_weights_are_asked_for_within_limits(before: int, ahead: int, last: bool) -> None:
+    config = real_config(8, early=True, before=before, ahead=ahead)
+    plan = make_plan(QWEN3_600M, config, 132, last=last)
+    # Registers of a thread: 8, 16, 8 and 32 rows of weights by 1024 columns of two bytes, over 256 threads.
+    pieces = [size for size, count in ((16, 2), (32, 3), (16, 3), (64, 1))[: 3 if last else 4] for _ in range(count)]
+    ends = [end for end, count in ((2, 2), (5, 3), (8, 3), (9, 1)) for _ in range(count)]
+    assert len(plan.until) == len(pieces) + 1 and plan.until[-1] == len(pieces)
+    assert list(plan.until) == sorted(plan.until)
+    for piece, asked in enumerate(plan.until[:-1]):
+        assert asked > piece
+        assert asked <= max(ends[piece], plan.until[0])
+        assert asked == max(piece + 1, plan.until[0]) or sum(pieces[piece:asked]) <= ahead
+    assert plan.until[0] == 1 or sum(pieces[: plan.until[0]]) <= before
