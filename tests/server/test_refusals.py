@@ -136,7 +136,7 @@ def test_every_wrong_field_is_named(server: Server) -> None:
     """In one test, on one connection: the table is long."""
     # json.dumps writes halves of surrogate pairs as escapes, which is how they come over the wire.
     tables = [("/v1/completions", {"prompt": "Hi"}, COMPLETIONS), ("/v1/chat/completions", {"messages": [USER]}, CHATS)]
-    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}) as http:
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=60) as http:
         for path, rest, table in tables:
             for body, param, says in table:
                 error = error_of(http.post(path, content=json.dumps({**rest, **body})))
