@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import test_attention_decode as decode
 import test_attention_prefill as prefill
 import test_cascade as cascade
+import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
@@ -103,6 +104,7 @@ def run_all(device: torch.device) -> None:
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)
+    masked.test_the_kernel_masks_rows_with_a_slot_only(5001, dtype, device)
 
 
 def main() -> int:
