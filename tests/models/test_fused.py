@@ -61,7 +61,9 @@ def compare(model: FusedDecoder, num_tokens: int, config: SpanConfig, device: to
     patch.setattr(fused, "choose_span", lambda *_: config)
     got = run(model, num_tokens, device)
     assert len(calls) == model.spec.num_layers
-    assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+    # Each side rounds the stream of every layer for itself.
+    limit = 2e-2 if model.decoder.dtype == torch.bfloat16 else 1e-2
+    assert (got - wanted).norm() <= limit * wanted.norm()
 
 
 @torch.inference_mode()
