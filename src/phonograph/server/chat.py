@@ -83,7 +83,8 @@ class ChatAnswer:
             self._begun.add(sample.index)
             role = {"role": "assistant", "content": ""}
             found.append({"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None})
-        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        # Tokens without text (half a character, say) show too: whoever counts or times chunks sees each step.
+        content: dict[str, Any] = {"content": delta.text} if delta.text or delta.token_ids else {}
         reader = self._reader(sample)
         if reader is not None:
             content = reader.delta(delta.text, ended=sample.finish_reason is not None)

@@ -62,7 +62,8 @@ class CompletionAnswer:
         self._begun.add(sample.index)
         if self._prompt_only:
             delta = Delta("", [], [])
-        shows = echoed or delta.text or (delta.logprobs and self._body.logprobs is not None)
+        # Tokens without text (half a character, say) show too: whoever counts or times chunks sees each step.
+        shows = echoed or delta.text or delta.token_ids
         if not shows and sample.finish_reason is None:
             return []
         prompt = self._prompt_of(sample)
