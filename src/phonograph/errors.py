@@ -78,3 +78,8 @@ class MemoryLimitError(PhonographError):
 
 class EndpointError(PhonographError):
     """A server that is to be measured is not there, or refuses what a benchmark sends."""
+
+
+def shortened(text: str, limit: int = 100) -> str:
+    """What a user gave, as a message can show it."""
+    return text if len(text) <= limit else f"{text[:limit]}..."

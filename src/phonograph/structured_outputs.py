@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 MAX_CHARACTERS = 200_000
@@ -85,21 +85,17 @@ def _schema(schema: object) -> str:
         try:
             value = json_text.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise RequestError("json", _shortened(schema), f"is no JSON: {error}") from None
+            raise RequestError("json", shortened(schema), f"is no JSON: {error}") from None
     if not isinstance(value, Mapping | bool):
-        raise RequestError("json", _shortened(str(schema)), "must be a JSON schema: an object, or its text")
+        raise RequestError("json", shortened(str(schema)), "must be a JSON schema: an object, or its text")
     try:
         return json_text.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError("json", _shortened(str(type(schema))), f"is no JSON: {error}") from None
+        raise RequestError("json", shortened(str(type(schema))), f"is no JSON: {error}") from None
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     found = tuple(choices) if isinstance(choices, Iterable) and not isinstance(choices, str) else ()
     if not found or not all(isinstance(one, str) and one for one in found):
-        raise RequestError("choice", _shortened(str(choices)), "must be a list of one text or more, none of them empty")
+        raise RequestError("choice", shortened(str(choices)), "must be a list of one text or more, none of them empty")
     return found
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -17,7 +17,7 @@ from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
-from phonograph.graphs.modes import GraphKey, GraphMode
+from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
 from phonograph.runner.slots import most_step_tokens
@@ -106,7 +106,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     replayed = resolution.mode is not GraphMode.NONE
     graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
-    graphs = _graphs(config, resolution.mode, limits, graph_tokens) if replayed else ()
+    # Those there would be, if the KV cache set no limit: it is sized by what they leave.
+    graphs = _capture_list(config, resolution.mode, limits, graph_tokens).largest_first() if replayed else ()
     capabilities = selection.capabilities
     attention_bytes = capabilities.buffer_bytes(attention, device, limits.of_batches, graphs)
     if config.cascade_attention:
@@ -195,11 +196,6 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
             "the other",
         )
     return largest
-
-
-def _graphs(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> tuple[GraphKey, ...]:
-    """Graphs there would be, if the KV cache set no limit: it is sized by what they leave."""
-    return _capture_list(config, mode, limits, graph_tokens).largest_first()
 
 
 def _capture_list(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> CaptureList:

@@ -11,10 +11,12 @@ from typing import Any, cast
 from tokenizers.decoders import DecodeStream
 
 from phonograph.config import EngineConfig
-from phonograph.errors import ModelError, RequestError
+from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.models.folder import DEMO, model_folder
 
 ChatMessage = dict[str, Any]
+_SHOWN = 200
+"""Characters of a prompt, or of messages, that an error shows."""
 _DECODED_BEFORE = 8
 """Tokens of the prompt that are decoded with the first of the output: more than a character ever has."""
 
@@ -86,7 +88,9 @@ class Tokenizer:
         try:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeEncodeError):
-            raise RequestError("prompt", _shortened(text), "is no Unicode text (half of a surrogate pair)") from None
+            raise RequestError(
+                "prompt", shortened(text, _SHOWN), "is no Unicode text (half of a surrogate pair)"
+            ) from None
 
     def encode_chat(
         self,
@@ -151,7 +155,7 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # templates raise what their authors wrote
             problem = f"the chat template refuses them: {error}"
-            raise RequestError("messages", _shortened(str(list(messages))), problem) from error
+            raise RequestError("messages", shortened(str(list(messages)), _SHOWN), problem) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -231,11 +235,6 @@ def _is_generic(folder: Path) -> bool:
         return generic and model["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _shortened(text: str) -> str:
-    """A text as a message can show it."""
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class TokenStream:

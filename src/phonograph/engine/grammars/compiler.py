@@ -17,7 +17,7 @@ import numpy as np
 from phonograph.engine.grammars.schema import narrowed, refusal
 from phonograph.engine.grammars.worker import Done, Job, receive, send
 from phonograph.engine.tokenizer import Tokenizer
-from phonograph.errors import PhonographError, RequestError
+from phonograph.errors import PhonographError, RequestError, shortened
 from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
 from phonograph.structured_outputs import StructuredOutputs
@@ -239,8 +239,3 @@ class _XMatcher:
         self._matcher.fill_next_token_bitmask(bitmask_RW, row)
         if self._within_W is not None:
             bitmask_RW[row] &= self._within_W
-
-
-def shortened(text: str) -> str:
-    """A source as a message can show it."""
-    return text if len(text) <= 100 else f"{text[:100]}..."
