@@ -27,6 +27,7 @@ settings.load_profile("phonograph")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

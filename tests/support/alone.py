@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"windows": ((99, 0),)},
     "softcap": {"softcap": 20.0},
     "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
     "hnd, small blocks": {"layout": KVLayout.HND, "block_size": 16},
     "head size 64": {"head_size": 64, "num_kv_heads": 32},
     "wide groups": {"num_kv_heads": 1},

@@ -93,6 +93,7 @@ def test_the_reference_passes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_our_kernels_pass() -> None:
     report = check_conformance("triton", device="cuda")
     assert report.ok, str(report)

@@ -133,6 +133,8 @@ def prefill_attention(
         launch_pdl=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
+        # A logit must have the same bits in a tile with masks and in one without.
+        enable_fp_fusion=plan.cuts,
     )
     if not plan.cuts:
         return
