@@ -211,23 +211,49 @@ def _add_own(sums, ROWS: tl.constexpr, WARPS: tl.constexpr, EIGHT: tl.constexpr)
 
 
 @triton.jit
+def _add_halves(x):
+    """[n, w] added over w, a power of two.
+
+    `tl.sum` over warps passes its values through shared memory one by one, each read waiting for the write before. A
+    split wants its pair in one thread, so all of w comes to one thread in a single exchange, and the sums of the n lie
+    dealt out over the threads, where `tl.sum` would leave a copy in each warp.
+    """
+    if x.shape[1] > 1:
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        total = _add_halves(left + right)
+    else:
+        total = tl.reshape(x, (x.shape[0],))
+    return total
+
+
+@triton.jit
 def _add_warps(sums, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
     """Of `TILES` (1, 2 or 4) tiles what `_add_own` returned, added over the warps: [rows, outputs], of pairs [rows,
     outputs, 2]. All in one exchange, since each takes its time. Where tiles are missing the last one stands in."""
     last: tl.constexpr = len(sums) - 1
     if TILES == 1:
-        total = tl.sum(sums[0], 0)[None, :, :]
+        total = sums[0]
     elif TILES == 2:
-        total = tl.permute(tl.sum(tl.join(sums[0], sums[last]), 0), (2, 0, 1))
+        total = tl.permute(tl.join(sums[0], sums[last]), (0, 3, 1, 2))
     else:
         pairs = tl.join(sums[0], sums[min(1, last)]), tl.join(sums[min(2, last)], sums[last])
-        total = tl.permute(tl.sum(tl.join(pairs[0], pairs[1]), 0), (3, 2, 0, 1))
-        total = tl.reshape(total, (4, total.shape[2], total.shape[3]))
+        total = tl.permute(tl.join(pairs[0], pairs[1]), (0, 4, 3, 1, 2))
+    warps: tl.constexpr = sums[0].shape[0]
+    total = _add_halves(tl.permute(tl.reshape(total, (warps, total.numel // warps)), (1, 0)))
+    total = tl.reshape(total, (TILES, sums[0].shape[1], sums[0].shape[2]))
     if BLOCK_N == 8 and not PAIRS:
         total = tl.permute(total, (1, 0, 2))
     else:
         total = tl.permute(tl.reshape(total, (TILES, 1 + PAIRS, BLOCK_N, ROWS)), (3, 0, 2, 1))
     return tl.reshape(total, (ROWS, TILES * BLOCK_N, 2) if PAIRS else (ROWS, TILES * BLOCK_N))
+
+
+@triton.jit
+def _add_tiles(squares, WARPS: tl.constexpr):
+    """[tiles, rows] added over the tiles."""
+    if squares.shape[0] >= WARPS:
+        squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
+    return _add_halves(tl.permute(squares, (1, 0)))
 
 
 @triton.jit
@@ -365,7 +391,7 @@ def _run_product(
             tl_cuda.gdc_launch_dependents()
         if not ADD and at == 0:
             # While the input is on its way.
-            factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
+            factor = tl.rsqrt(_add_tiles(squares, WARPS) / K + eps)[:, None]
         if at % steps == 0:
             sums = tl.zeros((batch, 16, 8) if EIGHT else (batch, (1 + PAIRS) * block_n, ROWS), tl.float32)
         sums = _add_products(sums, weights[first_piece + at], xs[at % steps if held == steps else at], batch)
