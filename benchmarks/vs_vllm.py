@@ -23,8 +23,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +37,7 @@ from rich.table import Table
 
 from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.bench_versus import OURS, backend_of, compare, summarise
+from phonograph.evaluation.processes import end_group, gpu_uuid, portable
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.modes import GraphMode
 
@@ -182,7 +181,7 @@ def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, A
         except subprocess.TimeoutExpired:
             problem = f"more than {settings.timeout:g} s"
         # A peer's engine may live in processes of its own, and the next run needs their memory.
-        _end_group(process)
+        end_group(process)
         reader.join(10)
     result = {
         "system": run.system,
@@ -193,7 +192,7 @@ def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, A
         "ok": problem is None,
         "problem": problem,
         "process_start_to_ready": round(stamps[0] - began, 2) if stamps and not run.is_ours else None,
-        "gpu": _gpu(),
+        "gpu": gpu_uuid(),
     }
     record.write_text(json.dumps(result) + "\n")
     return result
@@ -271,30 +270,6 @@ def _follow(process: subprocess.Popen[str], log: Any, stamps: list[float]) -> No
         log.flush()
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kind)
-        except ProcessLookupError:
-            break
-        time.sleep(2)
-    process.wait()
-
-
-def _gpu() -> str | None:
-    """Which GPU this is, to see later that both sides ran on the same one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
-    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
-
-
-def _portable(command: Sequence[str]) -> str:
-    """The command without where things lie on this machine."""
-    return shlex.join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in command)])
-
-
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -311,7 +286,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
     parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
     arguments = parser.parse_args(tokens)
-    origin = {**provenance(), "command": _portable(sys.argv if tokens is None else [sys.argv[0], *tokens])}
+    origin = {
+        **provenance(),
+        "command": portable(["python", *(sys.argv if tokens is None else [sys.argv[0], *tokens])]),
+    }
     settings = Settings(
         model=arguments.model,
         peer_scripts=arguments.peer_scripts,

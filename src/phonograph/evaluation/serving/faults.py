@@ -1,0 +1,230 @@
+"""What a server of ours has to survive, tried on one that runs: clients that leave, a signal, and its engine's death.
+
+Each experiment returns what it saw and, under `problems`, what was not as it has to be; none means that it passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from phonograph.evaluation.processes import ServerProcess, gpu_memory_mib
+from phonograph.evaluation.serving.connection import Recording, Target, exchange
+from phonograph.evaluation.serving.events import read_reply
+
+STEPS_TO_BLOCKS = 2
+"""Steps after an abort in which its blocks have to be back: one may be in flight, and one queued behind it."""
+MOST_LEAVERS = 32
+SHORT_LEN = 200
+WAIT_SECONDS = 60.0
+FREE_MIB = 512
+"""By how much the GPU's memory may differ from what it was before the server, once it is gone."""
+
+Seen = dict[str, Any]
+
+
+async def try_disconnect(target: Target, *, prompt_len: int = 1024, output_len: int = 900) -> Seen:
+    """Many streams are cut at once while one goes on; their blocks have to be back within two steps of the abort.
+
+    The one that stays is shorter at its end than one of the others at its beginning, so that blocks tell them apart.
+    """
+    facts = (await _graphs(target, last=0))["engine"]
+    block_size, count = facts["kv_block_size"], min(MOST_LEAVERS, facts["max_num_seqs"] - 1)
+    stays = asyncio.create_task(_post(target, prompt_len=16, output_len=output_len))
+    leavers = [asyncio.create_task(_post(target, prompt_len=prompt_len, output_len=output_len)) for _ in range(count)]
+    problems: list[str] = []
+    try:
+        await _until(target, lambda found: _decodes(found) == count + 1, problems, "all streams decode")
+        before = await _metrics(target)
+        cut, cut_at = time.perf_counter(), time.time()
+        for leaver in leavers:
+            leaver.cancel()
+        await asyncio.gather(*leavers, return_exceptions=True)
+        bound = -(-(16 + output_len) // block_size)
+        noticed: dict[str, float] | None = None
+        while True:
+            now = await _metrics(target)
+            if noticed is None and now["running"] < before["running"]:
+                noticed = now
+            if now["usage"] * facts["kv_blocks"] <= bound + 0.5:
+                break
+            if time.perf_counter() - cut > WAIT_SECONDS:
+                problems.append(f"after {WAIT_SECONDS:g} s {now['usage'] * facts['kv_blocks']:.0f} blocks are in use")
+                break
+        milliseconds = (time.perf_counter() - cut) * 1e3
+        steps = [step for step in (await _graphs(target, last=256))["steps"] if step["time"] > cut_at]
+        reply = read_reply(await stays, 0.0)
+    finally:
+        for task in (stays, *leavers):
+            task.cancel()
+    after = await _until(target, lambda found: found["engine"]["running"] == 0, problems, "all requests are gone")
+    taken = int(now["steps"] - (noticed or now)["steps"])
+    if taken > STEPS_TO_BLOCKS:
+        problems.append(f"blocks came back {taken} steps after the abort")
+    if reply.error is not None or reply.output_tokens != output_len:
+        problems.append(f"the stream that stayed has {reply.output_tokens} tokens, {reply.error}")
+    if after["engine"]["kv_blocks_used"]:
+        problems.append(f"{after['engine']['kv_blocks_used']} blocks are in use without a request")
+    if now["aborted"] - before["aborted"] != count:
+        problems.append(f"{now['aborted'] - before['aborted']:g} of {count} requests were counted as aborted")
+    return {
+        "streams_cut": count,
+        "blocks_before": round(before["usage"] * facts["kv_blocks"]),
+        "blocks_after": round(now["usage"] * facts["kv_blocks"]),
+        "steps_from_abort_to_blocks": taken,
+        "steps_from_cut_to_blocks_at_most": int(now["steps"] - before["steps"]),
+        "steps_with_cut_streams_after_cut": sum(step["decodes"] > 1 for step in steps),
+        "ms_from_cut_to_blocks": round(milliseconds, 1),
+        "problems": problems,
+    }
+
+
+async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | None) -> Seen:
+    """SIGTERM: what is short ends well, what is new is refused, what is long is told, and the process ends with 0."""
+    longest = await _max_model_len(target)
+    streams = [asyncio.create_task(_post(target, output_len=length)) for length in (SHORT_LEN, longest - 64)]
+    problems: list[str] = []
+    await _until(target, lambda found: _decodes(found) == len(streams), problems, "both streams decode")
+    began = time.perf_counter()
+    server.terminate()
+    statuses: list[int | None] = []
+    while (status := await asyncio.to_thread(server.health)) == 200 and time.perf_counter() - began < 5:
+        await asyncio.sleep(0.01)
+    statuses.append(status)
+    refused = await _post(target, output_len=4)
+    short, long = [read_reply(one, 0.0) for one in await asyncio.gather(*streams)]
+    code = await asyncio.to_thread(server.wait)
+    seconds = time.perf_counter() - began
+    if statuses != [503] or refused.status != 503:
+        problems.append(f"while it drained, /health said {statuses[0]} and a request got {refused.status}")
+    if short.error is not None or short.output_tokens != SHORT_LEN:
+        problems.append(f"the short stream has {short.output_tokens} tokens, {short.error}")
+    if long.error is not None and "shut down" not in long.error:
+        problems.append(f"the long stream ended with: {long.error}")
+    if code != 0:
+        problems.append(f"exit code {code}")
+    freed = await _until_freed(idle_mib, problems)
+    return {
+        "seconds": round(seconds, 2),
+        "exit_code": code,
+        "long_stream": long.error or "complete",
+        **freed,
+        "problems": problems,
+    }
+
+
+async def try_kill(server: ServerProcess, target: Target, *, idle_mib: int | None) -> Seen:
+    """kill -9 of the engine: open requests end with an error, /health says 503, the process ends, memory is free."""
+    length = await _max_model_len(target) - 64
+    streamed = asyncio.create_task(_post(target, output_len=length))
+    whole = asyncio.create_task(_post(target, output_len=length, stream=False))
+    problems: list[str] = []
+    await _until(target, lambda found: _decodes(found) == 2, problems, "both requests decode")
+    used_mib = gpu_memory_mib()
+    engine = _engine_of(server)
+    began = time.perf_counter()
+    engine.send_signal(signal.SIGKILL)
+    recording, answer = await asyncio.gather(streamed, whole)
+    milliseconds = (time.perf_counter() - began) * 1e3
+    health = await asyncio.to_thread(server.health)
+    code = await asyncio.to_thread(server.wait)
+    seconds = time.perf_counter() - began
+    reply = read_reply(recording, 0.0)
+    if reply.error is None or "SIGKILL" not in reply.error:
+        problems.append(f"the stream ended with: {reply.error}")
+    if answer.status != 503:
+        problems.append(f"the request without a stream got {answer.status}: {answer.error}")
+    if health != 503:
+        problems.append(f"/health said {health}")
+    if code in (0, None):
+        problems.append(f"exit code {code}")
+    freed = await _until_freed(idle_mib, problems)
+    return {
+        "ms_to_errors": round(milliseconds, 1),
+        "seconds_to_exit": round(seconds, 2),
+        "exit_code": code,
+        "stream_error": reply.error,
+        "gpu_mib_before": used_mib,
+        **freed,
+        "problems": problems,
+    }
+
+
+async def _post(target: Target, *, prompt_len: int = 16, output_len: int, stream: bool = True) -> Recording:
+    prompt = random.choices(range(100, 500), k=prompt_len)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return await exchange(target, "POST", "/v1/completions", json.dumps(body).encode(), headers={}, timeout=300)
+
+
+async def _get(target: Target, path: str) -> bytes:
+    answer = await exchange(target, "GET", path, b"", headers={}, timeout=30)
+    return answer.body
+
+
+async def _graphs(target: Target, *, last: int) -> dict[str, Any]:
+    return json.loads(await _get(target, f"/v1/graphs?last={last}"))
+
+
+async def _max_model_len(target: Target) -> int:
+    return json.loads(await _get(target, "/v1/models"))["data"][0]["max_model_len"]
+
+
+async def _metrics(target: Target) -> dict[str, float]:
+    """Requests that run, the used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
+    text = (await _get(target, "/metrics")).decode()
+    names = {
+        "running": r"vllm:num_requests_running",
+        "usage": r"vllm:kv_cache_usage_perc",
+        "steps": r"phonograph:steps_total",
+        "aborted": r"vllm:request_success_total(?=\{[^}]*\"abort\")",
+    }
+    return {
+        name: sum(float(value) for value in re.findall(rf"^{pattern}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
+        for name, pattern in names.items()
+    }
+
+
+def _decodes(found: dict[str, Any]) -> int:
+    """Sequences that the latest step decoded."""
+    return found["steps"][-1]["decodes"] if found["steps"] and found["engine"]["running"] else 0
+
+
+async def _until(
+    target: Target, holds: Callable[[dict[str, Any]], bool], problems: list[str], what: str
+) -> dict[str, Any]:
+    """Waits for something about /v1/graphs; that it did not come about is a problem."""
+    until = time.perf_counter() + WAIT_SECONDS
+    while not holds(found := await _graphs(target, last=1)):
+        if time.perf_counter() > until:
+            problems.append(f"waited {WAIT_SECONDS:g} s in vain until {what}")
+            break
+        await asyncio.sleep(0.005)
+    return found
+
+
+def _engine_of(server: ServerProcess) -> psutil.Process:
+    """The child that has torch loaded, and so by far the most memory of all."""
+    return max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
+
+
+async def _until_freed(idle_mib: int | None, problems: list[str]) -> Seen:
+    """How long the GPU's memory takes to be as it was before the server; nothing to see without a GPU."""
+    if idle_mib is None:
+        return {}
+    began = time.perf_counter()
+    while (used := await asyncio.to_thread(gpu_memory_mib) or 0) > idle_mib + FREE_MIB:
+        if time.perf_counter() - began > WAIT_SECONDS:
+            problems.append(f"{used} MiB of the GPU are in use, {idle_mib} before the server")
+            break
+        await asyncio.sleep(0.2)
+    return {"gpu_mib_after": used, "seconds_to_free": round(time.perf_counter() - began, 2)}
