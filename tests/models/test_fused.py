@@ -36,7 +36,6 @@ def make_fused(spec: ModelSpec, device: torch.device, monkeypatch: pytest.Monkey
     for weight in decoder.parameters:
         drawn = torch.randn(weight.shape, generator=generator)
         weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.1 + 1)
-    monkeypatch.setattr(fused, "has_span", lambda sizes: True)
     return FusedDecoder(decoder, max_num_tokens=16, max_num_logits=2, max_positions=64)
 
 

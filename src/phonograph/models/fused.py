@@ -30,8 +30,7 @@ from phonograph.kernels.triton.linear import (
     takes_squares,
 )
 from phonograph.kernels.triton.span import SpanWeights, run_span
-from phonograph.kernels.triton.span_mail import Mail, make_mail
-from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span, has_span
+from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span
 from phonograph.models.decoder import Decoder, DecoderLayer
 from phonograph.models.workspace import Workspace
 
@@ -65,13 +64,8 @@ class FusedDecoder:
         space = self.workspace
         widths = (one.shape[1] for one in (space.attention_TF, space.hidden_TE, space.inner_TI, space.qkv_TF))
         self.span_sizes = SpanSizes(*widths)
-        self._spans: list[SpanWeights] = []
-        self._mail: Mail | None = None
-        if has_span(self.span_sizes) and not batch_invariant:
-            following = [*decoder.layers[1:], None]
-            self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
-            _, hidden, intermediate, _ = self.span_sizes
-            self._mail = make_mail(len(self._spans), hidden, intermediate, decoder.dtype, decoder.device)
+        following = [*decoder.layers[1:], None]
+        self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
 
     def forward(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
         """The residual stream [T, E] after the last layer, before the final norm, in the workspace."""
@@ -112,13 +106,13 @@ class FusedDecoder:
     def _few(self, input_ids_T: torch.Tensor, attention: FusedAttention, config: SpanConfig) -> torch.Tensor:
         space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
         hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
-        attended, first, mail = space.attention_TF[:rows], decoder.layers[0], self._mail
-        assert mail is not None
+        attended, inner = space.attention_TF[:rows], space.inner_TI[:rows]
+        scratch, first = self._scratch, decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
-        linear(normed, first.qkv.t(), first.qkv_bias, qkv, scratch=self._scratch)
+        linear(normed, first.qkv.t(), first.qkv_bias, qkv, scratch=scratch)
         for index, weights in enumerate(self._spans):
             attention(index, qkv, attended)
-            run_span(weights, attended, hidden, qkv, eps, mail=mail, layer=index, config=config)
+            run_span(weights, attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
         return hidden
 
     def _many(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:

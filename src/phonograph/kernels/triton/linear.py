@@ -56,12 +56,14 @@ class LinearConfig(NamedTuple):
 
 
 class LinearScratch(NamedTuple):
-    """Where programs that share a tile leave partial sums and count who has arrived, and where sums of squares lie.
-    Products that share it must follow one another on one stream; counters are zero between them."""
+    """Where programs that share a tile leave partial sums and count who has arrived, where sums of squares lie, and the
+    counter at which all programs of a `span` meet. Products that share it must follow one another on one stream;
+    counters are zero between them."""
 
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
+    barrier: torch.Tensor
 
 
 class RowSquares(NamedTuple):
@@ -81,6 +83,7 @@ def make_scratch(device: torch.device) -> LinearScratch:
         torch.zeros(_MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
         torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
     )
 
 

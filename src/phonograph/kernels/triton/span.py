@@ -3,13 +3,18 @@
 The attention's output goes through four products: O, added into the residual stream; gate and up, with the activation;
 down, added; the next layer's QKV. In a small model each is over before memory has got going: an H200 reads a layer's
 weights in a third of the time that four launches take, each of which drains, starts, asks for its input and adds its
-parts. Here the programs stay, one a multiprocessor, and pass rows to one another (`span_mail`). While a program waits
-for them, the weights of its next product are on their way into its registers.
+parts. Here the programs stay, one a multiprocessor, and meet at a barrier after each product. While a program waits
+there, the weights of its next product are on their way into its registers.
 
-Whoever waits keeps its multiprocessor, so all programs must be on the device at once, and they are: a multiprocessor
-has room for one when the kernels before have left it, which they do without waiting for this one; and the kernel behind
-starts only when all programs of this one have begun, since each lets it start with its first instruction. What must not
-be is two such kernels on two streams at a time.
+Whoever waits at a barrier keeps its multiprocessor, so all programs must be on the device at once, and they are: a
+multiprocessor has room for one when the kernels before have left it, which they do without waiting for this one; and
+the kernel behind starts only when all programs of this one have begun, since each lets it start with its first
+instruction. What must not be is two such kernels on two streams at a time.
+
+The barrier's counter is zero when a launch begins and when it has ended. Arrivals at a barrier add up to 2^31, so the
+last one turns the counter's sign and leaves the other bits zero. Nothing has to be reset, and where the number of
+barriers is odd, a last arrival that no one waits for turns the sign back. What was written before a barrier is read
+past the L1 cache behind it.
 
 Within a product:
 - A program sums over all inputs of its few outputs, so that nothing is added over programs. Its inputs are dealt to its
@@ -38,8 +43,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.span_mail import Mail, arrival, arrive, clear, seen_rows, seen_words, wait
 from phonograph.kernels.triton.span_plan import (
     SpanConfig,
     SpanSizes,
@@ -71,32 +76,31 @@ def run_span(
     weights: SpanWeights,
     attended_MQ: torch.Tensor,
     hidden_ME: torch.Tensor,
+    normed_ME: torch.Tensor,
+    inner_MI: torch.Tensor,
     qkv_MF: torch.Tensor,
     eps: float,
     *,
-    mail: Mail,
-    layer: int,
+    scratch: LinearScratch,
     config: SpanConfig,
     num_programs: int | None = None,
 ) -> None:
     """hidden += O(attended); inner = silu(gate) * up of its norm; hidden += down(inner); qkv = QKV of its next norm.
 
-    `qkv` is left alone after the last layer. mail: of as many layers as the model has, which follow one another, the
-    first after the last; `layer` counts them. num_programs: by default, and at most, one for each multiprocessor.
+    `normed` is for norms on their way; `qkv` is left alone after the last layer. `qkv` and `attended` may overlap
+    `inner`. num_programs: by default, and at most, one for each multiprocessor.
     """
+    rows = (attended_MQ, hidden_ME, normed_ME, inner_MI, qkv_MF)
     matrices = [weights.output_EQ, weights.gate_up_2IE, weights.down_EI]
     if weights.qkv_FE is not None:
         matrices.append(weights.qkv_FE)
     processors = _num_processors(hidden_ME.device)
     num_programs = num_programs or processors
     assert num_programs <= processors, "programs that wait for one another must all be on the device"
-    room, before = mail.rooms[layer % len(mail.rooms)], mail.rooms[layer % len(mail.rooms) - 1]
-    # In the order in which they are written, with what the products take first.
-    rows = (attended_MQ, hidden_ME, room.mlp_normed, room.inner, room.next_normed, qkv_MF)
-    sizes = SpanSizes(attended_MQ.shape[1], hidden_ME.shape[1], mail.intermediate, qkv_MF.shape[1])
+    sizes = SpanSizes(*(one.shape[1] for one in (attended_MQ, hidden_ME, inner_MI, qkv_MF)))
     plan = make_plan(sizes, config, num_programs, last=weights.qkv_FE is None)
-    assert len(hidden_ME) <= config.rows <= mail.most_rows and mail.hidden == sizes.hidden
-    assert all(one.stride(1) == 1 for one in (*matrices, *rows))
+    assert len(hidden_ME) <= config.rows and all(one.stride(1) == 1 for one in (*matrices, *rows))
+    assert max(plan.products[0].tiles, plan.products[2].tiles) * config.rows <= scratch.squares.numel()
     pdl = pdl_usable()
     _span_kernel[(num_programs,)](
         rows,
@@ -105,12 +109,10 @@ def run_span(
         tuple(one.stride(0) for one in matrices),
         (weights.output_bias_E, weights.gate_up_bias_2I, weights.down_bias_E, weights.qkv_bias_F),
         (weights.mlp_norm_E, weights.next_norm_E),
-        (room.mlp_squares, room.next_squares),
-        before.words,
-        mail.counter,
+        scratch.squares,
+        scratch.barrier,
         len(hidden_ME),
         eps,
-        WORDS=before.words.numel(),
         PLAN=plan,
         PDL=pdl,
         launch_pdl=pdl,
@@ -142,13 +144,6 @@ def _read(row_ptrs, valid_rows, start: tl.constexpr, K: tl.constexpr, BLOCK_K: t
     if start + BLOCK_K > K:
         mask = mask & (column < K)[None, :, None, :]
     return tl.load(row_ptrs[:, None, :, None] + column[None, :, None, :], mask, other=0.0, cache_modifier=CACHE)
-
-
-@triton.jit
-def _offsets(row, stride, start: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of each value that `_read` returns, where the eight begin that a thread read with it."""
-    column = start + tl.arange(0, BLOCK_K // 32)[:, None] * 32 + tl.arange(0, 32)[None, :] // 8 * 8
-    return (row * stride)[:, None, :, None] + column[None, :, None, :]
 
 
 @triton.jit
@@ -262,6 +257,49 @@ def _add_tiles(squares, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _arrive(barrier_ptr, PROGRAMS: tl.constexpr):
+    """Lets the others know that all that the program has written is there."""
+    tl.debug_barrier()
+    tl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
+
+
+@triton.jit
+def _arrival(PROGRAMS: tl.constexpr):
+    """2^31 in all."""
+    return tl.where(tl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
+
+
+@triton.jit
+def _wait(barrier_ptr, TURNED: tl.constexpr):
+    """Waits until the counter's sign is set (or is not). One thread asks; what it saw holds for all behind the
+    program's own barrier."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %wait;
+        .reg .s32 %now;
+        mov.u32 %now, %tid.x;
+        setp.ne.s32 %wait, %now, 0;
+        @%wait bra all_arrived;
+        ask_again:
+        ld.acquire.gpu.global.s32 %now, [$1];
+        xor.b32 %now, %now, $2;
+        setp.ge.s32 %wait, %now, 0;
+        @%wait bra ask_again;
+        all_arrived:
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [barrier_ptr, 0 if TURNED else -1],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+
+
+@triton.jit
 def _run_product(
     weights,
     row_ptrs,
@@ -270,24 +308,20 @@ def _run_product(
     weight_strides,
     bias_ptrs,
     norm_ptrs,
-    square_ptrs,
-    old_ptr,
-    counter_ptr,
+    squares_ptr,
+    barrier_ptr,
     M,
     eps,
-    WORDS: tl.constexpr,
     PLAN: tl.constexpr,
     PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Waits for its input, multiplies, and passes on what it makes; returns `weights` with the next ones."""
+    """Waits for its input, multiplies, and arrives at the barrier behind it; returns `weights` with the next ones."""
     # O and down add to the residual stream and leave a norm, gate-up (in pairs) and QKV take one.
     ADD: tl.constexpr = PRODUCT % 2 == 0
     PAIRS: tl.constexpr = PRODUCT == 1
-    SOURCE: tl.constexpr = 0 if PRODUCT == 0 else PRODUCT + 1
-    TARGET: tl.constexpr = 1 if PRODUCT % 2 == 0 else PRODUCT + 2
-    # Where the norm goes to or comes from.
-    squares_ptr = square_ptrs[PRODUCT // 2]
+    SOURCE: tl.constexpr = 2 if PRODUCT % 2 == 1 else 3 * PRODUCT // 2
+    TARGET: tl.constexpr = 1 if PRODUCT % 2 == 0 else 2 + (PRODUCT + 1) // 2
     N: tl.constexpr = product_value(PLAN, PRODUCT, "outputs")
     K: tl.constexpr = product_value(PLAN, PRODUCT, "inputs")
     block_n: tl.constexpr = product_value(PLAN, PRODUCT, "block_n")
@@ -301,6 +335,7 @@ def _run_product(
     ROWS: tl.constexpr = plan_value(PLAN, "rows")
     WARPS: tl.constexpr = plan_value(PLAN, "num_warps")
     PROGRAMS: tl.constexpr = plan_value(PLAN, "num_programs")
+    EARLY: tl.constexpr = plan_value(PLAN, "early")
     EIGHT: tl.constexpr = block_n == 8 and not PAIRS
     # Tiles whose sums are added together at the end.
     GROUP: tl.constexpr = min(4, triton.next_power_of_2(rounds))
@@ -329,15 +364,14 @@ def _run_product(
     if PRODUCT == 0:
         if PDL:
             tl_cuda.gdc_wait()
-        clear(old_ptr, WORDS, PROGRAMS)
-    elif PROGRAMS > 1 and plan_value(PLAN, "counted"):
-        wait(counter_ptr, PRODUCT % 2 == 1)
+    elif PROGRAMS > 1:
+        _wait(barrier_ptr, PRODUCT % 2 == 1)
 
     if not ADD:
         square_tiles: tl.constexpr = product_value(PLAN, PRODUCT - 1, "tiles")
         square_tile = tl.arange(0, triton.next_power_of_2(square_tiles))[:, None]
-        square_at = squares_ptr + square_tile * ROWS + m[None, :]
-        squares = tl.load(square_at, square_tile < square_tiles, other=0.0, cache_modifier=".cg")
+        square_ptrs = squares_ptr + square_tile * ROWS + m[None, :]
+        squares = tl.load(square_ptrs, square_tile < square_tiles, other=0.0, cache_modifier=".cg")
     residuals = ()
     if ADD:
         for group in tl.static_range(groups):
@@ -357,17 +391,10 @@ def _run_product(
             tl_cuda.gdc_launch_dependents()
         if not ADD and at == 0:
             # While the input is on its way.
-            if PROGRAMS > 1:
-                squares = seen_words(squares, square_at)
             factor = tl.rsqrt(_add_tiles(squares, WARPS) / K + eps)[:, None]
         if at % steps == 0:
             sums = tl.zeros((batch, 16, 8) if EIGHT else (batch, (1 + PAIRS) * block_n, ROWS), tl.float32)
-        x = xs[at % steps if held == steps else at]
-        if PRODUCT > 0 and PROGRAMS > 1 and (at < steps or held < steps):
-            x = seen_rows(x, row_ptrs[SOURCE], _offsets(x_row, row_strides[SOURCE], at % steps * block_k, block_k))
-            if held == steps:
-                xs = xs[:at] + (x,) + xs[at + 1 :]
-        sums = _add_products(sums, weights[first_piece + at], x, batch)
+        sums = _add_products(sums, weights[first_piece + at], xs[at % steps if held == steps else at], batch)
         if held < steps and at + held < pieces:
             xs += (_read(x_ptrs, x_row < M, (at + held) % steps * block_k, K, block_k, ".cg"),)
         if at + 1 < pieces:
@@ -377,6 +404,8 @@ def _run_product(
 
     for group in tl.static_range(groups):
         result = _add_warps(tile_sums[group * GROUP : (group + 1) * GROUP], GROUP, ROWS, block_n, PAIRS)
+        if EARLY and group == 0:
+            weights = _ask(weights, weight_ptrs, weight_strides, PLAN, asked_until(PLAN, first_piece + pieces))
         if PAIRS:
             result, up = tl.split(result)
         if not ADD:
@@ -400,12 +429,11 @@ def _run_product(
             new_squares = tl.sum(tl.reshape(value * value, (ROWS, GROUP, block_n)), 2)
             tl.store(squares_ptr + tile[None, :] * ROWS + m[:, None], new_squares, (tile < end)[None, :])
             value *= norms[group].to(tl.float32)[None, :]
-            NORMED: tl.constexpr = PRODUCT + 2
-            normed_ptrs = row_ptrs[NORMED] + m[:, None] * row_strides[NORMED] + n[None, :] + group * GROUP * block_n
-            tl.store(normed_ptrs, value.to(row_ptrs[NORMED].dtype.element_ty), mask)
+            normed_ptrs = row_ptrs[2] + m.to(tl.int64)[:, None] * row_strides[2] + n[None, :] + group * GROUP * block_n
+            tl.store(normed_ptrs, value.to(row_ptrs[2].dtype.element_ty), mask)
 
-    if PROGRAMS > 1 and plan_value(PLAN, "counted") and num_products(PLAN) > PRODUCT + 1:
-        arrive(counter_ptr, PROGRAMS)
+    if PROGRAMS > 1 and num_products(PLAN) > PRODUCT + 1:
+        _arrive(barrier_ptr, PROGRAMS)
     return _ask(weights, weight_ptrs, weight_strides, PLAN, asked_until(PLAN, first_piece + pieces))
 
 
@@ -417,16 +445,14 @@ def _span_kernel(
     weight_strides,
     bias_ptrs,
     norm_ptrs,
-    square_ptrs,
-    old_ptr,
-    counter_ptr,
+    squares_ptr,
+    barrier_ptr,
     M,
     eps,
-    WORDS: tl.constexpr,
     PLAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """row_ptrs: attended, hidden, normed for gate and up, inner, normed for QKV, qkv; weight_ptrs: of the products."""
+    """row_ptrs: attended, hidden, normed, inner, qkv; weight_ptrs: of O, gate and up, down, QKV."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Constants of the model: asked for before the wait.
@@ -440,16 +466,14 @@ def _span_kernel(
             weight_strides,
             bias_ptrs,
             norm_ptrs,
-            square_ptrs,
-            old_ptr,
-            counter_ptr,
+            squares_ptr,
+            barrier_ptr,
             M,
             eps,
-            WORDS,
             PLAN,
             product,
             PDL,
         )
-    if plan_value(PLAN, "num_programs") > 1 and plan_value(PLAN, "counted") and num_products(PLAN) == 4:
+    if plan_value(PLAN, "num_programs") > 1 and num_products(PLAN) == 4:
         # An odd number of turns so far. No one waits for this one.
-        tl.atomic_add(counter_ptr, arrival(plan_value(PLAN, "num_programs")), sem="relaxed", scope="gpu")
+        tl.atomic_add(barrier_ptr, _arrival(plan_value(PLAN, "num_programs")), sem="relaxed", scope="gpu")

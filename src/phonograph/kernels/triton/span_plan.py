@@ -39,14 +39,15 @@ class SpanConfig(NamedTuple):
     before: how many registers' worth of weights a thread asks for before the kernel before has ended, at least a
     step's; they may reach into the second product.
     ahead: how many are on their way later, of the next product at most.
-    counted: a program reads its input when all have counted themselves, not at once and then over and over.
+    early: they are asked for when a product's own are used up, not after the arrival at the barrier behind it. That is
+    sooner, but the arrival, which makes sure that all before it is done, may have to wait for them.
     """
 
     rows: int
     num_warps: int
     before: int
     ahead: int
-    counted: bool
+    early: bool
     output: ProductConfig
     gate_up: ProductConfig
     down: ProductConfig
@@ -62,17 +63,7 @@ class SpanSizes(NamedTuple):
     qkv: int
 
 
-_QWEN3_600M = SpanSizes(attended=2048, hidden=1024, intermediate=3072, qkv=4096)
-MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {
-    (8, _QWEN3_600M): SpanConfig(
-        8, 8, 64, 128, True, ProductConfig(8, 2048, 4), ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 4),
-        ProductConfig(32, 1024, 1),
-    ),
-    (16, _QWEN3_600M): SpanConfig(
-        16, 8, 64, 128, True, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
-        ProductConfig(32, 512, 1),
-    ),
-}  # fmt: skip
+MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {}
 """What was measured to be faster than a launch for each product, by rows class and sizes."""
 
 
@@ -85,11 +76,6 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return None
     return MEASURED.get((rows_class(num_rows), sizes))
-
-
-def has_span(sizes: SpanSizes) -> bool:
-    """Whether `choose_span` ever has one for them."""
-    return any(measured == sizes for _, measured in MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +107,7 @@ class SpanPlan:
     rows: int
     num_warps: int
     num_programs: int
-    counted: bool
+    early: bool
 
 
 @functools.cache
@@ -129,8 +115,6 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
     """last: no layer follows, so there is no QKV."""
     attended, hidden, intermediate, qkv = sizes
     shapes = [(hidden, attended), (intermediate, hidden), (hidden, intermediate), (qkv, hidden)][: 3 if last else 4]
-    # What down adds to must be what the same program's O left.
-    assert config.output.block_n == config.down.block_n, config
     threads = 32 * config.num_warps
     products: list[Product] = []
     registers: list[int] = []
@@ -154,7 +138,7 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
                 asked += 1
             until.append(max(asked, until[-1] if until else 0))
     until.append(len(registers))
-    return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs, config.counted)
+    return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs, config.early)
 
 
 @triton.constexpr_function
