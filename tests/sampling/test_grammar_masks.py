@@ -79,11 +79,11 @@ def test_a_row_beside_one_with_a_grammar_draws_what_it_draws_alone() -> None:
 def test_a_preempted_request_goes_on_where_it_was_and_a_slot_forgets() -> None:
     sampler, logits = make(), torch.zeros(1, VOCAB)
     sampler.load(1, SamplingParams(temperature=0), [1], [7, 8], [END], 0, InTurn([7], [8], [9], [10]))
-    assert sampler.needs_logits(np.array([0, 1]), np.array([0, 0])).tolist() == [False, True]
+    assert sampler.grammars.constrained[:2].tolist() == [False, True] and sampler.grammars.in_use
     assert sampler.sample(logits, [1], [2]).token_ids == [9]
     sampler.clear(1)
     sampler.load(1, SamplingParams(temperature=0), [1], [], [END], 0)
-    assert sampler.sample(logits, [1], [0]).token_ids == [0]
+    assert sampler.sample(logits, [1], [0]).token_ids == [0] and not sampler.grammars.in_use
 
 
 def test_logprobs_are_those_of_the_model() -> None:
