@@ -1,9 +1,10 @@
 """Runs scheduled batches on a GPU, one step ahead of the host: a step is written, replayed, and read one step later.
 
 `submit` sends one pinned buffer and replays one graph; nothing in it waits for the device. The sampled tokens feed the
-next step where they are, and reach the host through a pinned buffer and an event. Two kinds of rows make `submit` wait,
-of their steps only. Those with a grammar need the tokens of the step before for their masks, while the device is in this
-step. Those that a kernel cannot sample (penalties, bias, min_tokens, log-probabilities) need this step's logits.
+next step where they are, and reach the host through a pinned buffer and an event. Two kinds of rows make `submit` wait
+for the device, and only in steps that have them. Masks of rows with a grammar need the tokens of the step before, and
+are filled while the device is in this one. Rows that no kernel can sample (penalties, bias, min_tokens,
+log-probabilities) need this step's logits.
 """
 
 from __future__ import annotations

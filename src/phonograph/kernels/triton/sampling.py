@@ -103,7 +103,7 @@ def sample(
         draw_keys_N: int64, from `phonograph.kernels.sampling.draw_keys`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
-        rows_G: int32; the rows to choose for, each once, below 0 for none: all others stay as they are, their tokens too
+        rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are
         batch_invariant: a row is cut into as many parts as with the most rows there can be, whose sums top-p goes by
     """
     num_rows, vocab_size = logits_NV.shape

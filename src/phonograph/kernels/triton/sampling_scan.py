@@ -104,7 +104,7 @@ def scan_kernel(
     min_p = tl.load(min_p_ptr + row)
     draw_key = tl.load(draw_keys_ptr + row)
     if slot < 0:
-        if not LISTED_ROWS:
+        if not LISTED_ROWS:  # noqa: SIM102 - the compiler's, not the program's
             if part == 0:
                 tl.store(tokens_ptr + row, -2)
         return
