@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -95,17 +95,25 @@ def capture(monkeypatch: pytest.MonkeyPatch, failures: dict[GraphKey, int]) -> l
     runner.dispatcher = SimpleNamespace(captures=SimpleNamespace(largest_first=lambda: KEYS))
     runner.runtime = SimpleNamespace(memory_bytes=7)
     runner._graphs = SimpleNamespace(capture=graphs)
+    runner.runtime.scope = nullcontext
+    runner._masked = SimpleNamespace(
+        sizes=(1, 2),
+        run=lambda size: done.append(("dry masks" if dry else "run masks", size)),
+        capture=lambda runtime: done.append(("capture masks", 0)) or 2,
+    )
     seen: list[int] = []
     report = runner.capture(lambda number, total, key: seen.append(key.num_tokens))
-    assert (report.num_graphs, report.memory_bytes) == (len(KEYS), 7)
+    assert (report.num_graphs, report.memory_bytes) == (len(KEYS) + 2, 7)
     assert seen == [key.num_tokens for key in KEYS]
+    assert done.pop() == ("capture masks", 0)
     return done
 
 
 def test_kernels_are_loaded_and_only_broken_graphs_run_before_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     dry = [("dry", key.num_tokens) for key in KEYS]
     captures = [("capture", 64), ("run", 32), ("capture", 32), ("capture", 24), ("capture", 2)]
-    assert capture(monkeypatch, {}) == [*dry, ("load", 0), *captures]
+    masks = [("dry masks", size) for size in (1, 2)]
+    assert capture(monkeypatch, {}) == [*dry, *masks, ("load", 0), *captures]
 
 
 def test_a_refused_capture_is_repeated_once_after_an_eager_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The kernel that masks logits, and masked sampling as a graph would hold it, against the host's sampler."""
+"""The kernel that masks logits, and the sampling of some rows behind it, against the host's sampler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from phonograph.kernels.sampling import mask_tokens
 from phonograph.kernels.triton.bitmask import mask_logits
-from phonograph.kernels.triton.sampling import make_sample_scratch
-from phonograph.runner.masked_sampling import MaskedSampling, RowParameters
+from phonograph.kernels.triton.sampling import make_sample_scratch, sample
 from phonograph.runner.sampler import Sampler
 from phonograph.sampling_params import SamplingParams
 
@@ -41,19 +40,25 @@ def words_for(rows: int, vocab: int) -> np.ndarray:
 
 @pytest.mark.parametrize("vocab", [1, 31, 33, 2048, 5001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_masks_rows_with_a_slot_only(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    around = torch.randn(4, vocab + 9, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+def test_the_kernel_masks_the_rows_listed_only(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    around = torch.randn(5, vocab + 9, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     words = torch.from_numpy(words_for(4, vocab)).to(device)
-    slots = torch.tensor([3, -1, 0, -1], dtype=torch.int32, device=device)
+    rows = torch.tensor([3, -1, 1, -1], dtype=torch.int32, device=device)
     expected = around.clone()
-    expected[:, :vocab] = torch.where(slots[:, None] >= 0, mask_tokens(around[:, :vocab], words), around[:, :vocab])
-    mask_logits(around[:, :vocab], slots, words)
+    for entry, row in ((0, 3), (2, 1)):
+        expected[row, :vocab] = mask_tokens(around[row : row + 1, :vocab], words[entry : entry + 1])[0]
+    mask_logits(around[:, :vocab], rows, words)
     assert torch.equal(around, expected)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 5}])
-def test_tokens_are_those_of_the_host(settings: dict[str, Any], device: torch.device) -> None:
-    rows, vocab, ruled = 5, 700, [1, 2, 4]
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 5}, {"top_p": 0.8}]
+)
+def test_rows_listed_get_the_tokens_of_the_host(
+    settings: dict[str, Any], batch_invariant: bool, device: torch.device
+) -> None:
+    rows, vocab, ruled = 5, 2700, [4, 1, 2]
     slots = [rows - row for row in range(rows)]
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(device)
     words = words_for(rows, vocab)
@@ -62,20 +67,34 @@ def test_tokens_are_those_of_the_host(settings: dict[str, Any], device: torch.de
         grammar = Allowed(words[row]) if row in ruled else None
         sampler.load(slot, SamplingParams(seed=row, **settings), [], [], [], 0, grammar)
     given = sampler.kernel_parameters(np.array(slots), np.zeros(rows, np.int64))
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-    parameters = RowParameters(
-        *(torch.from_numpy(array).to(device, dtype) for array, dtype in zip(given, dtypes, strict=True))
-    )
     expected = sampler.sample(logits.cpu(), slots, [0] * rows).token_ids
 
-    masked = MaskedSampling(max_rows=rows + 3, vocab_size=vocab, device=device)
-    masked.bitmask_np[ruled] = words[ruled]
-    masked.upload(np.array(ruled), np.array(slots)[ruled])
+    def to_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, dtype)
+
+    listed = to_device(np.array([4, -1, 1, 2]), torch.int32)
     tokens = torch.full((rows,), -5, dtype=torch.int32, device=device)
     last_token = torch.full((rows + 2,), -7, dtype=torch.int32, device=device)
-    masked.run(logits, parameters, make_sample_scratch(rows, vocab, device), tokens, last_token)
+    # Room for more rows than are listed, or fewer than the logits have.
+    scratch = make_sample_scratch(9 if batch_invariant else 4, vocab, device)
+    mask_logits(logits, listed, to_device(words[[4, 0, 1, 2]], torch.int32))
+    sample(
+        logits,
+        to_device(np.array(slots), torch.int32),
+        to_device(given.temperature_N, torch.float32),
+        to_device(given.top_k_N, torch.int32),
+        to_device(given.top_p_N, torch.float32),
+        to_device(given.min_p_N, torch.float32),
+        to_device(given.draw_keys_N, torch.int64),
+        scratch,
+        tokens,
+        last_token,
+        rows_G=listed,
+        batch_invariant=batch_invariant,
+    )
     assert tokens.tolist() == [expected[row] if row in ruled else -5 for row in range(rows)]
     wanted = [-7] * (rows + 2)
     for row in ruled:
         wanted[slots[row]] = expected[row]
     assert last_token.tolist() == wanted
+    assert not scratch.counters.any(), "the next launch finds them as this one did"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from phonograph.errors import RequestError
 from phonograph.kernels.sampling import mask_tokens
+from phonograph.runner import grammar_masks
 from phonograph.runner.sampler import Sampler
 from phonograph.sampling_params import SamplingParams
 from phonograph.structured_outputs import StructuredOutputs
@@ -76,14 +79,48 @@ def test_a_row_beside_one_with_a_grammar_draws_what_it_draws_alone() -> None:
     assert drawn[0] == drawn[1]
 
 
+class Slow(InTurn):
+    """Takes its time, as long repeats do, and remembers who filled it."""
+
+    def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
+        time.sleep(0.002)
+        self.by = threading.current_thread()
+        super().fill(bitmask_RW, row)
+
+    def matcher(self) -> Slow:
+        return Slow(*self.choices[:-1])
+
+
+@pytest.mark.parametrize("kind", [InTurn, Slow])
+def test_masks_that_take_long_are_filled_by_threads(kind: type[InTurn], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "_THREADS", 3)
+    masks = grammar_masks.GrammarMasks(max_num_seqs=9, vocab_size=VOCAB, device=torch.device("cpu"))
+    for slot in range(9):
+        masks.load(slot, kind([slot], [slot + 20, 60]), [slot] if slot % 2 else [])
+    ended = kind()
+    masks.load(4, ended, [END])
+    slots = [7, 4, 0, 1, 2, 3, 5, 6, 8]
+    bitmask = np.zeros((12, 3), np.int32)
+    masks.fill(slots, bitmask)
+    bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little").reshape(12, 96)
+    assert not bits[9:].any()
+    for row, slot in enumerate(slots):
+        allowed = list(range(96)) if slot == 4 else [slot + 20, 60] if slot % 2 else [slot]
+        assert np.flatnonzero(bits[row]).tolist() == allowed
+    fillers = {getattr(masks.matcher(slot), "by", None) for slot in slots if slot != 4}
+    assert fillers == {None} if kind is InTurn else 1 < len(fillers) <= 4
+    with pytest.raises(IndexError):  # a thread's failure is the step's
+        masks.fill(slots, bitmask[:5])
+
+
 def test_a_preempted_request_goes_on_where_it_was_and_a_slot_forgets() -> None:
     sampler, logits = make(), torch.zeros(1, VOCAB)
     sampler.load(1, SamplingParams(temperature=0), [1], [7, 8], [END], 0, InTurn([7], [8], [9], [10]))
-    assert sampler.needs_logits(np.array([0, 1]), np.array([0, 0])).tolist() == [False, True]
+    assert sampler.grammars.constrained[:2].tolist() == [False, True] and sampler.grammars.in_use
     assert sampler.sample(logits, [1], [2]).token_ids == [9]
     sampler.clear(1)
     sampler.load(1, SamplingParams(temperature=0), [1], [], [END], 0)
-    assert sampler.sample(logits, [1], [0]).token_ids == [0]
+    assert sampler.sample(logits, [1], [0]).token_ids == [0] and not sampler.grammars.in_use
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -14,6 +14,7 @@ import pytest
 from schemas import random_schema
 
 from phonograph import LLM, EngineConfig, SamplingParams, StructuredOutputs
+from phonograph.engine.grammars import compiler
 from phonograph.engine.grammars.schema import refusal
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
@@ -125,11 +126,30 @@ def test_what_cannot_be_a_grammar_is_refused(llm: LLM, structured: dict[str, Any
 
 
 def test_a_property_may_be_called_like_a_keyword() -> None:
-    assert refusal(json.dumps({"properties": {"not": {"type": "string"}, "if": {}}, "required": ["contains"]})) is None
+    assert refusal({"properties": {"not": {"type": "string"}, "if": {}}, "required": ["contains"]}) is None
     deep: dict[str, Any] = {}
     for _ in range(300):
         deep = {"items": deep}
-    assert "deep" in (refusal(json.dumps(deep)) or "")
+    assert "deep" in (refusal(deep) or "")
+
+
+def test_one_of_is_taken_for_any_of(llm: LLM) -> None:
+    tagged = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"], "additionalProperties": False}
+        for kind in ("a", "b")
+    ]
+    assert json.loads(answer(llm, {"json": {"oneOf": tagged}})) in ({"kind": "a"}, {"kind": "b"})
+    # No more than that: what fits both branches is in the grammar.
+    both = {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}
+    matcher = llm.session.grammars.request(StructuredOutputs(json=both)).result().matcher()
+    assert llm.tokenizer is not None and matcher.accept(llm.tokenizer.encode("2", add_special_tokens=False)[0])
+
+
+def test_a_schema_that_is_known_is_not_read_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = llm.session.grammars.request(StructuredOutputs(json={"type": "string", "format": "date", "title": "x"}))
+    monkeypatch.setattr(compiler, "refusal", None)
+    again = StructuredOutputs(json='{"type":"string", "format": "date", "title": "x"}')
+    assert llm.session.grammars.request(again) is first and first.result().matcher()
 
 
 def test_one_bad_grammar_of_several_prompts(llm: LLM) -> None:

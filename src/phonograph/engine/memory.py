@@ -11,6 +11,7 @@ from phonograph.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.models.workspace import Workspace
+from phonograph.runner.grammar_masks import bitmask_words
 from phonograph.runner.slots import blocks_for
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -30,7 +31,7 @@ class MemoryPlan:
     """All in bytes but num_blocks.
 
     graphs: estimated memory of all captured graphs: on a CPU the pool that they share, on a GPU their nodes and the
-        static workspace that they (and eager steps) run in
+        static workspace that they (and eager steps) run in, with room for the masks of all rows
     attention: what the attention backend says that it takes
     note: where the size of the KV cache comes from
     """
@@ -77,7 +78,8 @@ def plan_memory(
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:
         workspace = Workspace.nbytes(model, max_num_batched_tokens, max_num_seqs, dtype)
-        graphs = workspace + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
+        masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
+        graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
     block = kv_block_bytes(model, kv_cache_dtype, block_size)
     blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:

@@ -11,6 +11,7 @@ from phonograph.models.fused import FusedDecoder
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.cuda_runner import CudaRunner
 from phonograph.runner.device_inputs import DeviceInputs
+from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.synthetic import SyntheticBatches
 
 
@@ -35,19 +36,28 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             device=device,
         )
     runtime = CudaRuntime(device, model.workspace.tensors())
+    program = CudaStepProgram(
+        model=model,
+        backend=parts.backend,
+        layers=parts.layers,
+        kv_caches=parts.kv_caches,
+        inputs=inputs,
+        runtime=runtime,
+        batch_invariant=plan.attention.batch_invariant,
+    )
+    sampler = make_sampler(plan, device)
     return CudaRunner(
-        program=CudaStepProgram(
-            model=model,
-            backend=parts.backend,
-            layers=parts.layers,
-            kv_caches=parts.kv_caches,
-            inputs=inputs,
-            runtime=runtime,
-            batch_invariant=plan.attention.batch_invariant,
-        ),
+        program=program,
         builder=parts.backend.make_builder(),
         inputs=inputs,
-        sampler=make_sampler(plan, device),
+        sampler=sampler,
+        masked=MaskedSampling(
+            program.sample_masked,
+            masks=sampler.grammars,
+            max_rows=limits.max_num_seqs,
+            vocab_size=plan.model.vocab_size,
+            device=device,
+        ),
         dispatcher=plan.make_dispatcher(),
         runtime=runtime,
         synthetic=SyntheticBatches(

@@ -13,6 +13,7 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.bitmask import mask_logits
 from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.sampling import sample
 from phonograph.models.fused import FusedDecoder
@@ -85,6 +86,26 @@ class CudaStepProgram:
             batch_invariant=self._batch_invariant,
         )
         return hidden_TE, logits_NV, tokens_N
+
+    def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
+        """Masks the logits of these rows of the last run in place, and chooses their tokens; rows below 0 are none."""
+        inputs, logits_NV = self._inputs, self.model.workspace.logits_NV
+        rows = inputs.sampling
+        mask_logits(logits_NV, rows_G, bitmask_GW)
+        sample(
+            logits_NV,
+            rows.slots,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.draw_keys,
+            inputs.sample_scratch,
+            inputs.tokens,
+            inputs.last_token,
+            rows_G=rows_G,
+            batch_invariant=self._batch_invariant,
+        )
 
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
         spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]

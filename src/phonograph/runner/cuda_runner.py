@@ -1,8 +1,10 @@
 """Runs scheduled batches on a GPU, one step ahead of the host: a step is written, replayed, and read one step later.
 
 `submit` sends one pinned buffer and replays one graph; nothing in it waits for the device. The sampled tokens feed the
-next step where they are, and reach the host through a pinned buffer and an event. Rows that a kernel cannot sample
-(penalties, bias, min_tokens, log-probabilities) make their step wait for the host's sampler, and only theirs.
+next step where they are, and reach the host through a pinned buffer and an event. Two kinds of rows make `submit` wait
+for the device, and only in steps that have them. Masks of rows with a grammar need the tokens of the step before, and
+are filled while the device is in this one. Rows that no kernel can sample (penalties, bias, min_tokens,
+log-probabilities) need this step's logits.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureR
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.device_inputs import DeviceInputs, StepRows
 from phonograph.runner.logprobs import step_prompt_logprobs
+from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.shared_prefix import SharedPrefixes
@@ -69,6 +72,7 @@ class CudaStep:
 class CudaRunner:
     """Executes steps. `counts` tells how many steps each kind of decision had.
 
+    masked: samples the rows with a grammar, behind the step
     prefixes: finds what a step may attend once, or None where no step cascades
     """
 
@@ -81,6 +85,7 @@ class CudaRunner:
         builder: MetadataBuilder,
         inputs: DeviceInputs,
         sampler: Sampler,
+        masked: MaskedSampling,
         dispatcher: Dispatcher,
         runtime: CudaRuntime,
         synthetic: SyntheticBatches,
@@ -95,6 +100,7 @@ class CudaRunner:
         self._builder = builder
         self._inputs = inputs
         self._sampler = sampler
+        self._masked = masked
         self._synthetic = synthetic
         self._prefixes = prefixes
         self._max_num_tokens = max_num_tokens
@@ -122,8 +128,9 @@ class CudaRunner:
                 # A library may have something left to load, which is not for captures: its first run is eager then.
                 self._prepared(key)()
                 self._graphs.capture((key,), self._captured)
+        num_masked = self._masked.capture(self.runtime) if keys else 0
         return CaptureReport(
-            num_graphs=len(keys),
+            num_graphs=len(keys) + num_masked,
             seconds=time.perf_counter() - loaded,
             memory_bytes=self.runtime.memory_bytes,
             compile_seconds=loaded - start,
@@ -141,6 +148,9 @@ class CudaRunner:
                     common = self._synthetic.capture_batch(key)
                     self._program.metadata = self._builder.build(common, key=None)
                     self._run_eager(common)
+            with torch.inference_mode(), self.runtime.scope():
+                for size in self._masked.sizes:
+                    self._masked.run(size)
         load_kernels(kernels)
 
     def _eager_shapes(self) -> list[GraphKey]:
@@ -182,16 +192,19 @@ class CudaRunner:
         return run
 
     def submit(self, batch: ScheduledBatch) -> CudaStep:
-        """Sends one step to the device and returns at once, unless the step needs the host's sampler."""
+        """Sends one step to the device and returns at once, unless it has rows that the host has a part in."""
         with torch.inference_mode(), self.runtime.scope():
             self._take_over(batch)
             shape = shape_of(batch, self._prefixes)
             decision = self.dispatcher.decide(shape)
             self.counts[decision.label] += 1
-            rows, on_host = self._rows(batch, shape.prefix_len if decision.cascade else None)
+            rows, on_host, ruled = self._rows(batch, shape.prefix_len if decision.cascade else None)
             common = self._inputs.write(rows, decision.key)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits, tokens = self._run_eager(common) if decision.key is None else self.replay(decision.key)
+            self._masked.follow(self._ring)
+            if ruled is not None:
+                decision = self._masked.sample(ruled, [batch.slots[row] for row in ruled], decision)
             output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
@@ -260,8 +273,11 @@ class CudaRunner:
                 new.grammar,
             )
 
-    def _rows(self, batch: ScheduledBatch, prefix_len: int | None) -> tuple[StepRows, np.ndarray | None]:
-        """The step as arrays, and the numbers of the rows that the host samples (None for none)."""
+    def _rows(
+        self, batch: ScheduledBatch, prefix_len: int | None
+    ) -> tuple[StepRows, np.ndarray | None, list[int] | None]:
+        """The step as arrays; the numbers of the rows that the host samples, and of those that get a mask on the
+        device (None for none)."""
         slots = np.array(batch.slots, np.int64)
         context_lens = np.array(batch.context_lens, np.int64)
         query_lens = np.array(batch.query_lens, np.int64)
@@ -272,7 +288,13 @@ class CudaRunner:
             for row in np.flatnonzero(context_lens < self._num_known[slots])
         }
         needs_host = self._sampler.needs_logits(slots, draws) & samples
-        on_host = np.flatnonzero(needs_host) if needs_host.any() else None
+        on_host, ruled = np.flatnonzero(needs_host) if needs_host.any() else None, None
+        samples = samples & ~needs_host
+        grammars = self._sampler.grammars
+        if grammars.in_use:
+            constrained = grammars.constrained[slots] & samples
+            ruled = np.flatnonzero(constrained).tolist() or None
+            samples = samples & ~constrained
         rows = StepRows(
             slots=slots,
             context_lens=context_lens,
@@ -280,11 +302,11 @@ class CudaRunner:
             num_decodes=batch.num_decodes,
             given=given,
             appends=batch.appends,
-            samples=samples & ~needs_host,
+            samples=samples,
             parameters=self._sampler.kernel_parameters(slots, draws),
             prefix_len=prefix_len,
         )
-        return rows, on_host
+        return rows, on_host, ruled
 
     def _sample_on_host(
         self,

@@ -1,14 +1,21 @@
-"""Which tokens the rows with a grammar may get: a matcher for each slot, and the bitmask of a step."""
+"""Which tokens the rows with a grammar may get: a matcher for each slot, and the bitmasks of a step."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from phonograph.grammar import Grammar, Matcher
 from phonograph.kernels.sampling import mask_tokens
+
+_ALONE_SECONDS = 500e-6
+"""How long bitmasks are filled one after another. Most take 3 us; waking threads costs more than ten of them."""
+_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 class GrammarMasks:
@@ -21,11 +28,16 @@ class GrammarMasks:
         self.constrained = np.zeros(max_num_seqs, dtype=bool)
         self._matchers: dict[int, Matcher] = {}
         self._device = device
+        self._threads: ThreadPoolExecutor | None = None
         # Pinned, so that the copy to a device does not stop the host.
         self._bitmask = torch.full(
             (max_num_seqs, bitmask_words(vocab_size)), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
-        self._bitmask_np = self._bitmask.numpy()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any slot has a grammar."""
+        return bool(self._matchers)
 
     def load(self, slot: int, grammar: Grammar, output_token_ids: Sequence[int]) -> None:
         """Takes a grammar into a slot; `output_token_ids` are those generated before a preemption."""
@@ -39,22 +51,47 @@ class GrammarMasks:
         self._matchers.pop(slot, None)
         self.constrained[slot] = False
 
-    def fill(self, slots: Sequence[int]) -> torch.Tensor:
-        """What may come next in these slots, int32 [slots, words] on the host; the next call overwrites it.
+    def matcher(self, slot: int) -> Matcher | None:
+        """What follows the output in a slot now; a request that comes into the slot later has another one."""
+        return self._matchers.get(slot)
 
-        A slot whose output has ended, and whose token nobody will take, may have anything.
+    def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray) -> None:
+        """Writes what may come next in these slots into the first rows of a bitmask, int32 [rows, words].
+
+        A slot whose output has ended, and whose token nobody will take, may have anything. Expressions with long
+        repeats can take a millisecond for each row: where the first rows have taken long, threads share the others.
         """
+        began = time.perf_counter()
         for row, slot in enumerate(slots):
-            matcher = self._matchers[slot]
-            if matcher.ended:
-                self._bitmask_np[row] = -1
-            else:
-                matcher.fill(self._bitmask_np, row)
-        return self._bitmask[: len(slots)]
+            self._fill_row(row, slot, bitmask_RW)
+            if time.perf_counter() - began > _ALONE_SECONDS and len(slots) - row > 2 and _THREADS > 1:
+                self._fill_in_threads(slots, row + 1, bitmask_RW)
+                return
+
+    def _fill_in_threads(self, slots: Sequence[int], first: int, bitmask_RW: np.ndarray) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS - 1, "masks")
+        shares = [range(start, len(slots), _THREADS) for start in range(first, min(first + _THREADS, len(slots)))]
+        others = [self._threads.submit(self._fill_share, share, slots, bitmask_RW) for share in shares[1:]]
+        self._fill_share(shares[0], slots, bitmask_RW)
+        for other in others:
+            other.result()
+
+    def _fill_share(self, rows: range, slots: Sequence[int], bitmask_RW: np.ndarray) -> None:
+        for row in rows:
+            self._fill_row(row, slots[row], bitmask_RW)
+
+    def _fill_row(self, row: int, slot: int, bitmask_RW: np.ndarray) -> None:
+        matcher = self._matchers[slot]
+        if matcher.ended:
+            bitmask_RW[row] = -1
+        else:
+            matcher.fill(bitmask_RW, row)
 
     def apply(self, logits_NV: torch.Tensor, rows: np.ndarray, slots: Sequence[int]) -> None:
         """Sets to -inf, in the given rows of float logits, what cannot come next in their slots."""
-        bitmask = self.fill(slots).to(self._device, non_blocking=True)
+        self.fill(slots, self._bitmask.numpy())
+        bitmask = self._bitmask[: len(slots)].to(self._device, non_blocking=True)
         rows_G = torch.from_numpy(rows).to(self._device)
         logits_NV[rows_G] = mask_tokens(logits_NV[rows_G], bitmask)
 

@@ -1,88 +1,150 @@
-"""Sampling of rows with a grammar on the device: mask, sample and merge, in a small graph of their own.
+"""Sampling of rows with a grammar on the device: mask and sample, in a small graph behind the step's own.
 
-The step's own graph leaves these rows out. Their masks need the tokens of the step before, which the host has once that
-is over; by then the device is in this step's forward pass, beside which the host makes the masks, and this graph
-follows.
+The step's graph leaves these rows out. Their masks need the tokens of the step before, which the host has once that is
+over; by then the device is in this step's forward pass, beside which the host fills the masks. So the device does not
+wait unless filling takes longer than that, and steps without such rows have nothing to do with any of this.
 
-Not run on a GPU yet, so CudaRunner still samples these rows by the host's sampler; in Triton's interpreter the tokens
-are the same (tests/kernels/test_masked_sampling.py).
+There is a graph for each power of two of rows. Rows that pad it cost next to nothing, but a kernel cuts each row of
+logits into as many parts as fill the device, by the rows there could be: in one graph for all, a single row would be
+read by few programs. All are captured at the start, as a step is no place to compile and capture: three kernels each.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from phonograph.kernels.triton.bitmask import mask_logits
-from phonograph.kernels.triton.sampling import SampleScratch, sample
-from phonograph.runner.grammar_masks import bitmask_words
+from phonograph.grammar import Matcher
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.runner.grammar_masks import GrammarMasks, bitmask_words
+from phonograph.runner.token_ring import TokenRing
 
-
-class RowParameters(NamedTuple):
-    """By row, as the step's own sampling reads them: float32, int32, float32, float32, int64."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    draw_keys: torch.Tensor
+_UPLOADS = 2
+"""Pinned buffers in turn: a step's is read until its forward pass is over, when the next step's is being written."""
+_ALIGN = 4
+"""Words to which the bitmask is aligned behind the rows: 16 bytes."""
 
 
 class MaskedSampling:
-    """Static buffers for up to `max_rows` rows of logits, and what a graph captures of them.
+    """Masks of a step's rows on their way to the device, and the graphs that sample with them.
 
-    bitmask_np: int32 [rows, words], pinned on a GPU; the caller writes the rows that it names in `upload`
+    sample_masked: called with rows int32 [G] and bitmask int32 [G, words], views of static tensors: masks the logits of
+        these rows (below 0: none) and samples them, into the step's tokens and the slots' last ones. What is captured.
+
+    sizes: the numbers of rows that there are graphs for, rising
     """
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        words = bitmask_words(vocab_size)
-        self._host_bitmask = torch.full((max_rows, words), -1, dtype=torch.int32, pin_memory=pinned)
-        self._host_slots = torch.full((max_rows,), -1, dtype=torch.int32, pin_memory=pinned)
-        self._bitmask = torch.full((max_rows, words), -1, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.bitmask_np = self._host_bitmask.numpy()
-        self._slots_np = self._host_slots.numpy()
-
-    def upload(self, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Starts the copies of what was written for these rows; all others are left out.
-
-        The copies of the step before must be over, as they are once its tokens have been read.
-        """
-        self._slots_np.fill(-1)
-        self._slots_np[rows] = slots
-        last = int(rows.max()) + 1
-        self._bitmask[:last].copy_(self._host_bitmask[:last], non_blocking=True)
-        self._slots.copy_(self._host_slots, non_blocking=True)
-
-    def run(
+    def __init__(
         self,
-        logits_NV: torch.Tensor,
-        parameters: RowParameters,
-        scratch: SampleScratch,
-        tokens_N: torch.Tensor,
-        last_token_R: torch.Tensor,
+        sample_masked: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        masks: GrammarMasks,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
-        """Masks and samples the rows uploaded, into `tokens_N` and their slots' last tokens; others stay.
+        self.sizes = (*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows)
+        self._sample_masked = sample_masked
+        self._masks = masks
+        self._num_words = bitmask_words(vocab_size)
+        self._start = -(-max_rows // _ALIGN) * _ALIGN
+        staging = torch.full((self._start + max_rows * self._num_words,), -1, dtype=torch.int32, device=device)
+        self._staging = staging
+        self._rows, self._bitmask = staging[:max_rows], staging[self._start :].view(max_rows, self._num_words)
+        self._uploads = [_Upload(staging.shape[0], device) for _ in range(_UPLOADS)]
+        self._next = 0
+        self._graphs: dict[int, CapturedGraph] = {}
+        self._owed: list[tuple[int, int, Matcher]] = []
 
-        What is captured, once for each number of rows of logits. The logits of the rows are overwritten.
+    def run(self, size: int) -> None:
+        """Launches masking and sampling of the first `size` rows of what was uploaded."""
+        self._sample_masked(self._rows[:size], self._bitmask[:size])
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Captures the graphs, largest first, whose kernels must have been compiled; returns how many."""
+        for size in reversed(self.sizes):
+            self._graphs[size] = runtime.capture(functools.partial(self._captured, size))
+        return len(self._graphs)
+
+    def _captured(self, size: int) -> tuple[torch.Tensor, ...]:
+        self.run(size)
+        return ()
+
+    def follow(self, ring: TokenRing) -> None:
+        """Gives matchers the tokens that the last `sample` chose for them, and waits for that step if there are any.
+
+        To be called when the step after it has been sent to the device, which is busy then, and before that samples.
+        Requests that have left their slots meanwhile are not waited for.
         """
-        num_rows = logits_NV.shape[0]
-        slots_N, drawn_N = self._slots[:num_rows], self._tokens[:num_rows]
-        mask_logits(logits_NV, slots_N, self._bitmask[:num_rows])
-        sample(
-            logits_NV,
-            slots_N,
-            parameters.temperature[:num_rows],
-            parameters.top_k[:num_rows],
-            parameters.top_p[:num_rows],
-            parameters.min_p[:num_rows],
-            parameters.draw_keys[:num_rows],
-            scratch,
-            drawn_N,
-            last_token_R,
-        )
-        torch.where(slots_N >= 0, drawn_N, tokens_N, out=tokens_N)
+        owed = [(row, matcher) for row, slot, matcher in self._owed if self._masks.matcher(slot) is matcher]
+        self._owed = []
+        if not owed:
+            return
+        tokens = ring.read(ring.latest)
+        for row, matcher in owed:
+            token_id = int(tokens[row])
+            if token_id >= 0 and not matcher.ended:
+                matcher.accept(token_id)
+
+    def sample(self, rows: Sequence[int], slots: Sequence[int], decision: Decision) -> Decision:
+        """Fills, uploads and applies the masks of these rows of logits, and samples them, behind the step.
+
+        Returns the step's decision, with word of it.
+        """
+        num_rows = len(rows)
+        size = self.sizes[min((num_rows - 1).bit_length(), len(self.sizes) - 1)]
+        upload = self._uploads[self._next % _UPLOADS]
+        self._next += 1
+        upload.wait()
+        words, end = upload.words, self._start + num_rows * self._num_words
+        words[:num_rows] = rows
+        words[num_rows:size] = -1
+        self._masks.fill(slots, words[self._start : end].reshape(num_rows, self._num_words))
+        upload.send(self._staging, end)
+        for row, slot in zip(rows, slots, strict=True):
+            matcher = self._masks.matcher(slot)
+            assert matcher is not None
+            self._owed.append((row, slot, matcher))
+        graph = self._graphs.get(size)
+        if graph is None:
+            self.run(size)
+        else:
+            graph.replay()
+        return _told(decision, num_rows, None if graph is None else size)
+
+
+class _Upload:
+    """A pinned buffer of int32 words, and the event after which it may be written again."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
+        self._sent = torch.cuda.Event() if on_gpu else None
+        self.words: np.ndarray = self._pinned.numpy()
+
+    def send(self, target: torch.Tensor, num_words: int) -> None:
+        """Starts the copy of the first words."""
+        target[:num_words].copy_(self._pinned[:num_words], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
+        if self._sent is not None and not self._sent.query():
+            self._sent.synchronize()
+
+
+@functools.lru_cache(maxsize=1024)
+def _told(decision: Decision, num_rows: int, size: int | None) -> Decision:
+    where = "eagerly" if size is None else f"in a graph of {size}"
+    noun = "row" if num_rows == 1 else "rows"
+    return replace(
+        decision,
+        cause=f"{decision.cause}; masked sampling",
+        reason=f"{decision.reason}; masked sampling of {num_rows} {noun} with a grammar {where}",
+    )

@@ -72,6 +72,8 @@ class Sampler:
     takes the seeds from the operating system.
 
     batch_invariant: rows are worked on one by one, since torch sums in an order that goes by how many there are.
+
+    grammars: the masks of slots with a grammar
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Sampler:
         self._batch_invariant = batch_invariant
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
-        self._grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self.grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self._chunk_rows = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
         # Host arrays by slot: what a step needs of them it takes with one index.
         self._temperature = np.zeros(max_num_seqs)
@@ -142,7 +144,7 @@ class Sampler:
             self._stop_ids[slot] = _ids(stop_token_ids)
             self._min_tokens[slot] = params.min_tokens
         if grammar is not None:
-            self._grammars.load(slot, grammar, output_token_ids)
+            self.grammars.load(slot, grammar, output_token_ids)
         self._plain[slot] = (
             params.greedy
             and params.logprobs is None
@@ -160,17 +162,16 @@ class Sampler:
         self._biased[slot] = False
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
-        self._grammars.clear(slot)
+        self.grammars.clear(slot)
 
     def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
-        """Which rows no kernel inside the graph can serve (bool [N]): penalties, bias, min_tokens, grammars, logprobs.
+        """Which rows no kernel can serve, with or without a mask (bool [N]): penalties, bias, min_tokens, logprobs.
 
         slots_N, draws_N: as `sample`'s slots and output_lens, int64
         """
         return (
             self._penalized[slots_N]
             | self._biased[slots_N]
-            | self._grammars.constrained[slots_N]
             | (draws_N < self._min_tokens[slots_N])
             | (self._logprobs[slots_N] >= 0)
         )
@@ -218,9 +219,9 @@ class Sampler:
             rows_P = self._to_device(penalized)
             self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
         token_ids: list[int] = tokens_N.tolist()
-        for row in np.flatnonzero(self._grammars.constrained[by_row]).tolist():
+        for row in np.flatnonzero(self.grammars.constrained[by_row]).tolist():
             if token_ids[row] >= 0:
-                self._grammars.accept(slots[row], token_ids[row])
+                self.grammars.accept(slots[row], token_ids[row])
         logprobs: dict[int, TokenLogprobs] = {}
         tops = self._logprobs[by_row]
         for rows_C in self._chunks((tops >= 0) & (np.array(token_ids) >= 0)):
@@ -242,7 +243,7 @@ class Sampler:
         """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
-        ruled = np.flatnonzero(self._grammars.constrained[by_row])
+        ruled = np.flatnonzero(self.grammars.constrained[by_row])
         if not (biased.size or short.size or ruled.size or self._penalized[by_row].any()):
             return logits_NV
         edited_NV = logits_NV.to(torch.float32, copy=True)
@@ -256,7 +257,7 @@ class Sampler:
         for rows_C in self._chunks(self._penalized[by_row]):
             edited_NV[rows_C] = self._penalties.apply(edited_NV[rows_C], slots_N[rows_C])
         if ruled.size:
-            self._grammars.apply(edited_NV, ruled, by_row[ruled].tolist())
+            self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist())
         return edited_NV
 
     def _sample_random(

@@ -24,6 +24,11 @@ class TokenRing:
         self._events[place].record()
         return ticket
 
+    @property
+    def latest(self) -> int:
+        """The ticket of what was sent last."""
+        return self._sent - 1
+
     def read(self, ticket: int) -> np.ndarray:
         """The tokens sent under `ticket`, waiting for them if need be; copy what is to be kept."""
         assert self._sent - len(self._events) <= ticket < self._sent, "these tokens are overwritten"

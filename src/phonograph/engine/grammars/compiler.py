@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.engine.grammars.schema import narrowed, refusal
+from phonograph.engine.grammars.schema import narrow, refusal
 from phonograph.engine.grammars.worker import Done, Job, receive, send
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import PhonographError, RequestError, shortened
@@ -69,20 +70,19 @@ class GrammarCompiler:
             )
         if not self._eos_token_ids:
             raise RequestError("structured_outputs", structured.kind, "the model has no end-of-sequence token")
-        source = structured.source
-        if structured.kind == "json":
-            problem = refusal(structured.source)
-            if problem is not None:
-                raise RequestError("json", shortened(source), problem)
-            source = narrowed(source)
-        job = Job(structured.kind, source, not structured.disable_any_whitespace)
+        job = Job(structured.kind, structured.source, not structured.disable_any_whitespace)
         with self._lock:
             future = self._kept.get(job)
-            if future is None:
-                future = self._kept[job] = self._threads.submit(self._compile, job)
+            if future is not None:
+                self._kept.move_to_end(job)
+                return future
+        source = _for_the_library(job.source) if job.kind == "json" else job.source
+        with self._lock:
+            future = self._kept.get(job)
+            if future is None:  # no other thread has asked for it meanwhile
+                future = self._kept[job] = self._threads.submit(self._compile, job, source)
                 while len(self._kept) > KEPT_COUNT:
                     self._drop_oldest()
-            self._kept.move_to_end(job)
         return future
 
     def warm(self) -> None:
@@ -96,9 +96,9 @@ class GrammarCompiler:
         while not self._workers.empty():
             self._workers.get().stop()
 
-    def _compile(self, job: Job) -> Grammar:
+    def _compile(self, job: Job, source: str) -> Grammar:
         try:
-            return self._compile_now(job)
+            return self._compile_now(job, source)
         except RequestError:
             raise
         except Exception as error:  # a library's, or a machine's: others must go on, and it may work the next time
@@ -106,11 +106,11 @@ class GrammarCompiler:
                 self._kept.pop(job, None)
             raise RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}") from error
 
-    def _compile_now(self, job: Job) -> Grammar:
+    def _compile_now(self, job: Job, source: str) -> Grammar:
         vocabulary = self._known_vocabulary()
         worker = self._workers.get()
         try:
-            done = worker.run(job, vocabulary.text, self._seconds)
+            done = worker.run(job._replace(source=source), vocabulary.text, self._seconds)
         finally:
             self._workers.put(worker)
         if done.problem is not None:
@@ -135,6 +135,20 @@ class GrammarCompiler:
     def _drop_oldest(self) -> None:
         job, _ = self._kept.popitem(last=False)
         self._sizes.pop(job, None)
+
+
+def _for_the_library(schema: str) -> str:
+    """A JSON schema as the library should read it.
+
+    Raises:
+        RequestError: no grammar can hold it.
+    """
+    value = json.loads(schema)
+    problem = refusal(value)
+    if problem is not None:
+        raise RequestError("json", shortened(schema), problem)
+    narrow(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 class _Worker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,9 +60,13 @@ _PATTERNS = {
 MAX_DEPTH = 200
 
 
-def refusal(source: str) -> str | None:
-    """Why the schema cannot be held by a grammar; None where it can, as far as can be seen before it is compiled."""
-    for schema, depth in _schemas(json.loads(source), 0):
+def refusal(value: Any) -> str | None:
+    """Why a schema cannot be held by a grammar; None where it can, as far as can be seen before it is compiled.
+
+    `oneOf` is let through, as vLLM does, though a grammar takes it for `anyOf`: in most schemas its branches exclude
+    each other anyway.
+    """
+    for schema, depth in _schemas(value, 0):
         if depth > MAX_DEPTH:
             return f"schemas lie more than {MAX_DEPTH} deep in each other"
         for key in schema:
@@ -86,13 +89,11 @@ def refusal(source: str) -> str | None:
     return None
 
 
-def narrowed(source: str) -> str:
-    """The schema with patterns for formats that the library takes too widely: leading zeros, a 30th of February."""
-    value = json.loads(source)
+def narrow(value: Any) -> None:
+    """Puts patterns for formats that the library takes too widely into a schema: leading zeros, a 30th of February."""
     for schema, _ in _schemas(value, 0):
         if schema.get("type") == "string" and schema.get("format") in _PATTERNS and "pattern" not in schema:
             schema["pattern"] = _PATTERNS[schema.pop("format")]
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _schemas(value: Any, depth: int) -> Iterator[tuple[dict[str, Any], int]]:

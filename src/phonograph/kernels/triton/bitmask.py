@@ -7,18 +7,24 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+
 _WORDS = 64
 """Words that a program reads: 2048 tokens."""
 _WARPS = 4
 
 
 @triton.jit
-def _mask_kernel(logits, stride, slots, bitmask, num_words, V: tl.constexpr, WORDS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(slots + row) < 0:
+def _mask_kernel(
+    logits, stride, rows, bitmask, num_words, V: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    pdl_begin(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry).to(tl.int64)
+    if row < 0:
         return
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    bits = tl.load(bitmask + row * num_words + words, mask=words < num_words, other=-1)
+    bits = tl.load(bitmask + entry * num_words + words, mask=words < num_words, other=-1)
     tokens = words[:, None] * 32 + tl.arange(0, 32)[None, :]
     banned = ((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) == 0
     # Only what changes is written: in the middle of JSON that is nearly all, inside of a string next to nothing.
@@ -26,24 +32,27 @@ def _mask_kernel(logits, stride, slots, bitmask, num_words, V: tl.constexpr, WOR
     tl.store(logits + row * stride + tokens, nothing, mask=banned & (tokens < V))
 
 
-def mask_logits(logits_NV: torch.Tensor, slots_N: torch.Tensor, bitmask_NW: torch.Tensor) -> None:
-    """Writes -inf over the tokens whose bit is not set, in the rows that have a slot.
+def mask_logits(logits_NV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
+    """Writes -inf over the tokens whose bit is not set, in the rows listed.
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous
-        slots_N: int32; rows below 0 are left as they are
-        bitmask_NW: int32, contiguous; token t is bit t % 32 of word t // 32
+        rows_G: int32; below 0: none
+        bitmask_GW: int32, contiguous; token t is bit t % 32 of word t // 32
     """
-    num_rows, vocab_size = logits_NV.shape
-    num_words = bitmask_NW.shape[1]
-    assert logits_NV.stride(1) == 1 and bitmask_NW.is_contiguous() and num_words * 32 >= vocab_size
+    vocab_size, (num_rows, num_words) = logits_NV.shape[1], bitmask_GW.shape
+    assert logits_NV.stride(1) == 1 and bitmask_GW.is_contiguous() and num_words * 32 >= vocab_size
+    assert rows_G.shape == (num_rows,)
+    pdl = pdl_usable()
     _mask_kernel[(num_rows, triton.cdiv(num_words, _WORDS))](
         logits_NV,
         logits_NV.stride(0),
-        slots_N,
-        bitmask_NW,
+        rows_G,
+        bitmask_GW,
         num_words,
         V=vocab_size,
         WORDS=_WORDS,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=_WARPS,
     )

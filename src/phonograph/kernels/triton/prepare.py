@@ -65,8 +65,12 @@ class HostViews(NamedTuple):
 
 
 class SamplingViews(NamedTuple):
-    """The fields that the sampling kernel reads where they were uploaded, as tensors on the staging buffer."""
+    """The fields that the sampling kernel reads where they were uploaded, as tensors on the staging buffer.
 
+    slots, of all rows, are for rows that are sampled behind the step.
+    """
+
+    slots: torch.Tensor
     sample_slots: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor

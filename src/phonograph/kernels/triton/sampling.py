@@ -89,6 +89,7 @@ def sample(
     tokens_N: torch.Tensor,
     last_token_R: torch.Tensor,
     *,
+    rows_G: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
     """Chooses a token for each row that has a slot, into `tokens_N` and, for the next step, into its slot's last token.
@@ -102,10 +103,14 @@ def sample(
         draw_keys_N: int64, from `phonograph.kernels.sampling.draw_keys`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
+        rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are
         batch_invariant: a row is cut into as many parts as with the most rows there can be, whose sums top-p goes by
     """
     num_rows, vocab_size = logits_NV.shape
-    assert logits_NV.stride(1) == 1
+    listed = rows_G is not None
+    if listed:
+        num_rows = rows_G.shape[0]
+    assert logits_NV.stride(1) == 1 and num_rows <= scratch.row_max.shape[0]
     pdl = pdl_usable()
     as_if_rows = scratch.row_max.shape[0] if batch_invariant else num_rows
     parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
@@ -126,10 +131,12 @@ def sample(
         scratch.counters,
         tokens_N,
         last_token_R,
+        rows_G if listed else slots_N,
         blocks,
         V=vocab_size,
         BLOCK=_SCAN_BLOCK,
         MAX_PARTS=_MAX_PARTS,
+        LISTED_ROWS=listed,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=_SCAN_WARPS,
@@ -151,6 +158,7 @@ def sample(
         scratch.candidates,
         tokens_N,
         last_token_R,
+        rows_G if listed else slots_N,
         blocks,
         V=vocab_size,
         ID_BITS=max(1, (vocab_size - 1).bit_length()),
@@ -159,6 +167,7 @@ def sample(
         MAX_PARTS=_MAX_PARTS,
         LEVELS=_LEVELS,
         CANDIDATES=_CANDIDATES,
+        LISTED_ROWS=listed,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=_FILTER_WARPS,

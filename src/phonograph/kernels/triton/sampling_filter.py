@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.sampling_scan import LOWEST, finish, gumbel, is_last
+from phonograph.kernels.triton.sampling_scan import LOWEST, finish, gumbel, is_last, row_and_slot
 
 
 @triton.jit
@@ -197,6 +197,7 @@ def filter_kernel(
     candidates_ptr,
     tokens_ptr,
     last_token_ptr,
+    rows_ptr,
     blocks,
     V: tl.constexpr,
     ID_BITS: tl.constexpr,
@@ -205,12 +206,13 @@ def filter_kernel(
     MAX_PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
-    slot = tl.load(slots_ptr + row)
+    row, slot = row_and_slot(entry, rows_ptr, slots_ptr, LISTED_ROWS)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -221,8 +223,8 @@ def filter_kernel(
         tl_cuda.gdc_wait()
     if (slot < 0) | (filtered == 0):
         return
-    row_max = tl.load(row_max_ptr + row)
-    row_low = tl.load(row_low_ptr + row)
+    row_max = tl.load(row_max_ptr + entry)
+    row_low = tl.load(row_low_ptr + entry)
     if (tl.abs(row_max) < float("inf")) == 0:
         return
 
@@ -246,15 +248,15 @@ def filter_kernel(
             level = row_max - unit * (0.5 * (j + 1) + max(j - 7, 0))
             new_sums += (sums[j] + _fold(tl.where(logit >= level, weight, 0.0), BLOCK),)
         sums = new_sums + (sums[LEVELS - 1] + _fold(weight, BLOCK),)
-    sums_ptr = part_sums_ptr + (row * parts + part) * LEVELS
+    sums_ptr = part_sums_ptr + (entry * parts + part) * LEVELS
     for j in tl.static_range(LEVELS):
         tl.store(sums_ptr + j, tl.sum(sums[j], 0))
 
-    if is_last(counters_ptr + 2 * row + 1, parts):
+    if is_last(counters_ptr + 2 * entry + 1, parts):
         number = tl.arange(0, LEVELS)
         index = tl.arange(0, MAX_PARTS)
         row_sums = tl.load(
-            part_sums_ptr + (row * parts + index)[:, None] * LEVELS + number[None, :],
+            part_sums_ptr + (entry * parts + index)[:, None] * LEVELS + number[None, :],
             mask=(index < parts)[:, None],
             other=0.0,
             cache_modifier=".cg",
@@ -269,7 +271,7 @@ def filter_kernel(
         bound = tl.where(chosen < LEVELS, bound - 1e-6 * (tl.abs(row_max) + tl.abs(bound)), float("-inf"))
         bound = tl.maximum(bound, row_max + 1.001 * temperature * log_min_p)
 
-        list_ptr = candidates_ptr + row.to(tl.int64) * CANDIDATES
+        list_ptr = candidates_ptr + entry.to(tl.int64) * CANDIDATES
         count = 0
         if bound > float("-inf"):
             logit = tl.load(row_ptr + lane, mask=lane < V, other=float("-inf")).to(tl.float32)

@@ -46,6 +46,19 @@ def is_last(counter, parts):
 
 
 @triton.jit
+def row_and_slot(entry, rows_ptr, slots_ptr, LISTED_ROWS: tl.constexpr):
+    """The row that a program works on, and its slot, below 0 for none. Scratch memory goes by the entry instead."""
+    if LISTED_ROWS:
+        listed = tl.load(rows_ptr + entry)
+        row = tl.maximum(listed, 0)
+        slot = tl.where(listed < 0, -1, tl.load(slots_ptr + row))
+    else:
+        row = entry
+        slot = tl.load(slots_ptr + row)
+    return row, slot
+
+
+@triton.jit
 def finish(row, slot, token, tokens_ptr, last_token_ptr):
     tl.store(tokens_ptr + row, token)
     tl.store(last_token_ptr + slot, tl.maximum(token, 0))
@@ -69,28 +82,31 @@ def scan_kernel(
     counters_ptr,
     tokens_ptr,
     last_token_ptr,
+    rows_ptr,
     blocks,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    LISTED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         # In this order, so that the filter may read its parameters before it waits: they are older than this kernel.
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
+    entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
-    slot = tl.load(slots_ptr + row)
+    row, slot = row_and_slot(entry, rows_ptr, slots_ptr, LISTED_ROWS)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     draw_key = tl.load(draw_keys_ptr + row)
     if slot < 0:
-        if part == 0:
-            tl.store(tokens_ptr + row, -2)
+        if not LISTED_ROWS:  # noqa: SIM102 - the compiler's, not the program's
+            if part == 0:
+                tl.store(tokens_ptr + row, -2)
         return
     filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     noisy = (temperature > 0.0) & (filtered == 0)
@@ -133,23 +149,23 @@ def scan_kernel(
     part_token = tl.min(tl.where(score == part_score, token, V), 0)
     is_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
     part_maximum = tl.where(is_nan, float("nan"), tl.max(tl.where(maximum == maximum, maximum, float("-inf")), 0))
-    place = row * parts + part
+    place = entry * parts + part
     tl.store(part_scores_ptr + place, part_score)
     tl.store(part_tokens_ptr + place, part_token)
     tl.store(part_maxima_ptr + place, part_maximum)
 
-    if is_last(counters_ptr + 2 * row, parts):
+    if is_last(counters_ptr + 2 * entry, parts):
         index = tl.arange(0, MAX_PARTS)
         mask = index < parts
-        places = row * parts + index
+        places = entry * parts + index
         maxima = tl.load(part_maxima_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
         scores = tl.load(part_scores_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
         tokens = tl.load(part_tokens_ptr + places, mask=mask, other=V, cache_modifier=".cg")
         has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
         row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
         valid = tl.abs(row_max) < float("inf")
-        tl.store(row_max_ptr + row, row_max)
-        tl.store(row_low_ptr + row, tl.min(tl.where(mask, maxima, float("inf")), 0))
+        tl.store(row_max_ptr + entry, row_max)
+        tl.store(row_low_ptr + entry, tl.min(tl.where(mask, maxima, float("inf")), 0))
         if noisy:
             scores += (tl.maximum(maxima, LOWEST) - row_max) / temperature
         best = tl.max(scores, 0)
