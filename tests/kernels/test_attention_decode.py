@@ -51,27 +51,24 @@ def test_one_plan_serves_any_batch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lens", "chunk_keys", "chunks"),
+    ("lens", "chunk_tiles", "chunks"),
     [
-        # Two units among 8 programs: a fourth of one each.
-        ([513], 144, 8),
-        ([512], 128, 8),
-        # A fair share of the keys would be 224, but makes 10 chunks.
-        ([513, 350], 272, 8),
-        # Less than a tile is not worth a program.
-        ([100], 64, 4),
+        # Two units of 9 tiles each among 8 programs: 3 tiles each.
+        ([513], 3, 6),
+        # Units of 9 and 6 tiles: a fair share of the 30 is 4, but makes 10 chunks.
+        ([513, 350], 5, 8),
         # More units than programs.
-        ([513, 64, 64, 64, 64], 64, 26),
-        ([0, 0], 64, 0),
+        ([513, 64, 64, 64, 64], 1, 26),
+        ([0, 0], 1, 0),
     ],
 )
-def test_few_units_are_cut_evenly(lens: list[int], chunk_keys: int, chunks: int, device: torch.device) -> None:
+def test_few_units_are_cut_evenly(lens: list[int], chunk_tiles: int, chunks: int, device: torch.device) -> None:
     batch = tuple((min(length, 1), length) for length in lens)
     problem = Problem(Case(batch=batch, num_sms=4), device)
     plan = problem.plan()
     problem.check(plan)
     assert plan.programs == 8
-    assert (plan.records[:, 2] == chunk_keys).all()
+    assert (plan.records[:, 2] == chunk_tiles * plan.block_n).all()
     assert (plan.records[:, 3] == chunks).all()
 
 

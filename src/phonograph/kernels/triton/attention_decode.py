@@ -400,15 +400,12 @@ def _segment(
     valid_M = token_M < query_len
     position_M = seq_len - query_len + token_M
     table = block_table + seq.to(tl.int64) * stride_table
-    # Tiles begin at multiples of their keys, ranges need not.
-    low = tl.maximum(low, first_key)
-    first_tile = first_key // BLOCK_N * BLOCK_N
     # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
     if ONE_BLOCK:
-        next_block = tl.load(table + first_tile // BLOCK_SIZE, mask=first_key < key_end, other=0)
+        next_block = tl.load(table + first_key // BLOCK_SIZE, mask=first_key < key_end, other=0)
     else:
-        key_N = first_tile + offset_N
-        next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < key_end), other=0)
+        key_N = first_key + offset_N
+        next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < seq_len), other=0)
     query = query_THD + query_start.to(tl.int64) * STRIDE_TOKEN
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
     query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
@@ -423,9 +420,11 @@ def _segment(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
-    for key in tl.range(first_tile, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
+    for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
         key_N = key + offset_N
-        seen_N = (key_N >= low) & (key_N < key_end)
+        seen_N = key_N < seq_len
+        if LEFT >= 0:
+            seen_N = seen_N & (key_N >= low)
         block = next_block
         ahead = key + BLOCK_N
         if ONE_BLOCK:

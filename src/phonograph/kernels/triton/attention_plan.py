@@ -8,9 +8,8 @@ for its keys after a single read.
 
 A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows, which are (token, query head of that
 KV head), heads innermost. A range holds whole units, but for its first and last. A chunk is one tile of keys in a batch
-of many units. In one of few it is as many keys as give every program at most one chunk, for a range that ends one unit
-and begins another starts reading twice, which costs a tenth of the time or more; and it need not be whole tiles, for
-the programs with a tile more would read it when the others are done.
+of many units. In one of few it is as many as give every program at most one chunk, for a range that ends one unit and
+begins another starts reading twice, which costs a tenth of the time or more.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -32,8 +31,6 @@ __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "
 
 RECORD_WORDS = tl.constexpr(8)
 SEQUENCE_WORDS = tl.constexpr(4)
-GRAIN = tl.constexpr(16)
-"""Keys; a chunk has a multiple of them. Divides every block of the cache."""
 _FAR = tl.constexpr(2147483647)
 
 
@@ -192,17 +189,16 @@ def _plan_kernel(
     len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
     keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
-    _, _, grains_R, units_R = sequence_chunks(len_R, keys_R, GRAIN, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
-    # The smallest chunk, up to half above a fair share, that leaves no program two; a tile at least.
-    tile: tl.constexpr = BLOCK_N // GRAIN
-    fair = tl.maximum(tl.cdiv(tl.sum(grains_R * units_R), PROGRAMS), tile)
+    # The smallest chunk, up to half above a fair share, that leaves no program two.
+    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), PROGRAMS), 1)
     size_C = fair + tl.cdiv(fair * tl.arange(0, 16), 32)
-    chunks_C = tl.sum(tl.cdiv(grains_R[None, :], size_C[:, None]) * units_R[None, :], 1)
+    chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
     size = tl.min(tl.where(chunks_C <= PROGRAMS, size_C, _FAR))
-    size = tl.where(size == _FAR, tile, size)
+    size = tl.where(size == _FAR, 1, size)
 
-    chunks_R = tl.cdiv(grains_R, size) * units_R
+    chunks_R = tl.cdiv(tiles_R, size) * units_R
     first_R = tl.where(served_R, tl.cumsum(chunks_R) - chunks_R, _FAR)
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
@@ -224,7 +220,7 @@ def _plan_kernel(
     record_P = records + program_P * RECORD_WORDS
     tl.store(record_P, index_P, mask=exists_P)
     tl.store(record_P + 1, start_P - first_P, mask=exists_P)
-    tl.store(record_P + 2, size * GRAIN + program_P * 0, mask=exists_P)
+    tl.store(record_P + 2, size * BLOCK_N + program_P * 0, mask=exists_P)
     tl.store(record_P + 3, total, mask=exists_P)
     tl.store(record_P + 4, seq_P, mask=exists_P)
     tl.store(record_P + 5, begin_P, mask=exists_P)
