@@ -33,6 +33,7 @@ from phonograph.kernels.triton import linear
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes
+from phonograph.models.spec import read_model_spec
 
 WRONG = 0.02
 """Share by which the rows after all layers may differ from those of products apart."""
@@ -57,7 +58,7 @@ def applied(rows_class: int, sizes: SpanSizes, config: SpanConfig | None) -> Ite
 def start(rows_class: int) -> SpanConfig:
     """Eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows_class == 8 else 1)
-    return SpanConfig(rows_class, 8, 64, 128, False, long, short, long, ProductConfig(32, 1024, 1))
+    return SpanConfig(rows_class, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
 
 def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
@@ -74,8 +75,8 @@ def variations() -> dict[str, Variation]:
     """By what they vary, in the order in which they are tried."""
 
     def order(config: SpanConfig) -> list[SpanConfig]:
-        choices = itertools.product((32, 64, 128), (96, 128), (False, True))
-        return [config._replace(before=before, ahead=ahead, early=early) for before, ahead, early in choices]
+        choices = itertools.product((32, 64, 96, 128), (64, 96, 128))
+        return [config._replace(before=before, ahead=ahead) for before, ahead in choices]
 
     def one(name: str, choices: list[tuple[int, int, int]]) -> Variation:
         def vary(config: SpanConfig) -> list[SpanConfig]:
@@ -101,9 +102,13 @@ class Trial:
     """A chain and the time and rows that configurations of it have."""
 
     def __init__(self, model: str, rows: int, replays: int) -> None:
-        self.chain = Chain(model, rows)
         self.rows_class, self.replays = linear.rows_class(rows), replays
-        self.sizes: SpanSizes = self.chain.decoder.span_sizes
+        spec = read_model_spec(Path(model))
+        heads, kv_heads = (count * spec.head_size for count in (spec.num_query_heads, spec.num_kv_heads))
+        self.sizes = SpanSizes(heads, spec.hidden_size, spec.intermediate_size, heads + 2 * kv_heads)
+        # A decoder lists the weights of launches only if it may choose one.
+        with applied(self.rows_class, self.sizes, start(self.rows_class)):
+            self.chain = Chain(model, rows)
         self.num_layers: int = self.chain.decoder.spec.num_layers
         self.compile([None])
         self.wanted: torch.Tensor | None = None

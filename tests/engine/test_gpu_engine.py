@@ -128,6 +128,23 @@ def test_sampling_parameters_that_need_the_host(full: LLM) -> None:
             assert position.token_ids[0] == token_id and len(position.token_ids) == 4
 
 
+def test_prompts_are_scored_whatever_their_length(full: LLM) -> None:
+    """Graphs and long steps compute only rows with logits in the last layer; these need all, and run without."""
+    cpu = LLM(model="demo", device="cpu", cudagraph_mode="NONE", max_num_seqs=16)
+    prompts = [[5 + token * 7 % 50 for token in range(length)] for length in (9, 60, 128, 300)]
+    before = full.step_counts.copy()
+    got, wanted = (
+        llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) for llm in (full, cpu)
+    )
+    assert (full.step_counts - before)["eager"] >= 2
+    for one, other in zip(got, wanted, strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        pairs = list(zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True))
+        values = torch.tensor([[a.logprobs[0], b.logprobs[0]] for a, b in pairs if a is not None and b is not None])
+        assert len(values) == len(one.prompt_logprobs) - 1 and values.std() > 0.5
+        assert (values[:, 0] - values[:, 1]).abs().mean() < 0.03 * values.std()
+
+
 def test_seeded_sampling_repeats_in_any_company(full: LLM) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.8, top_k=20, seed=11)
     alone = full.generate(questions(full)[:1], params)[0].outputs[0].token_ids

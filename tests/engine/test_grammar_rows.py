@@ -48,11 +48,16 @@ class TableModel:
         self.table[:, EOS] = -5.0
         self.workspace = SimpleNamespace(logits_NV=torch.zeros(SLOTS, VOCAB, device=device))
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
+        self._rows = torch.zeros(SLOTS, VOCAB, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine has a stream of its own
 
-    def forward(self, input_ids: torch.Tensor, attention: object) -> torch.Tensor:
-        return torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        return num_tokens >= 2 * SLOTS
+
+    def forward(self, input_ids: torch.Tensor, attention: object, rows: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
+        return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None, num_logits: int) -> torch.Tensor:
         out = self.workspace.logits_NV[:num_logits]

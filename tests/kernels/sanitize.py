@@ -91,9 +91,9 @@ def run_all(device: torch.device) -> None:
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
-    for rows, early in ((5, True), (9, False)):
+    for rows in (5, 9):
         programs = 3 if device.type == "cuda" else 1
-        span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, early, True, device, programs)
+        span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, True, device, programs)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
@@ -104,7 +104,7 @@ def run_all(device: torch.device) -> None:
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)
     sampling.test_rows_without_a_token(device)
-    masked.test_the_kernel_masks_rows_with_a_slot_only(5001, dtype, device)
+    masked.test_the_kernel_masks_the_rows_listed_only(5001, dtype, device)
 
 
 def main() -> int:

@@ -28,14 +28,14 @@ LONG = ODD._replace(intermediate=400)
 SMALL = {1: ProductConfig(8, 64, 2), 2: ProductConfig(16, 32, 1), 3: ProductConfig(32, 64, 1)}
 
 
-def small_config(rows: int, *, tiles: tuple[int, int, int, int], ahead: int, early: bool) -> SpanConfig:
-    return SpanConfig(rows, 1, ahead, ahead, early, *(SMALL[tile] for tile in tiles))
+def small_config(rows: int, *, tiles: tuple[int, int, int, int], ahead: int) -> SpanConfig:
+    return SpanConfig(rows, 1, ahead, ahead, *(SMALL[tile] for tile in tiles))
 
 
-def real_config(rows: int, *, early: bool, before: int = 64, ahead: int = 128) -> SpanConfig:
+def real_config(rows: int, *, before: int = 64, ahead: int = 128) -> SpanConfig:
     rows, long = 8 if rows <= 8 else 16, ProductConfig(8, 1024, 4)
     pairs = ProductConfig(8, 1024, 2 if rows == 8 else 1)
-    return SpanConfig(rows, 8, before, ahead, early, long, pairs, long, ProductConfig(32, 1024, 1))
+    return SpanConfig(rows, 8, before, ahead, long, pairs, long, ProductConfig(32, 1024, 1))
 
 
 class Layer:
@@ -123,13 +123,12 @@ def check_small(
     sizes: SpanSizes,
     tiles: tuple[int, int, int, int],
     ahead: int,
-    early: bool,
     bias: bool,
     device: torch.device,
     num_programs: int = 1,
 ) -> None:
     scratch = poisoned_scratch(device)
-    config = small_config(8 if rows <= 8 else 16, tiles=tiles, ahead=ahead, early=early)
+    config = small_config(8 if rows <= 8 else 16, tiles=tiles, ahead=ahead)
     for last in (False, True, False):  # the next finds what the one before left in the scratch
         layer = Layer(rows, sizes, torch.float16, device, bias=bias, seed=rows)
         layer.run(config, scratch, num_programs, last=last)
@@ -138,44 +137,42 @@ def check_small(
 
 
 CASES = [
-    (2, ODD, (1, 1, 1, 1), 64, True, False),
-    (5, ODD, (1, 2, 1, 3), 0, False, True),
-    (8, ODD, (3, 1, 2, 1), 256, True, True),
-    (9, ODD, (1, 1, 1, 3), 100, False, True),
-    (16, LONG, (2, 3, 3, 2), 32, True, False),
+    (2, ODD, (1, 1, 1, 1), 64, False),
+    (5, ODD, (1, 2, 1, 3), 0, True),
+    (8, ODD, (3, 1, 2, 1), 256, True),
+    (9, ODD, (1, 1, 1, 3), 100, True),
+    (16, LONG, (2, 3, 3, 2), 32, False),
 ]
-"""rows, sizes, tiles, registers ahead, early, bias"""
+"""rows, sizes, tiles, registers ahead, bias"""
 
 
-@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "early", "bias"), CASES)
+@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "bias"), CASES)
 def test_one_program_does_everything(
     rows: int,
     sizes: SpanSizes,
     tiles: tuple[int, int, int, int],
     ahead: int,
-    early: bool,
     bias: bool,
     device: torch.device,
 ) -> None:
     """As the interpreter has it: programs that wait for one another must run together."""
-    check_small(rows, sizes, tiles, ahead, early, bias, device)
+    check_small(rows, sizes, tiles, ahead, bias, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_programs", [3, 64])
-@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "early", "bias"), CASES)
+@pytest.mark.parametrize(("rows", "sizes", "tiles", "ahead", "bias"), CASES)
 def test_programs_meet(
     rows: int,
     sizes: SpanSizes,
     tiles: tuple[int, int, int, int],
     ahead: int,
-    early: bool,
     bias: bool,
     num_programs: int,
     device: torch.device,
 ) -> None:
     """Most of 64 have nothing to do but to meet."""
-    check_small(rows, sizes, tiles, ahead, early, bias, device, num_programs)
+    check_small(rows, sizes, tiles, ahead, bias, device, num_programs)
 
 
 def run_one_by_one(layer: Layer, scratch: LinearScratch) -> None:
@@ -196,10 +193,9 @@ def run_one_by_one(layer: Layer, scratch: LinearScratch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("rows", [2, 5, 8, 11, 16])
-def test_real_sizes(rows: int, early: bool, bias: bool, device: torch.device) -> None:
-    scratch, config = poisoned_scratch(device), real_config(rows, early=early)
+def test_real_sizes(rows: int, bias: bool, device: torch.device) -> None:
+    scratch, config = poisoned_scratch(device), real_config(rows)
     span_layer, single = (Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=bias) for _ in range(2))
     span_layer.run(config, scratch)
     assert not scratch.barrier.any()
@@ -215,11 +211,11 @@ def test_real_sizes(rows: int, early: bool, bias: bool, device: torch.device) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "early"), [(8, False), (8, True), (16, True)])
-def test_launches_in_a_row(rows: int, early: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [8, 16])
+def test_launches_in_a_row(rows: int, device: torch.device) -> None:
     """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
     attention between them; after a pause nothing overlaps."""
-    config, scratch = real_config(rows, early=early), poisoned_scratch(device)
+    config, scratch = real_config(rows), poisoned_scratch(device)
     layers = [Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=False, seed=seed) for seed in range(4)]
     layer, weights = layers[0], [one.weights for one in layers]
     generator = torch.Generator().manual_seed(9)
@@ -256,7 +252,7 @@ def test_launches_in_a_row(rows: int, early: bool, device: torch.device) -> None
 
 def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_span(8, ODD, torch.bfloat16) is None
-    config = real_config(8, early=True)
+    config = real_config(8)
     monkeypatch.setitem(MEASURED, (8, ODD), config)
     for rows in range(1, 18):
         assert choose_span(rows, ODD, torch.bfloat16) == (config if 2 <= rows <= 8 else None)
@@ -266,7 +262,7 @@ def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("before", "ahead"), [(0, 0), (16, 64), (64, 128), (128, 96), (1000, 1000)])
 def test_weights_are_asked_for_within_limits(before: int, ahead: int, last: bool) -> None:
-    config = real_config(8, early=True, before=before, ahead=ahead)
+    config = real_config(8, before=before, ahead=ahead)
     plan = make_plan(QWEN3_600M, config, 132, last=last)
     # Registers of a thread: 8, 16, 8 and 32 rows of weights by 1024 columns of two bytes, over 256 threads.
     pieces = [size for size, count in ((16, 2), (32, 3), (16, 3), (64, 1))[: 3 if last else 4] for _ in range(count)]

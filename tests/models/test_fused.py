@@ -16,9 +16,9 @@ from phonograph.models.decoder import Decoder
 from phonograph.models.fused import FusedDecoder
 from phonograph.models.spec import ModelSpec, read_model_spec
 
-SMALL = SpanConfig(8, 1, 32, 64, True, *4 * (ProductConfig(8, 32, 1),))
+SMALL = SpanConfig(8, 1, 32, 64, *4 * (ProductConfig(8, 32, 1),))
 LARGE = SpanConfig(
-    8, 8, 64, 128, True, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
+    8, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
     ProductConfig(32, 1024, 1),
 )  # fmt: skip
 
@@ -36,10 +36,11 @@ def make_fused(spec: ModelSpec, device: torch.device, monkeypatch: pytest.Monkey
     for weight in decoder.parameters:
         drawn = torch.randn(weight.shape, generator=generator)
         weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.1 + 1)
+    monkeypatch.setattr(fused, "has_span", lambda sizes: True)
     return FusedDecoder(decoder, max_num_tokens=16, max_num_logits=2, max_positions=64)
 
 
-def run(model: FusedDecoder, num_tokens: int, device: torch.device) -> torch.Tensor:
+def run(model: FusedDecoder, num_tokens: int, device: torch.device, rows: torch.Tensor | None = None) -> torch.Tensor:
     """With something of the projection in place of attention."""
     layers: list[int] = []
 
@@ -48,7 +49,7 @@ def run(model: FusedDecoder, num_tokens: int, device: torch.device) -> torch.Ten
         out_TF.copy_(projection_TF[:, -out_TF.shape[1] :])
 
     ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    hidden = model.forward(ids, attention).double().clone()
+    hidden = model.forward(ids, attention, rows).double().clone()
     assert layers == list(range(model.spec.num_layers))
     return hidden
 
@@ -111,3 +112,32 @@ def test_what_was_measured_runs_so(tmp_path: Path, device: torch.device, monkeyp
     for num_tokens in range(1, 12):
         model.forward(torch.zeros(num_tokens, dtype=torch.int32, device=device), lambda *_: None)
     assert chosen == list(range(2, 9))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3", "llama_bias"])
+def test_the_last_layer_of_only_the_rows_asked_for(
+    family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path)
+    model = make_fused(read_model_spec(tmp_path), device, monkeypatch)
+    wanted = run(model, 13, device)
+    for memory in model.workspace.tensors():
+        memory.fill_(float("nan"))
+    rows = torch.tensor([12, 3], device=device)
+    got = run(model, 13, device, rows)
+    assert got.shape == (2, model.spec.hidden_size)
+    # Two rows may go through other kernels than thirteen.
+    limit = 2e-2 if model.decoder.dtype == torch.bfloat16 else 2e-3
+    assert (got - wanted[rows]).norm() <= limit * wanted[rows].norm()
+    assert (got - wanted[rows.flip(0)]).norm() > 0.1 * wanted[rows].norm()
+
+
+def test_rows_are_left_out_of_long_steps_only(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    model = make_fused(read_model_spec(tmp_path), device, monkeypatch)
+    assert [model.leaves_rows_out(tokens) for tokens in (1, 3, 4, 16)] == [False, False, True, True]
+    exact = FusedDecoder(model.decoder, max_num_tokens=16, max_num_logits=2, max_positions=64, batch_invariant=True)
+    assert not exact.leaves_rows_out(16)

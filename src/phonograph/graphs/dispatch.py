@@ -61,6 +61,10 @@ class Decision:
             return f"{self.mode.value.lower()} {self.key.kind}"
         return "eager cascade" if self.cascade else "eager"
 
+    def eagerly(self, num_tokens: int, why: str) -> Decision:
+        """The same batch without its graph, which cannot do what a request of it asks for."""
+        return Decision(mode=GraphMode.NONE, key=None, num_tokens=num_tokens, cause=why, reason=why)
+
 
 class Dispatcher:
     """The table from batch shapes to decisions."""

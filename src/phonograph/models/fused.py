@@ -30,7 +30,7 @@ from phonograph.kernels.triton.linear import (
     takes_squares,
 )
 from phonograph.kernels.triton.span import SpanWeights, run_span
-from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span
+from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span, has_span
 from phonograph.models.decoder import Decoder, DecoderLayer
 from phonograph.models.workspace import Workspace
 
@@ -64,18 +64,34 @@ class FusedDecoder:
         space = self.workspace
         widths = (one.shape[1] for one in (space.attention_TF, space.hidden_TE, space.inner_TI, space.qkv_TF))
         self.span_sizes = SpanSizes(*widths)
-        following = [*decoder.layers[1:], None]
-        self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
+        self._spans: list[SpanWeights] = []
+        if has_span(self.span_sizes):
+            following = [*decoder.layers[1:], None]
+            self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
 
-    def forward(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
-        """The residual stream [T, E] after the last layer, before the final norm, in the workspace."""
+    def forward(
+        self, input_ids_T: torch.Tensor, attention: FusedAttention, rows_P: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The residual stream [T, E] after the last layer, before the final norm, in the workspace.
+
+        rows_P: of a step of `leaves_rows_out`, the only rows that anyone asks for, as many as there can be rows of
+        logits, int64; then it is those rows [P, E]. Behind its attention the last layer computes no others.
+        """
         num_tokens = input_ids_T.shape[0]
-        if self._config is not None:
-            return self._many(input_ids_T, attention)
+        if self._config is not None or rows_P is not None:
+            return self._many(input_ids_T, attention, rows_P)
         if num_tokens == 1:
             return self._one_token(input_ids_T, attention)
         span = choose_span(num_tokens, self.span_sizes, self.decoder.dtype)
         return self._many(input_ids_T, attention) if span is None else self._few(input_ids_T, attention, span)
+
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        """Whether the last layer of a prefill of so many tokens computes only rows that need logits.
+
+        Always as many as there can be, so that its kernels are those of every other such step; and so only where that
+        is half the tokens at most.
+        """
+        return self._config is None and num_tokens >= 2 * self.workspace.logits_NV.shape[0]
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, num_logits: int) -> torch.Tensor:
         """Logits [N, V], in the workspace, of the rows `rows_N` of what `forward` returned (None: of all its rows)."""
@@ -115,7 +131,9 @@ class FusedDecoder:
             run_span(weights, attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
         return hidden
 
-    def _many(self, input_ids_T: torch.Tensor, attention: FusedAttention) -> torch.Tensor:
+    def _many(
+        self, input_ids_T: torch.Tensor, attention: FusedAttention, rows_P: torch.Tensor | None = None
+    ) -> torch.Tensor:
         space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
         hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
         attended, gate_up, inner = space.attention_TF[:rows], space.gate_up_T2I[:rows], space.inner_TI[:rows]
@@ -131,6 +149,9 @@ class FusedDecoder:
         for index, (layer, next_layer) in enumerate(zip(decoder.layers, following, strict=True)):
             linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch, config=config)
             attention(index, qkv, attended)
+            if next_layer is None and rows_P is not None:
+                attended, hidden, normed, gate_up, inner = self._asked_for(rows_P, attended, hidden)
+                defer_mlp = False
             product = attended, layer.output.t(), layer.output_bias, hidden
             squares = linear_add_norm(
                 *product, layer.mlp_norm, eps, normed, defer=defer_mlp, scratch=scratch, config=config
@@ -146,6 +167,18 @@ class FusedDecoder:
                 norm = next_layer.input_norm
                 squares = linear_add_norm(*product, norm, eps, normed, defer=defer_qkv, scratch=scratch, config=config)
         return hidden
+
+    def _asked_for(
+        self, rows_P: torch.Tensor, attended_TF: torch.Tensor, hidden_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Attention's output and the residual stream of these rows, and room for their norm, gates and activation:
+        where the projection and the norm of all rows were."""
+        space, count = self.workspace, len(rows_P)
+        attended = space.qkv_TF[:count, : attended_TF.shape[1]]
+        normed, hidden = space.normed_TE[:count], space.normed_TE[count : 2 * count]
+        layers.gather_rows(attended_TF, rows_P, attended)
+        layers.gather_rows(hidden_TE, rows_P, hidden)
+        return attended, hidden, normed, space.gate_up_T2I[:count], space.inner_TI[:count]
 
 
 def _make_span(layer: DecoderLayer, following: DecoderLayer | None) -> SpanWeights:

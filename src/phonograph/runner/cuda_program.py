@@ -47,7 +47,7 @@ class CudaStepProgram:
         self._batch_invariant = batch_invariant
 
     def run(
-        self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool
+        self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool, all_hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs the step that the inputs hold, at a padded shape.
 
@@ -55,9 +55,11 @@ class CudaStepProgram:
             num_tokens, num_reqs: padded tokens T and request slots R.
             every_row: each token is a request's last (uniform decode), so that its row of logits is its own.
             pieces: break the capture at each attention call.
+            all_hidden: for logits of more rows than the requests' last.
 
         Returns:
-            hidden [T, E] before the final norm, logits [N, V], tokens int32 [N], N = min(T, R). A token is -1 where the
+            hidden before the final norm, [N, E] of the rows with logits where the model leaves out the others
+            (`leaves_rows_out`), else [T, E]; logits [N, V], tokens int32 [N], N = min(T, R). A token is -1 where the
             logits had none to choose, and less where the row samples nothing here.
         """
         inputs, metadata = self._inputs, self.metadata
@@ -66,9 +68,15 @@ class CudaStepProgram:
         inputs.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         self._backend.schedule(metadata)
         attention = functools.partial(self._attention, pieces)
-        hidden_TE = self.model.forward(inputs.input_ids[:num_tokens], attention)
-        # Gathered rows are normed by a kernel of their own.
-        gathered = not every_row or self._batch_invariant
+        input_ids_T = inputs.input_ids[:num_tokens]
+        if self.model.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
+            # Rows of no request of this step are any rows.
+            hidden_TE = self.model.forward(input_ids_T, attention, inputs.logits_rows)[:num_logits]
+            gathered = False
+        else:
+            hidden_TE = self.model.forward(input_ids_T, attention)
+            # Gathered rows are normed by a kernel of their own.
+            gathered = not every_row or self._batch_invariant
         logits_NV = self.model.logits(hidden_TE, inputs.logits_rows[:num_logits] if gathered else None, num_logits)
         tokens_N = inputs.tokens[:num_logits]
         rows = inputs.sampling

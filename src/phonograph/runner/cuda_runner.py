@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
-from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
@@ -38,6 +38,7 @@ from phonograph.runner.token_ring import TokenRing
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden, logits, tokens: what CudaStepProgram.run returns."""
+_PROMPT_ROWS = "log-probabilities of prompt tokens, whose rows graphs of so many tokens leave out of the last layer"
 
 
 class CudaStep:
@@ -196,16 +197,25 @@ class CudaRunner:
         with torch.inference_mode(), self.runtime.scope():
             self._take_over(batch)
             shape = shape_of(batch, self._prefixes)
+            scores_prompts = self._scores_prompts(batch)
             decision = self.dispatcher.decide(shape)
+            if scores_prompts and decision.key is not None and self._leaves_rows_out(decision.key):
+                decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
             self.counts[decision.label] += 1
             rows, on_host, ruled = self._rows(batch, shape.prefix_len if decision.cascade else None)
             common = self._inputs.write(rows, decision.key)
             self._program.metadata = self._builder.build(common, key=decision.key)
-            hidden, logits, tokens = self._run_eager(common) if decision.key is None else self.replay(decision.key)
+            if decision.key is None:
+                hidden, logits, tokens = self._run_eager(common, all_hidden=scores_prompts)
+            else:
+                hidden, logits, tokens = self.replay(decision.key)
             self._masked.follow(self._ring)
             if ruled is not None:
                 decision = self._masked.sample(ruled, [batch.slots[row] for row in ruled], decision)
-            output = StepOutput(prompt_logprobs=self._prompt_logprobs(batch, hidden))
+            output = StepOutput()
+            if scores_prompts:
+                logits_fn = self._program.model.decoder.logits
+                output.prompt_logprobs = step_prompt_logprobs(batch, self._live, hidden, logits_fn)
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
             return CudaStep(self._ring, self._ring.send(tokens), batch, output, decision)
@@ -240,12 +250,13 @@ class CudaRunner:
         self._program.metadata = self._builder.build(common, key=key)
         return _by_name(self.run_shape(key))
 
-    def _run_eager(self, common: CommonMetadata) -> Outputs:
+    def _run_eager(self, common: CommonMetadata, *, all_hidden: bool = False) -> Outputs:
         return self._program.run(
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
             every_row=common.num_tokens == common.num_reqs,
             pieces=False,
+            all_hidden=all_hidden,
         )
 
     def _take_over(self, batch: ScheduledBatch) -> None:
@@ -331,10 +342,18 @@ class CudaRunner:
         valid = torch.tensor([slot not in sampled.invalid for slot in slots], device=device)
         tokens_N[rows_P] = token_ids.where(valid, -1)
 
-    def _prompt_logprobs(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _scores_prompts(self, batch: ScheduledBatch) -> bool:
+        """Whether prompt tokens' log-probabilities are wanted of this step."""
         if self._scored.isdisjoint(batch.slots):
-            return {}
-        return step_prompt_logprobs(batch, self._live, hidden, self._program.model.decoder.logits)
+            return False
+        return any(
+            slot in self._scored and context_len + 1 < self._live[slot].prompt_len
+            for slot, context_len in zip(batch.slots, batch.context_lens, strict=True)
+        )
+
+    def _leaves_rows_out(self, key: GraphKey) -> bool:
+        every_row = key.graphs is GraphSet.DECODE and key.query_len == 1
+        return not every_row and self._program.model.leaves_rows_out(key.num_tokens)
 
 
 def _by_name(outputs: Outputs) -> dict[str, torch.Tensor]:

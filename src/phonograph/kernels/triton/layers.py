@@ -45,6 +45,25 @@ def gather_and_norm(
     _norm(hidden_TE, rows_N, weight_E, eps, None, out_NE)
 
 
+def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
+    """out = source[rows]; rows int64, any strides between rows."""
+    num_rows, width = out_NX.shape
+    pdl = pdl_usable()
+    block = min(_PIECE, triton.next_power_of_2(width))
+    _gather_kernel[(num_rows, triton.cdiv(width, block))](
+        source_TX,
+        rows_N,
+        out_NX,
+        source_TX.stride(0),
+        out_NX.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=max(1, block // 256),
+    )
+
+
 def _norm(
     source: torch.Tensor,
     rows: torch.Tensor | None,
@@ -60,6 +79,25 @@ def _norm(
         source, rows, weight, kept, out, eps, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl,
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
+
+
+@triton.jit
+def _gather_kernel(
+    source_ptr,
+    rows_ptr,
+    out_ptr,
+    source_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(rows_ptr + row)
+    x = tl.load(source_ptr + source * source_stride + column, column < WIDTH)
+    tl.store(out_ptr + row * out_stride + column, x, column < WIDTH)
 
 
 @triton.jit

@@ -335,7 +335,6 @@ def _run_product(
     ROWS: tl.constexpr = plan_value(PLAN, "rows")
     WARPS: tl.constexpr = plan_value(PLAN, "num_warps")
     PROGRAMS: tl.constexpr = plan_value(PLAN, "num_programs")
-    EARLY: tl.constexpr = plan_value(PLAN, "early")
     EIGHT: tl.constexpr = block_n == 8 and not PAIRS
     # Tiles whose sums are added together at the end.
     GROUP: tl.constexpr = min(4, triton.next_power_of_2(rounds))
@@ -404,8 +403,6 @@ def _run_product(
 
     for group in tl.static_range(groups):
         result = _add_warps(tile_sums[group * GROUP : (group + 1) * GROUP], GROUP, ROWS, block_n, PAIRS)
-        if EARLY and group == 0:
-            weights = _ask(weights, weight_ptrs, weight_strides, PLAN, asked_until(PLAN, first_piece + pieces))
         if PAIRS:
             result, up = tl.split(result)
         if not ADD:
@@ -434,6 +431,7 @@ def _run_product(
 
     if PROGRAMS > 1 and num_products(PLAN) > PRODUCT + 1:
         _arrive(barrier_ptr, PROGRAMS)
+    # Not sooner: an arrival makes sure that all before it is done, loads too.
     return _ask(weights, weight_ptrs, weight_strides, PLAN, asked_until(PLAN, first_piece + pieces))
 
 

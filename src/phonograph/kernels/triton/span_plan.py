@@ -39,15 +39,12 @@ class SpanConfig(NamedTuple):
     before: how many registers' worth of weights a thread asks for before the kernel before has ended, at least a
     step's; they may reach into the second product.
     ahead: how many are on their way later, of the next product at most.
-    early: they are asked for when a product's own are used up, not after the arrival at the barrier behind it. That is
-    sooner, but the arrival, which makes sure that all before it is done, may have to wait for them.
     """
 
     rows: int
     num_warps: int
     before: int
     ahead: int
-    early: bool
     output: ProductConfig
     gate_up: ProductConfig
     down: ProductConfig
@@ -63,7 +60,17 @@ class SpanSizes(NamedTuple):
     qkv: int
 
 
-MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {}
+_QWEN3_600M = SpanSizes(attended=2048, hidden=1024, intermediate=3072, qkv=4096)
+MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {
+    (8, _QWEN3_600M): SpanConfig(
+        8, 8, 64, 128, ProductConfig(8, 2048, 4), ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 4),
+        ProductConfig(32, 1024, 1),
+    ),
+    (16, _QWEN3_600M): SpanConfig(
+        16, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
+        ProductConfig(32, 512, 1),
+    ),
+}  # fmt: skip
 """What was measured to be faster than a launch for each product, by rows class and sizes."""
 
 
@@ -76,6 +83,11 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return None
     return MEASURED.get((rows_class(num_rows), sizes))
+
+
+def has_span(sizes: SpanSizes) -> bool:
+    """Whether `choose_span` ever has one for them."""
+    return any(measured == sizes for _, measured in MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +119,6 @@ class SpanPlan:
     rows: int
     num_warps: int
     num_programs: int
-    early: bool
 
 
 @functools.cache
@@ -138,7 +149,7 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
                 asked += 1
             until.append(max(asked, until[-1] if until else 0))
     until.append(len(registers))
-    return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs, config.early)
+    return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs)
 
 
 @triton.constexpr_function
