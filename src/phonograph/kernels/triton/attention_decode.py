@@ -29,6 +29,7 @@ from phonograph.kernels.triton.attention_plan import (
     row_tiles,
     sequence_chunks,
 )
+from phonograph.kernels.triton.exchange import greatest_of, sum_of
 from phonograph.kernels.triton.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
@@ -132,6 +133,8 @@ def decode_attention(
         PARTS=max(2, _MERGE_VALUES * plan.num_warps // (merge_rows * width)),
         STAGES=min(max(stages, 2), _MAX_STAGES),
         AHEAD=_AHEAD,
+        NUM_WARPS=plan.num_warps,
+        WARPS_APART=plan.warps_apart,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=plan.num_warps,
@@ -183,6 +186,8 @@ def _attention_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    WARPS_APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # What the plan says is there before the kernel before this one has ended (`plan_decode`), and so is where to read.
@@ -252,7 +257,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
             complete = _segment(
@@ -260,7 +265,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
             )  # fmt: skip
         else:
             complete = _segment(
@@ -268,7 +273,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
             )  # fmt: skip
 
         if complete != 0:
@@ -386,19 +391,27 @@ def _segment(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    WARPS_APART: tl.constexpr,
 ):
     """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
 
     Returns 1 where that was the last partial result of the unit, else 0.
     """
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
-    offset_N = tl.arange(0, BLOCK_N)
+    # Few rows leave each warp room for a softmax of its own over its share of every tile's keys. Between warps nothing
+    # is passed until the end then, where otherwise each tile's maximum, sum and weights are.
+    APART: tl.constexpr = WARPS_APART and BLOCK_M * WIDTH <= 2048 and BLOCK_N // NUM_WARPS >= 16
     dim = tl.arange(0, WIDTH)
     row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token_M = row_M // GROUP
     head_M = kv_head * GROUP + row_M % GROUP
     valid_M = token_M < query_len
     position_M = seq_len - query_len + token_M
+    # Shapes with keys N are [warps, N / warps] where warps are apart.
+    offset_N = tl.arange(0, BLOCK_N)
+    if APART:
+        offset_N = tl.reshape(offset_N, (NUM_WARPS, BLOCK_N // NUM_WARPS))
     table = block_table + seq.to(tl.int64) * stride_table
     # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
     if ONE_BLOCK:
@@ -412,13 +425,20 @@ def _segment(
     factor = scale
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
+    slope_M = tl.zeros([BLOCK_M], tl.float32)
     if alibi_slopes is not None:
         slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E
     base = cache + kv_head * STRIDE_HEAD
 
-    acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if APART:
+        query_MD = tl.broadcast_to(query_MD[None, :, :], (NUM_WARPS, BLOCK_M, WIDTH))
+        acc_MD = tl.zeros([NUM_WARPS, BLOCK_M, WIDTH], tl.float32)
+        sum_M = tl.zeros([NUM_WARPS, BLOCK_M], tl.float32)
+        max_M = tl.full([NUM_WARPS, BLOCK_M], float("-inf"), tl.float32)
+    else:
+        acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        sum_M = tl.zeros([BLOCK_M], tl.float32)
+        max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
         key_N = key + offset_N
@@ -430,42 +450,51 @@ def _segment(
         if ONE_BLOCK:
             next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0)
             tile = base + block.to(tl.int64) * STRIDE_BLOCK + key % BLOCK_SIZE * STRIDE_SLOT
-            pointer_ND = tile + (offset_N * STRIDE_SLOT)[:, None] + dim[None, :]
+            pointer_ND = tile + tl.expand_dims(offset_N * STRIDE_SLOT, -1) + dim
         else:
             ahead_N = ahead + offset_N
             next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=(ahead_N >= low) & (ahead_N < key_end), other=0)
             slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
-            pointer_ND = base + slot_N[:, None] + dim[None, :]
+            pointer_ND = base + tl.expand_dims(slot_N, -1) + dim
         # Slots nobody wrote may hold NaN, which a weight of zero would not take away.
-        mask_ND = seen_N[:, None]
+        mask_ND = tl.expand_dims(seen_N, -1)
         if WIDTH != HEAD_SIZE:
-            mask_ND = mask_ND & (dim < HEAD_SIZE)[None, :]
+            mask_ND = mask_ND & (dim < HEAD_SIZE)
         key_ND = tl.load(pointer_ND, mask=mask_ND, other=0.0)
         value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
-        logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).T, input_precision="ieee")
+        key_DN = tl.permute(key_ND.to(query_MD.dtype), (0, 2, 1) if APART else (1, 0))
+        logits_MN = tl.dot(query_MD, key_DN, input_precision="ieee")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
             exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
             logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
         else:
             logits_MN = logits_MN * (factor * _LOG2_E)
+        key_1N = tl.expand_dims(key_N, -2)
         if alibi_slopes is not None:
-            logits_MN += slope_M[:, None] * (key_N[None, :] - position_M[:, None]).to(tl.float32)
-        mask_MN = seen_N[None, :]
+            logits_MN += slope_M[:, None] * (key_1N - position_M[:, None]).to(tl.float32)
+        mask_MN = tl.expand_dims(seen_N, -2)
         if LEFT >= 0:
-            mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
+            mask_MN = mask_MN & (key_1N >= position_M[:, None] - LEFT)
         if RIGHT >= 0:
-            mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
+            mask_MN = mask_MN & (key_1N <= position_M[:, None] + RIGHT)
         logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1))
+        new_max_M = tl.maximum(max_M, tl.max(logits_MN, -1))
         shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MN = tl.exp2(logits_MN - shift_M[:, None])
+        weight_MN = tl.exp2(logits_MN - tl.expand_dims(shift_M, -1))
         decay_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
-        acc_MD = acc_MD * decay_M[:, None]
+        sum_M = sum_M * decay_M + tl.sum(weight_MN, -1)
+        acc_MD = acc_MD * tl.expand_dims(decay_M, -1)
         acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
         max_M = new_max_M
 
+    if APART:
+        own_max_M = max_M
+        max_M = greatest_of(tl.permute(own_max_M, (1, 0)))
+        decay_M = tl.exp2(own_max_M - tl.where(max_M == float("-inf"), 0.0, max_M)[None, :])
+        sum_M = sum_of(tl.permute(sum_M * decay_M, (1, 0)))
+        acc_MD = tl.reshape(acc_MD * tl.expand_dims(decay_M, -1), (NUM_WARPS, BLOCK_M * WIDTH))
+        acc_MD = tl.reshape(sum_of(tl.permute(acc_MD, (1, 0))), (BLOCK_M, WIDTH))
     value_factor = 1.0
     if v_scale is not None:
         value_factor = tl.load(v_scale + kv_head)

@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.exchange import sum_of
 from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
 from phonograph.kernels.triton.span_plan import (
@@ -211,22 +212,6 @@ def _add_own(sums, ROWS: tl.constexpr, WARPS: tl.constexpr, EIGHT: tl.constexpr)
 
 
 @triton.jit
-def _add_halves(x):
-    """[n, w] added over w, a power of two.
-
-    `tl.sum` over warps passes its values through shared memory one by one, each read waiting for the write before. A
-    split wants its pair in one thread, so all of w comes to one thread in a single exchange, and the sums of the n lie
-    dealt out over the threads, where `tl.sum` would leave a copy in each warp.
-    """
-    if x.shape[1] > 1:
-        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        total = _add_halves(left + right)
-    else:
-        total = tl.reshape(x, (x.shape[0],))
-    return total
-
-
-@triton.jit
 def _add_warps(sums, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
     """Of `TILES` (1, 2 or 4) tiles what `_add_own` returned, added over the warps: [rows, outputs], of pairs [rows,
     outputs, 2]. All in one exchange, since each takes its time. Where tiles are missing the last one stands in."""
@@ -239,7 +224,7 @@ def _add_warps(sums, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.conste
         pairs = tl.join(sums[0], sums[min(1, last)]), tl.join(sums[min(2, last)], sums[last])
         total = tl.permute(tl.join(pairs[0], pairs[1]), (0, 4, 3, 1, 2))
     warps: tl.constexpr = sums[0].shape[0]
-    total = _add_halves(tl.permute(tl.reshape(total, (warps, total.numel // warps)), (1, 0)))
+    total = sum_of(tl.permute(tl.reshape(total, (warps, total.numel // warps)), (1, 0)))
     total = tl.reshape(total, (TILES, sums[0].shape[1], sums[0].shape[2]))
     if BLOCK_N == 8 and not PAIRS:
         total = tl.permute(total, (1, 0, 2))
@@ -253,7 +238,7 @@ def _add_tiles(squares, WARPS: tl.constexpr):
     """[tiles, rows] added over the tiles."""
     if squares.shape[0] >= WARPS:
         squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
-    return _add_halves(tl.permute(squares, (1, 0)))
+    return sum_of(tl.permute(squares, (1, 0)))
 
 
 @triton.jit
