@@ -19,6 +19,11 @@ OTHER = SKIPPED.format(file="tests.engine.test_gpu_engine", why="no reason that 
 FAILED = '<testcase classname="tests.x" name="c"><failure message="assert 1 == 2">long</failure></testcase>'
 
 
+FILE = """<testcase classname="" name="tests.evaluation.test_harness"><skipped type="pytest.skip" \
+message="collection skipped">('/x/test_harness.py', 11, "Skipped: lm_eval is not installed: pip install it")</skipped>\
+</testcase>"""
+
+
 def _result(tmp_path: Path, *cases: str, code: int = 0) -> Result:
     report = tmp_path / "tests.xml"
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
@@ -31,6 +36,8 @@ def test_skips_of_optional_libraries_pass_and_are_told(tmp_path: Path) -> None:
     assert result.facts["skipped_optional"] == {"no kernel of head size 96": 2, "flashinfer is not installed": 1}
     told = "3 SKIPPED for optional libraries: 2 x no kernel of head size 96; 1 x flashinfer is not installed"
     assert told in result.text
+    result = _result(tmp_path, PASSED, FILE)
+    assert result.ok and result.facts["skipped_optional"] == {"lm_eval is not installed: pip install it": 1}
 
 
 def test_other_skips_and_failures_fail(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from phonograph.evaluation.checks import Result
 
 COMBINATIONS = 1500
 """Of attention kernels' models, windows and batches; fewer do not prove enough."""
-OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu")
-"""Files whose tests need a library that a machine may lack in whole or in part; their skips are told, no failure."""
+OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu", "test_cascade_gpu")
+"""Files whose tests need a library that a machine may lack in whole or in part; their skips are told, no failure. So
+are those of whole files, which are of optional libraries too."""
+_WHOLE_FILE = "collection skipped"
 
 
 def report_result(facts: dict[str, Any], *, code: int | None) -> Result:
@@ -55,8 +57,12 @@ def read_report(report: Path) -> dict[str, Any]:
             continue
         skip = case.find("skipped")
         if skip is not None:
-            of_library = any(part in OF_OPTIONAL_LIBRARIES for part in file.split("."))
-            (optional if of_library else skipped)[str(skip.get("message"))] += 1
+            why = str(skip.get("message"))
+            if why == _WHOLE_FILE:
+                optional[_reason(skip.text or why)] += 1
+            else:
+                of_library = any(part in OF_OPTIONAL_LIBRARIES for part in file.split("."))
+                (optional if of_library else skipped)[why] += 1
             continue
         files[file] += 1
         properties = {str(one.get("name")): str(one.get("value")) for one in case.iter("property")}
@@ -75,6 +81,11 @@ def read_report(report: Path) -> dict[str, Any]:
         "attention_combinations": combinations,
         "largest_error": largest,
     }
+
+
+def _reason(text: str) -> str:
+    """Of a whole file's skip, which pytest writes as a tuple of file, line and reason."""
+    return text.rpartition("Skipped: ")[2].rstrip("\"')")
 
 
 def _why_failed(case: ElementTree.Element) -> str:
