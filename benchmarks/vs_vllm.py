@@ -3,7 +3,8 @@
     python benchmarks/vs_vllm.py --model DIR --peer-scripts DIR --peer-site DIR --folder RUNS --output RESULT.json
 
 DIR of --model needs a config.json only: both sides make random weights. --peer-scripts holds `vllm_anchor.py`, which
-runs vLLM on these workloads, and --peer-site vLLM itself (it becomes PYTHONPATH). Every run is a process of its own
+runs vLLM on these workloads, and --peer-site vLLM itself (it becomes PYTHONPATH; where ours is to run a backend, it
+follows ours, for the kernels that vLLM brings). Every run is a process of its own
 with a time limit; it leaves its rows, its log and what became of it in RUNS, so that --skip-existing goes on after an
 interruption, and a peer that fails costs only its own column. --modes compares our own graph modes on the mixed
 workload.
@@ -143,6 +144,10 @@ class Settings:
     def environment(self, run: Run) -> dict[str, str]:
         environment = dict(os.environ)
         if run.is_ours:
+            if run.backend is not None and self.peer_site is not None:
+                # The libraries that the peer brings, behind whatever we run with.
+                paths = environment.get("PYTHONPATH"), str(self.peer_site)
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             return environment
         if self.peer_site is not None:
             environment["PYTHONPATH"] = str(self.peer_site)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,22 @@ def test_commands(benchmark_script: Load, tmp_path: Path) -> None:
             script.Run.parse(text)
     for text in script.DEFAULT_RUNS:
         script.Run.parse(text)
+
+
+def test_our_backends_find_the_peers_libraries(
+    benchmark_script: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = benchmark_script("vs_vllm")
+    arguments = {"model": "m", "peer_scripts": Path("peer"), "folder": tmp_path, "dtype": "bfloat16"}
+    arguments |= {"max_model_len": None, "our_flags": (), "timeout": 1}
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    for site, system, path in (
+        ("site", "ours@flash_attn:3", f"ours{os.pathsep}site"),
+        ("site", "ours", "ours"),
+        (None, "ours@flash_attn:3", "ours"),
+    ):
+        settings = script.Settings(peer_site=site and Path(site), **arguments)
+        assert settings.environment(script.Run.parse(f"{system}=decode"))["PYTHONPATH"] == path
 
 
 def test_commands_of_our_backends(benchmark_script: Load, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def run_all(device: torch.device) -> None:
     short = decode.Case(batch=((1, 300), (1, 1), (3, 70), (16, 129), (0, 0)), dtype=dtype, num_sms=3)
     for case in (
         replace(short, batch=((1, 300), (1, 17), (0, 0)), max_query_len=1, block_size=64, head_size=128),
+        replace(short, block_size=64, head_size=128, warps_apart=True),
         replace(short, head_size=72, num_query_heads=7, num_kv_heads=1, sinks=True, window=(40, 0)),
         replace(short, hnd=True, softcap=3.0, alibi=True, kv_dtype=torch.float8_e5m2, lse=False),
     ):
@@ -87,6 +88,7 @@ def run_all(device: torch.device) -> None:
     for norm, tokens in ((False, 1), (True, 17)):
         layers.test_rope_and_kv_write(tokens, 3, 1, 40, norm, True, dtype, device)
     layers.test_norms(5, 200, dtype, device)
+    layers.test_gathered_rows(3, 2500, dtype, device)
     layers.test_activation(3, 2500, dtype, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):

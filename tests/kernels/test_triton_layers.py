@@ -49,6 +49,19 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, device: torch.device) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 70), (4, 1024), (3, 2500)])
+def test_gathered_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows apart from one another, as views of wider ones are; what lies between is left alone."""
+    source = torch.randn(6, width + 5, device=device).to(dtype)[:, 3:-2]
+    picked = torch.arange(rows, device=device) * 5 % 6
+    memory = poison(rows + 2, width + 9, dtype=dtype, device=device)
+    layers.gather_rows(source, picked, memory[1:-1, 4:-5])
+    assert torch.equal(memory[1:-1, 4:-5], source[picked])
+    memory[1:-1, 4:-5] = float("nan")
+    assert bool(memory.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 100), (3, 2500), (9, 64)])
 def test_activation(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(width)
