@@ -161,11 +161,14 @@ class AttentionBackend(ABC):
         put them there before, and they stay.
     quantizes_queries: whether `forward` rounds queries, divided by the layer's q_scale, to the dtype of an FP8 cache
         (and then perhaps the softmax's weights): its kernels take queries, keys and values of one dtype.
+    only_triton: whether all that it launches is kernels of Triton's, so that a run that launches nothing tells which
+        there are to be compiled. The conformance suite then compiles those of all configurations at once.
     """
 
     capabilities: Capabilities
     clears_padding: bool = True
     quantizes_queries: bool = False
+    only_triton: bool = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec

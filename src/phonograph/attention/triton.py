@@ -92,6 +92,7 @@ class TritonMetadataBuilder(MetadataBuilder):
 
 class TritonBackend(GpuBackend):
     capabilities = TritonCapabilities()
+    only_triton = True
 
     def make_builder(self) -> TritonMetadataBuilder:
         return TritonMetadataBuilder(self.spec, self.device, self.limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,10 @@ def check_features(
         The checks, and a configuration with as many features as work: `base` where one or their combination fails.
     """
     checks: list[Check] = []
-    for variation in variations(base, capabilities, device_spec):
+    varied, most = variations(base, capabilities, device_spec), everything(base, capabilities, device_spec)
+    if device.type == "cuda" and getattr(make, "only_triton", False):
+        _compile(make, [*(one.spec for one in varied if not one.refusals), most.spec], device)
+    for variation in varied:
         name = f"{UNDECLARED}: {variation.name}"
         if variation.refusals:
             checks.append(not_applicable(name, "", f"refused: {'; '.join(variation.refusals)}"))
@@ -42,11 +46,21 @@ def check_features(
         checks.append(_check(make, name, variation.name, variation.spec, device))
     if any(check.name.startswith(UNDECLARED) and check.text.startswith("accepted") for check in checks):
         return checks, base
-    most = everything(base, capabilities, device_spec)
     if most.spec == base:
         return checks, base
     together = _check(make, f"{UNDECLARED}: all together", most.name, most.spec, device)
     return [*checks, together], base if together.text else most.spec
+
+
+def _compile(make: MakeBackend, specs: Sequence[AttentionSpec], device: torch.device) -> None:
+    """Compiles the kernels of all configurations side by side, which takes minutes one after another."""
+    # Here, since Triton is not everywhere.
+    from phonograph.kernels.triton.precompile import compile_only
+
+    # What does not compile, or fails otherwise, does so again in its own check.
+    with contextlib.suppress(Exception), compile_only():
+        for spec in specs:
+            _problem(make, spec, device, _shapes(spec))
 
 
 def _check(make: MakeBackend, name: str, feature: str, spec: AttentionSpec, device: torch.device) -> Check:
