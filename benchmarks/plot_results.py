@@ -4,7 +4,8 @@
 
 --versus is what `vs_vllm.py` wrote: latency over input length, and decode beside its floor. --attention takes files of
 `phonograph bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
-times for a case of one provider the best is drawn.
+times for a case of one provider the best is drawn. --steps takes a file of `phonograph bench step --output`: the parts
+of a step, and products and attention under the roofline of an H200.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from phonograph.evaluation.bench import read_records
-from phonograph.evaluation.bench_plots import bar_chart, line_chart
+from phonograph.evaluation.bench_floor import H200
+from phonograph.evaluation.bench_plots import bar_chart, line_chart, roofline_chart, stacked_chart
+from phonograph.evaluation.bench_step import PARTS
 
 PLOTS = Path("docs/plots")
 CAP = 4.0
@@ -79,10 +82,32 @@ def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
+def steps_charts(record: dict[str, Any]) -> dict[str, str]:
+    """The parts of a decode step in ms, and what its products and attention reach."""
+    rows = [row for row in record["rows"] if row["suite"] == "step"]
+    cases = [row["case"] for row in rows]
+    parts = {name: [round(row[f"{name}_us"] / 1000, 3) for row in rows] for name in PARTS}
+    floors = [row["floor_us"] / 1000 if "floor_us" in row else None for row in rows]
+    name = Path(record["model"]).name
+    reached: dict[str, list[tuple[float, float, str]]] = {}
+    for part in ("products", "attention"):
+        for row in rows:
+            work = row["work"][part]
+            speed = work["operations"] / (row[f"{part}_us"] * 1e-6)
+            reached.setdefault(part, []).append((work["operations"] / work["bytes"], speed, row["case"]))
+    return {
+        "steps": stacked_chart(f"A decode step, {name}: sequences x context", "ms", cases, parts, floors),
+        "roofline": roofline_chart(
+            f"Products and attention of a decode step, {name}", H200.bandwidth, H200.flops, reached
+        ),
+    }
+
+
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", type=Path)
     parser.add_argument("--attention", type=Path, nargs="+", default=[])
+    parser.add_argument("--steps", type=Path)
     parser.add_argument("--folder", type=Path, default=PLOTS)
     arguments = parser.parse_args(tokens)
     charts: dict[str, str | None] = {}
@@ -91,6 +116,9 @@ def main(tokens: Sequence[str] | None = None) -> None:
         charts |= {"latency": latency_chart(result), "decode": decode_chart(result)}
     if arguments.attention:
         charts["attention"] = attention_chart(read_records(arguments.attention))
+    if arguments.steps is not None:
+        *_, record = read_records([arguments.steps])
+        charts |= steps_charts(record)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, chart in charts.items():
         if chart is None:

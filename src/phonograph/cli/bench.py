@@ -31,6 +31,7 @@ COLUMNS = {
     "mixed": ("s", "mixed_steps"),
     "throughput": ("in_tok", "out_tok", "s", "out_tok_s"),
     "idle": ("idle_share", "idle_us", "step_us"),
+    "step": ("step_us", "products_us", "attention_us", "rest_us", "gaps_us", "floor_us"),
     "attention": ("provider", "page", "us", "schedule_us", "tb_s", "tflops", "floor_us", "x_floor", "err"),
     "startup": ("seconds", "engine_seconds", "first_tokens_seconds"),
 }
@@ -127,6 +128,21 @@ def idle(
     from phonograph.evaluation.bench_suites import idle_suite
 
     return _run_suites(config, {"idle": idle_suite(cases)}, output, as_json=as_json)
+
+
+@app.command
+@takes_engine_config
+def step(
+    config: EngineConfig,
+    *,
+    cases: Annotated[str | None, Parameter(help="Sequences x context of each row, as 1x1k,256x512.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> int:
+    """Where a decode step's time goes on a GPU: products, attention, the rest and gaps, from a profiler's trace."""
+    from phonograph.evaluation.bench_suites import step_suite
+
+    return _run_suites(config, {"step": step_suite(cases)}, output, as_json=as_json)
 
 
 @app.command

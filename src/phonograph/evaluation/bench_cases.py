@@ -165,6 +165,7 @@ DECODE_CASES = tuple(
     DecodeCase(*case) for case in ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 512), (1, 32768), (8, 32768))
 )
 IDLE_CASES = (DecodeCase(1, 1024), DecodeCase(256, 512))
+STEP_CASES = (DecodeCase(1, 1024), DecodeCase(32, 1024), DecodeCase(256, 512))
 LATENCY_INPUT_LENS = (500, 1000, 2000, 4000, 8000, 16000)
 LATENCY_OUTPUT_LEN = 4
 MIXED_CASES = tuple(MixedCase(context) for context in (16384, 32768, 65536))

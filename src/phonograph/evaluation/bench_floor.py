@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,17 +37,32 @@ def this_chip(device_kind: str) -> Chip | None:
     return H200 if device_kind == "cuda" and "H200" in torch.cuda.get_device_name() else None
 
 
-def decode_floor(
-    chip: Chip, model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int
-) -> float:
-    """Seconds of one decode step of `num_seqs` sequences: the products with all weights, then the reading of the cache.
+class Work(NamedTuple):
+    """Bytes that must be read, and operations, two for each multiplication and addition."""
+
+    num_bytes: float
+    num_operations: float
+
+
+def decode_work(model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int) -> tuple[Work, Work]:
+    """Of one decode step of `num_seqs` sequences: the products with all weights, and attention.
 
     Of the embedding only a row a sequence is read, unless it is the LM head too.
     """
     weights = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
-    products = chip.seconds(weights * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs)
-    keys = model.num_layers * model.num_kv_heads * model.head_size * num_seqs * context
-    return products + 2 * keys * ELEMENT_BYTES[kv_cache_dtype] / chip.bandwidth
+    pairs = model.num_layers * model.head_size * num_seqs * context
+    return (
+        Work(weights * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs),
+        Work(2 * pairs * model.num_kv_heads * ELEMENT_BYTES[kv_cache_dtype], 4.0 * pairs * model.num_query_heads),
+    )
+
+
+def decode_floor(
+    chip: Chip, model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int
+) -> float:
+    """Seconds of one decode step of `num_seqs` sequences: the products, then attention."""
+    work = decode_work(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_seqs=num_seqs, context=context)
+    return sum(chip.seconds(*part) for part in work)
 
 
 def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], window: tuple[int, int]) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
 
 STEP_KERNEL = "prepare"
+Activity = tuple[float, float, str]
+"""Of the device: start and end in us, and the name of a kernel or copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +68,22 @@ def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
 
 def measure_idle(run: Callable[[], object]) -> IdleReport:
     """Profiles `run`, which executes steps on the current GPU and waits for them."""
+    return idle_between_steps(device_activities(run))
+
+
+def device_activities(run: Callable[[], object]) -> list[Activity]:
+    """Everything that the GPU did in `run`, which waits for it."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    activities = [
+    return [
         (float(event.time_range.start), float(event.time_range.end), str(event.name))
         for event in profiler.events() or []
         if str(event.device_type).endswith("CUDA")
     ]
-    return idle_between_steps(activities)
 
 
-def idle_between_steps(activities: list[tuple[float, float, str]]) -> IdleReport:
+def idle_between_steps(activities: list[Activity]) -> IdleReport:
     """From (start, end, name) of everything the device did, in us; the first step is only where the trace begins."""
     activities = sorted(activities)
     starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name]

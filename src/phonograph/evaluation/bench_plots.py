@@ -1,5 +1,5 @@
-"""Charts of results as SVG: lines over a logarithmic axis, and groups of bars with a floor. The standard library is
-enough for these two, and the text of an SVG shows in a diff what changed.
+"""Charts of results as SVG: lines over a logarithmic axis, groups of bars and stacked bars with a floor, rooflines. The
+standard library is enough for these, and the text of an SVG shows in a diff what changed.
 """
 
 from __future__ import annotations
@@ -81,6 +81,89 @@ def bar_chart(
             ends = f'x1="{left - 2:.1f}" x2="{left + slot * 0.8 + 2:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
             parts.append(f'<line {ends} stroke="#111827" stroke-width="2"/>')
     return _document(title, parts, list(series), floor=floors is not None)
+
+
+def stacked_chart(
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    floors: Sequence[float | None] | None = None,
+) -> str:
+    """A bar for each name, its parts upon one another with their share of it on them; floors as in `bar_chart`."""
+    totals = [sum(one[place] for one in series.values()) for place in range(len(groups))]
+    high = max([*totals, *(floor for floor in floors or () if floor is not None)]) * 1.05
+    step = _round_step(high / 6)
+    slot = (_RIGHT_X - LEFT) / len(groups)
+
+    def place_y(value: float) -> float:
+        return _BOTTOM_Y - value / high * (_BOTTOM_Y - TOP)
+
+    ticks = [index * step for index in range(int(high / step) + 1)]
+    parts = [_y_axis(y_label, [(place_y(tick), f"{tick:g}") for tick in ticks])]
+    for place, (group, total) in enumerate(zip(groups, totals, strict=True)):
+        left, below = LEFT + place * slot + slot * 0.2, 0.0
+        parts.append(_text(left + slot * 0.3, _BOTTOM_Y + 18, group, "middle"))
+        for color, (name, one) in zip(_colors(len(series)), series.items(), strict=True):
+            value = one[place]
+            top, bottom = place_y(below + value), place_y(below)
+            size = f'x="{left:.1f}" y="{top:.1f}" width="{slot * 0.6:.1f}" height="{bottom - top:.1f}"'
+            told = f"<title>{escape(group)}, {escape(name)}: {value:g}</title>"
+            parts.append(f'<rect {size} fill="{color}">{told}</rect>')
+            if bottom - top > 14:
+                middle = (top + bottom) / 2 + 4
+                share = f'fill="#ffffff" text-anchor="middle">{100 * value / total:.0f}%</text>'
+                parts.append(f'<text x="{left + slot * 0.3:.1f}" y="{middle:.1f}" {share}')
+            below += value
+        parts.append(_text(left + slot * 0.3, place_y(total) - 5, f"{total:g}", "middle"))
+        floor = floors[place] if floors else None
+        if floor is not None:
+            ends = f'x1="{left - 8:.1f}" x2="{left + slot * 0.6 + 8:.1f}"'
+            y = place_y(floor)
+            parts.append(f'<line {ends} y1="{y:.1f}" y2="{y:.1f}" stroke="#111827" stroke-width="2"/>')
+    return _document(title, parts, list(series), floor=floors is not None)
+
+
+def roofline_chart(
+    title: str, bandwidth: float, flops: float, series: Mapping[str, Sequence[tuple[float, float, str]]]
+) -> str:
+    """Operations a second over operations a byte, under what a chip allows: its memory's slope, then its products' top.
+
+    Args:
+        bandwidth, flops: bytes and operations a second at most
+        series: by name points (operations a byte, operations a second, label); all above 0
+    """
+    points = [point for one in series.values() for point in one]
+    ridge = flops / bandwidth
+    low_x, high_x = min([x for x, _, _ in points] + [ridge]) / 2, max([x for x, _, _ in points] + [ridge]) * 2
+    low_y, high_y = min(y for _, y, _ in points) / 2e12, flops * 1.5 / 1e12
+
+    def place_x(value: float) -> float:
+        return _scaled(value, low_x, high_x, LEFT, _RIGHT_X)
+
+    def place_y(value: float) -> float:
+        return _scaled(value, low_y, high_y, _BOTTOM_Y, TOP)
+
+    parts = [_y_axis("TFLOP/s", [(place_y(tick), f"{tick:g}") for tick in _decimal_ticks(low_y, high_y)])]
+    parts += [
+        _text(place_x(tick), _BOTTOM_Y + 18, f"{tick:g}", "middle")
+        for tick in _decimal_ticks(low_x, high_x)
+        if f"{tick:e}".startswith(("1.", "5."))
+    ]
+    parts.append(_text((LEFT + _RIGHT_X) / 2, HEIGHT - 14, "operations a byte", "middle"))
+    # The slope begins where it enters the picture.
+    start = max(low_x, low_y * 1e12 / bandwidth)
+    roof = [(start, start * bandwidth / 1e12), (ridge, flops / 1e12), (high_x, flops / 1e12)]
+    path = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in roof)
+    parts.append(f'<polyline points="{path}" fill="none" stroke="#111827" stroke-width="2"/>')
+    for color, (name, one) in zip(_colors(len(series)), series.items(), strict=True):
+        for x, y, label in one:
+            share = y / min(flops, x * bandwidth)
+            told = f"{name}, {label}: {y / 1e12:.3g} TFLOP/s, {100 * share:.0f}% of the roof"
+            at = f'cx="{place_x(x):.1f}" cy="{place_y(y / 1e12):.1f}"'
+            parts.append(f'<circle {at} r="4" fill="{color}"><title>{escape(told)}</title></circle>')
+            parts.append(_text(place_x(x) + 7, place_y(y / 1e12) + 12, f"{label} {100 * share:.0f}%", "start"))
+    return _document(title, parts, list(series))
 
 
 def _document(title: str, parts: Sequence[str], names: Sequence[str], *, floor: bool = False) -> str:

@@ -11,6 +11,7 @@ from phonograph.evaluation import bench_cases as cases
 from phonograph.evaluation.bench import BenchProgress, Row, check_at_least
 from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput
 from phonograph.evaluation.bench_idle import bench_idle
+from phonograph.evaluation.bench_step import bench_step
 from phonograph.models.spec import read_model_spec
 
 Note = Callable[[str], None]
@@ -66,6 +67,15 @@ def idle_suite(text: str | None) -> Suite:
 
     def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
         return bench_idle(llm, _fitting(llm, "cases", wanted, note, asked=text is not None), progress)
+
+    return run
+
+
+def step_suite(text: str | None) -> Suite:
+    wanted = cases.STEP_CASES if text is None else [cases.DecodeCase.parse(one) for one in text.split(",")]
+
+    def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
+        return bench_step(llm, _fitting(llm, "cases", wanted, note, asked=text is not None), progress)
 
     return run
 

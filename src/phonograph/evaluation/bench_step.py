@@ -1,0 +1,127 @@
+"""Where the time of a decode step goes, from a profiler's trace: products, attention, the rest, and gaps.
+
+Kernels overlap, since each lets the next one begin early. So a kernel's time here is what it adds: from the end of all
+before it, or its own start if that is later, to its own end. What is left between is a gap. Both sum to the wall time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench import BenchProgress, Row
+from phonograph.evaluation.bench_cases import DecodeCase
+from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
+from phonograph.evaluation.bench_floor import Work, decode_work, this_chip
+from phonograph.evaluation.bench_idle import STEP_KERNEL, Activity, device_activities
+
+TOKENS = 48
+KERNELS_TOLD = 12
+_SETTLED = 8
+"""Steps at the beginning of a trace that are left out: the host fills its queue there."""
+_PARTS = {
+    "attention": re.compile(
+        r"attention|attn|flash|fmha|_merge_kernel|_plan_kernel|_split_kernel|_cut_kernel|_indices_kernel"
+        r"|_quantize_kernel|Batch(Prefill|Decode)",
+        re.IGNORECASE,
+    ),
+    "products": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|_rows_kernel|_span_kernel", re.IGNORECASE),
+}
+PARTS = ("products", "attention", "rest", "gaps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Means over `num_steps` steps, in us. kernels: by name, those that add most first, with launches a step."""
+
+    num_steps: int
+    parts_us: dict[str, float]
+    kernels: list[tuple[str, float, float]]
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.parts_us.values())
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel or copy belongs to, by its name."""
+    return next((part for part, pattern in _PARTS.items() if pattern.search(kernel)), "rest")
+
+
+def step_parts(activities: Sequence[Activity]) -> StepParts:
+    """From (start, end, name) of everything the device did, in us; steps are from one prepare kernel to the next.
+
+    Only steps of the commonest number of activities count, so that a prefill among decodes does not.
+    """
+    activities = sorted(activities)
+    starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name][_SETTLED:]
+    steps = list(zip(starts, starts[1:], strict=False))
+    if not steps:
+        return StepParts(num_steps=0, parts_us=dict.fromkeys(PARTS, 0.0), kernels=[])
+    ((usual, _),) = Counter(last - first for first, last in steps).most_common(1)
+    steps = [(first, last) for first, last in steps if last - first == usual]
+    parts, added, launches = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    for first, last in steps:
+        end = activities[first][0]
+        for start, stop, name in activities[first:last]:
+            parts["gaps"] += max(0.0, start - end)
+            more = max(0.0, stop - max(start, end))
+            parts[part_of(name)] += more
+            added[name] += more
+            launches[name] += 1
+            end = max(end, stop)
+        # Until the next step begins, which may be before this one's last kernel has ended.
+        parts["gaps"] += max(0.0, activities[last][0] - end)
+    count = len(steps)
+    kernels = [(name, added[name] / count, launches[name] / count) for name in added]
+    kernels.sort(key=lambda kernel: -kernel[1])
+    return StepParts(num_steps=count, parts_us={name: parts[name] / count for name in PARTS}, kernels=kernels)
+
+
+def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
+    """The parts of a step while all sequences decode, and what products and attention do in theirs.
+
+    Raises:
+        ConfigError: the engine runs on a CPU.
+    """
+    plan = llm.plan
+    if plan.device.kind != "cuda":
+        raise ConfigError("device", plan.device.kind, "the parts of a step are read from a GPU's trace; cuda works")
+    chip = this_chip(plan.device.kind)
+    rng = random.Random(0)
+    for done, case in enumerate(cases):
+        progress("step cases", done, len(cases))
+        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
+        timed(llm, prompts, [greedy(1)] * len(prompts))  # the prompts are cached from here on
+        before = Counter(llm.step_counts)
+        found = step_parts(device_activities(lambda p=prompts: timed(llm, p, [greedy(TOKENS)] * len(p))))
+        products, attention = decode_work(
+            plan.model,
+            dtype=plan.dtype,
+            kv_cache_dtype=plan.attention.kv_cache_dtype,
+            num_seqs=case.num_seqs,
+            context=case.context + TOKENS // 2,
+        )
+        facts = {
+            "bs": case.num_seqs,
+            "ctx": case.context,
+            "step_us": round(found.step_us, 1),
+            **{f"{name}_us": round(value, 1) for name, value in found.parts_us.items()},
+            "work": {"products": _told(products), "attention": _told(attention)},
+            "kernels": [
+                {"kernel": name[:120], "us": round(us, 2), "launches": round(launches, 2)}
+                for name, us, launches in found.kernels[:KERNELS_TOLD]
+            ],
+        }
+        if chip is not None:
+            facts["floor_us"] = round(1e6 * sum(chip.seconds(*work) for work in (products, attention)), 1)
+        yield Row(suite="step", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
+
+
+def _told(work: Work) -> dict[str, float]:
+    return {"bytes": work.num_bytes, "operations": work.num_operations}

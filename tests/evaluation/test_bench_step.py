@@ -1,0 +1,96 @@
+"""The parts of a step, from traces made by hand, and their charts."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.evaluation.bench_cases import DecodeCase
+from phonograph.evaluation.bench_floor import H200, decode_floor, decode_work
+from phonograph.evaluation.bench_idle import Activity
+from phonograph.evaluation.bench_step import PARTS, bench_step, part_of, step_parts
+
+# 2 us of prepare, a gap of 1, a product of 10, attention from within it to 4 after it, a copy, 3 us of nothing.
+STEP: list[Activity] = [
+    (0.0, 2.0, "_prepare_kernel"),
+    (3.0, 13.0, "_rows_kernel"),
+    (9.0, 17.0, "_attention_kernel"),
+    (17.0, 18.0, "Memcpy DtoH"),
+]
+
+
+def trace(steps: int, *, longer: int | None = None) -> list[Activity]:
+    found: list[Activity] = []
+    for step in range(steps):
+        found += [(21.0 * step + start, 21.0 * step + end, name) for start, end, name in STEP]
+        if step == longer:
+            found.append((21.0 * step + 18.0, 21.0 * step + 20.0, "nvjet_gemm"))
+    return found
+
+
+@pytest.mark.parametrize("longer", [None, 12])
+def test_every_microsecond_is_somewhere(longer: int | None) -> None:
+    """The first eight steps are left out, the last is only where the trace ends, and a step unlike the others too."""
+    found = step_parts(list(reversed(trace(20, longer=longer))))
+    assert found.num_steps == (11 if longer is None else 10)
+    assert found.parts_us == {"products": 10.0, "attention": 4.0, "rest": 3.0, "gaps": 4.0}
+    assert found.step_us == 21.0
+    assert found.kernels[0] == ("_rows_kernel", 10.0, 1.0)
+
+
+def test_no_steps_in_a_trace() -> None:
+    assert step_parts(trace(5)).num_steps == 0
+
+
+def test_kernels_by_name() -> None:
+    names = {
+        "products": ("_gemv_kernel", "nvjet_tst_128x256", "_span_kernel", "sm90_xmma_gemm_bf16", "cutlass::Kernel2"),
+        "attention": ("_attention_kernel", "_merge_kernel", "_plan_kernel", "FlashAttnFwdSm90", "BatchDecodeWithPaged"),
+        "rest": ("_prepare_kernel", "_norm_kernel", "_rope_kernel", "_silu_kernel", "Memcpy HtoD", "_sample"),
+    }
+    for part, kernels in names.items():
+        assert [part_of(kernel) for kernel in kernels] == [part] * len(kernels)
+
+
+def test_work_and_floor(demo_llm: LLM) -> None:
+    model = demo_llm.plan.model
+    size = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "num_seqs": 7, "context": 100}
+    products, attention = decode_work(model, **size)
+    assert products.num_operations == 7 * products.num_bytes
+    group = model.num_query_heads / model.num_kv_heads
+    assert attention.num_operations == group * attention.num_bytes
+    cache = 7 * 100 * model.num_layers * 2 * model.num_kv_heads * model.head_size * 2
+    assert attention.num_bytes == cache
+    floor = decode_floor(H200, model, **size)
+    assert floor == pytest.approx((products.num_bytes + cache) / H200.bandwidth)
+
+
+def test_only_on_a_gpu(demo_llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="cuda"):
+        next(bench_step(demo_llm, [DecodeCase(1, 16)], lambda *_: None))
+
+
+def test_charts(benchmark_script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    script = benchmark_script("plot_results")
+    row = {
+        "suite": "step",
+        "floor_us": 15.0,
+        **{f"{name}_us": value for name, value in zip(PARTS, (10, 4, 3, 4), strict=True)},
+    }
+    work = {"products": {"bytes": 4e7, "operations": 4e7}, "attention": {"bytes": 1e7, "operations": 4e7}}
+    rows = [{**row, "case": case, "work": work} for case in ("1x1024", "32x1024")]
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"model": "a/tiny", "rows": rows}) + "\n")
+    script.main(["--steps", str(tmp_path / "steps.jsonl"), "--folder", str(tmp_path)])
+    steps, roofline = ((tmp_path / f"{name}.svg").read_text() for name in ("steps", "roofline"))
+    for chart in (steps, roofline):
+        ElementTree.fromstring(chart)
+    assert "48%" in steps and "products: 0.01" in steps and "tiny" in steps
+    # 4e7 bytes in 10 us are 4 TB/s of 4.33.
+    assert "1x1024 92%" in roofline and "4 TFLOP/s" in roofline
