@@ -29,10 +29,9 @@ from phonograph.engine.llm import LLM
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import bench_decode
 from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton import linear
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes
+from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes, span_class
 from phonograph.models.spec import read_model_spec
 
 WRONG = 0.02
@@ -57,8 +56,9 @@ def applied(rows_class: int, sizes: SpanSizes, config: SpanConfig | None) -> Ite
 
 def start(rows_class: int) -> SpanConfig:
     """Eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
-    long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows_class == 8 else 1)
-    return SpanConfig(rows_class, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
+    rows = max(8, rows_class)
+    long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
+    return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
 
 def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
@@ -102,7 +102,7 @@ class Trial:
     """A chain and the time and rows that configurations of it have."""
 
     def __init__(self, model: str, rows: int, replays: int) -> None:
-        self.rows_class, self.replays = linear.rows_class(rows), replays
+        self.rows_class, self.replays = span_class(rows), replays
         spec = read_model_spec(Path(model))
         heads, kv_heads = (count * spec.head_size for count in (spec.num_query_heads, spec.num_kv_heads))
         self.sizes = SpanSizes(heads, spec.hidden_size, spec.intermediate_size, heads + 2 * kv_heads)
@@ -144,7 +144,7 @@ def in_step(model: str, rows: int, context: int, sizes: SpanSizes, config: SpanC
     """Milliseconds between tokens of an engine."""
     gc.collect()
     torch.cuda.empty_cache()
-    with applied(linear.rows_class(rows), sizes, config):
+    with applied(span_class(rows), sizes, config):
         llm = LLM(
             model=model,
             load_format="dummy",

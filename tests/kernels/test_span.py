@@ -137,6 +137,7 @@ def check_small(
 
 
 CASES = [
+    (1, ODD, (1, 2, 1, 3), 64, False),
     (2, ODD, (1, 1, 1, 1), 64, False),
     (5, ODD, (1, 2, 1, 3), 0, True),
     (8, ODD, (3, 1, 2, 1), 256, True),
@@ -193,7 +194,7 @@ def run_one_by_one(layer: Layer, scratch: LinearScratch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [2, 5, 8, 11, 16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 11, 16])
 def test_real_sizes(rows: int, bias: bool, device: torch.device) -> None:
     scratch, config = poisoned_scratch(device), real_config(rows)
     span_layer, single = (Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=bias) for _ in range(2))
@@ -256,6 +257,8 @@ def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(MEASURED, (8, ODD), config)
     for rows in range(1, 18):
         assert choose_span(rows, ODD, torch.bfloat16) == (config if 2 <= rows <= 8 else None)
+    monkeypatch.setitem(MEASURED, (1, ODD), real_config(8, ahead=64))
+    assert choose_span(1, ODD, torch.bfloat16) == real_config(8, ahead=64)
     assert choose_span(8, ODD, torch.float16) is None and choose_span(8, LONG, torch.bfloat16) is None
 
 

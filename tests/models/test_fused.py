@@ -68,7 +68,7 @@ def compare(model: FusedDecoder, num_tokens: int, config: SpanConfig, device: to
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 2), ("llama_bias", 11)])
+@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 1), ("qwen3", 2), ("llama_bias", 11)])
 def test_one_launch_between_attentions(
     family: str, num_tokens: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_one_launch_between_attentions(
 
 @pytest.mark.gpu
 @torch.inference_mode()
-@pytest.mark.parametrize("num_tokens", [2, 8, 13])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 13])
 def test_one_launch_between_attentions_of_a_real_size(
     num_tokens: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

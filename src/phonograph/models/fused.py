@@ -80,10 +80,10 @@ class FusedDecoder:
         num_tokens = input_ids_T.shape[0]
         if self._config is not None or rows_P is not None:
             return self._many(input_ids_T, attention, rows_P)
-        if num_tokens == 1:
-            return self._one_token(input_ids_T, attention)
         span = choose_span(num_tokens, self.span_sizes, self.decoder.dtype)
-        return self._many(input_ids_T, attention) if span is None else self._few(input_ids_T, attention, span)
+        if span is not None:
+            return self._few(input_ids_T, attention, span)
+        return self._one_token(input_ids_T, attention) if num_tokens == 1 else self._many(input_ids_T, attention)
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
         """Whether the last layer of a prefill of so many tokens computes only rows that need logits.

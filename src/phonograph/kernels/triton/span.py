@@ -1,4 +1,4 @@
-"""What a step of a small model does between two attention launches, in one launch: for 2 to 16 rows.
+"""What a step of a small model does between two attention launches, in one launch: for up to 16 rows.
 
 The attention's output goes through four products: O, added into the residual stream; gate and up, with the activation;
 down, added; the next layer's QKV. In a small model each is over before memory has got going: an H200 reads a layer's

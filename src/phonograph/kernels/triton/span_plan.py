@@ -71,7 +71,12 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {
         ProductConfig(32, 512, 1),
     ),
 }  # fmt: skip
-"""What was measured to be faster than a launch for each product, by rows class and sizes."""
+"""What was measured to be faster than a launch for each product, by `span_class` and sizes."""
+
+
+def span_class(num_rows: int) -> int:
+    """One row, whose other choice is `gemv`, or what rows are padded to."""
+    return 1 if num_rows == 1 else rows_class(num_rows)
 
 
 def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConfig | None:
@@ -80,9 +85,9 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
+    if dtype != torch.bfloat16 or num_rows > 16:
         return None
-    return MEASURED.get((rows_class(num_rows), sizes))
+    return MEASURED.get((span_class(num_rows), sizes))
 
 
 def has_span(sizes: SpanSizes) -> bool:
