@@ -21,6 +21,7 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flash_attn.providers import functions_of
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
+from phonograph.attention.measured import MEASURED
 from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.split import SplitCapabilities, parse_parts
 from phonograph.attention.triton_capabilities import TritonCapabilities
@@ -28,7 +29,7 @@ from phonograph.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
 AUTO = "auto"
-"""What leaves the choice to the order of preference, as asking for nothing does."""
+"""What leaves the choice to `MEASURED`, then to the order of preference, which is all that asking for nothing does."""
 ENTRY_POINTS = "phonograph.attention_backends"
 """Group of entry points of out-of-tree backends. Each leads to a `Registered`."""
 
@@ -193,8 +194,8 @@ def select(
     Whether its kernels are installed plays no part: `explain` compares what is not here, and `load` tells.
 
     Args:
-        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None and "auto" leave the
-            choice to the order of preference.
+        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None leaves the choice to
+            the order of preference, and so does "auto" where nothing that is installed was measured to be faster.
         version: of a family that has versions; given alone, it asks for flash_attn.
 
     Raises:
@@ -202,13 +203,18 @@ def select(
         BackendError: the one asked for refuses, or all do; the message has every refusal and what would serve.
     """
     everyone = registered_backends() if registry is None else list(registry)
+    passed_over: list[str] = []
     if asked is not None and asked.lower() == AUTO:
+        if version is None:
+            measured, passed_over = _measured(spec, device, everyone)
+            if measured is not None:
+                return measured
         asked = None
     parts = parse_parts(asked) if asked is not None else None
     if parts is not None:
         return _select_parts(parts, version, spec, device, everyone)
     candidates, reason = _candidates(asked, version, everyone)
-    reasons = [reason]
+    reasons = [*passed_over, reason]
     rejected: dict[str, list[str]] = {}
     for candidate in candidates:
         label = candidate.capabilities.label
@@ -238,6 +244,30 @@ def select(
     others = [other for other in others if not other.unverified]
     would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
     raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
+
+
+def _measured(
+    spec: AttentionSpec, device: DeviceSpec, everyone: list[Registered]
+) -> tuple[Selection | None, list[str]]:
+    """The first in the table for the device that is installed and serves `spec`, and why those before it were not."""
+    passed_over: list[str] = []
+    for backend, version, why in MEASURED.get(device.capability, ()):
+        told = (
+            f"auto: {backend} was measured to be faster on compute capability {'.'.join(map(str, device.capability))}"
+        )
+        if spec.kv_cache_dtype != spec.dtype:
+            passed_over.append(f"{told}, but not with a KV cache of {spec.kv_cache_dtype}")
+            continue
+        try:
+            selection = select(backend, version, spec, device, everyone)
+        except (BackendError, ConfigError) as error:
+            passed_over.append(f"{told}, but {error}")
+            continue
+        missing = selection.capabilities.missing()
+        if missing is None:
+            return replace(selection, reasons=(f"{told}: {why}", *selection.reasons)), []
+        passed_over.append(f"{told}, but cannot run here: {missing}")
+    return None, passed_over
 
 
 def load(selection: Selection) -> MakeBackend:
