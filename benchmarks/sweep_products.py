@@ -29,8 +29,8 @@ from phonograph.kernels.triton.linear import LinearConfig
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 
-MOST_SHARED = 110_000
-"""Bytes of shared memory of a program, so that two fit a multiprocessor."""
+MOST_SHARED, MOST_SHARED_ALONE = 110_000, 225_000
+"""Bytes of shared memory of a program, so that two fit a multiprocessor; of one that has it to itself."""
 NOISE = 0.003
 """A configuration that gains less than this share is not worth an entry."""
 
@@ -126,19 +126,23 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | No
     found: list[LinearConfig | None] = [None]
     tiles = [(16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 1), (32, 128, 2), (32, 256, 2), (32, 256, 4)]
     tiles += [(32, 512, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8)]
-    # Many rows are several tiles of the same weights.
-    sides = (rows,) if rows <= 64 else (64, 128)
+    # Many rows are several tiles of the same weights, or one tile that leaves no room for a second program.
+    sides, most_shared = (rows,), MOST_SHARED
+    if rows >= 64:
+        tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
+        sides, most_shared = tuple(side for side in (64, 128, 256) if rows // 2 <= side <= rows), MOST_SHARED_ALONE
     splittings = (1,) if silu else (1, 2, 3, 4, 6, 8)
     for (block_n, block_k, warps), splits, side in itertools.product(tiles, splittings, sides):
         steps, programs = -(-inputs // block_k), -(-outputs // block_n) * -(-rows // side) * splits
-        if side > 64 and warps < 4:
+        # Sums of a tile in registers, 128 of a thread at most.
+        if block_n * (1 + silu) * side > 128 * 32 * warps:
             continue
         too_few, too_many = programs * (1 + silu) < 100, splits > 1 and programs > 800
         if block_k > inputs or splits > steps or too_few or too_many:
             continue
         for stages, prefetch in ((3, 512), (4, 512), (5, 256), (4, 0)):
             shared = stages * (block_n * (1 + silu) + side) * block_k * 2
-            if shared <= MOST_SHARED and stages <= max(3, steps // splits + 1):
+            if shared <= most_shared and stages <= max(3, steps // splits + 1):
                 found.append(LinearConfig(side, block_n, block_k, splits, warps, stages, prefetch))
     return found
 
