@@ -21,7 +21,7 @@ REGEX = r"[0-9]{3}-[a-z]{2,6}"
 NUM_PREFIXES = 4
 NUM_SCHEMAS = 128
 """Few enough that each is asked for often, and that keeping them all is no growth after the first minutes."""
-LENGTHS = (1, 160)
+LENGTHS = (1, 300)
 """Tokens of an answer at most, drawn evenly."""
 
 
