@@ -166,7 +166,8 @@ def _biases(biases: object) -> dict[int, float]:
         if math.isnan(number) or number > 1e30:
             problem = f"the bias of token {token_id!r} must be a number <= 1e30 (-inf bans the token)"
             raise RequestError("logit_bias", bias, problem)
-        checked[_integer("logit_bias key", token_id, 0, None)] = number
+        # What float32 cannot hold is a ban too.
+        checked[_integer("logit_bias key", token_id, 0, None)] = number if number > -3.4e38 else -math.inf
     return checked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -115,6 +116,14 @@ def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM
         ({"json": {"enum": [1, 2], "maximum": 1}}, "'maximum' beside 'enum'"),
         ({"json": {"anyOf": [{"required": ["a"]}], "properties": {}}}, "beside 'anyOf'"),
         ({"json": {"type": "string", "pattern": "a*", "maxLength": 3}}, "exclude each other"),
+        ({"json": {"properties": {"a": {"$ref": "http://example.org/a"}}}}, "leads elsewhere"),
+        ({"json": {"anyOf": []}}, "'anyOf' is empty"),
+        ({"json": {"type": []}}, "'type' is empty"),
+        ({"json": {"type": "object", "required": ["a"]}}, "required 'a' must be among the properties"),
+        ({"json": {"required": [[]]}}, "required [] must be among the properties"),
+        # Of the wrong type: whatever says so, it is the request's error.
+        ({"json": {"type": "string", "format": []}}, "cannot be compiled"),
+        ({"json": {"allOf": 5}}, "cannot be compiled"),
     ],
 )
 def test_what_cannot_be_a_grammar_is_refused(llm: LLM, structured: dict[str, Any], says: str) -> None:
@@ -126,7 +135,7 @@ def test_what_cannot_be_a_grammar_is_refused(llm: LLM, structured: dict[str, Any
 
 
 def test_a_property_may_be_called_like_a_keyword() -> None:
-    assert refusal({"properties": {"not": {"type": "string"}, "if": {}}, "required": ["contains"]}) is None
+    assert refusal({"properties": {"not": {"type": "string"}, "if": {}}, "required": ["if"]}) is None
     deep: dict[str, Any] = {}
     for _ in range(300):
         deep = {"items": deep}
@@ -147,6 +156,7 @@ def test_one_of_is_taken_for_any_of(llm: LLM) -> None:
 
 def test_a_schema_that_is_known_is_not_read_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first = llm.session.grammars.request(StructuredOutputs(json={"type": "string", "format": "date", "title": "x"}))
+    first.result()
     monkeypatch.setattr(compiler, "refusal", None)
     again = StructuredOutputs(json='{"type":"string", "format": "date", "title": "x"}')
     assert llm.session.grammars.request(again) is first and first.result().matcher()
@@ -156,3 +166,28 @@ def test_one_bad_grammar_of_several_prompts(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=5, structured_outputs=StructuredOutputs(regex=one)) for one in ("a{3}", "[")]
     good, bad = llm.generate(["x", "x"], params)
     assert good.outputs[0].text == "aaa" and bad.error is not None and bad.outputs == [] and bad.finished
+
+
+NOTHING = 'root ::= "a" never\nnever ::= never'
+EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
+
+
+@pytest.mark.parametrize(
+    "params, says",
+    [
+        ({"structured_outputs": {"grammar": "root ::= root"}}, "grammar='root ::= root': nothing can be its beginning"),
+        ({"structured_outputs": {"grammar": NOTHING}, "n": 2}, "nothing can follow its first 1 tokens"),
+        ({"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS}, "logit_bias='...': bans every token"),
+        ({"logit_bias": dict.fromkeys(range(2048), -1e300), "n": 3}, "logit_bias='...': bans every token"),
+        ({"stop_token_ids": range(2048), "min_tokens": 2}, "min_tokens=2: every token that could come next"),
+    ],
+)
+def test_parameters_that_leave_no_token_fail_their_request_only(llm: LLM, params: dict[str, Any], says: str) -> None:
+    free = SamplingParams(temperature=0, max_tokens=12)
+    (alone,) = llm.generate("Tom has", free)
+    bad, good = llm.generate(["Tom has"] * 2, [SamplingParams(temperature=0, **params), free])
+    assert says in str(bad.error) and bad.outputs == []
+    assert good.outputs[0].text == alone.outputs[0].text and not llm.session.has_unfinished
+    assert llm.engine.core.scheduler.stats.blocks_used == 0
+    with pytest.raises(RequestError, match=re.escape(says)):
+        llm.generate("Tom has", SamplingParams(temperature=0, **params))

@@ -76,6 +76,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"rgex": "a"}}, "structured_outputs", "is no field of it"),
     ({"guided_json": {"not": {}}}, "json", "'not'"),
+    ({"guided_json": {"type": "string", "format": []}}, "json", "cannot be compiled"),
+    ({"guided_json": {"allOf": 5}}, "json", "cannot be compiled"),
     ({"guided_grammar": "nonsense"}, "grammar", "cannot be compiled"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "contradicts"),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),

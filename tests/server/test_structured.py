@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -51,6 +52,24 @@ def test_the_other_fields(server: Server) -> None:
         assert answer.status_code == 200, answer.text
         for choice in answer.json()["choices"]:
             assert re.fullmatch(pattern, choice["text"], re.DOTALL), (given, choice)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, stream: bool) -> None:
+    """Found with a request beside it, which goes on; a stream has begun by then, so an event says it."""
+    fine = {"prompt": "Tom", "max_tokens": 60, "ignore_eos": True, "n": 2}
+    dead = {"prompt": "Tom", "guided_grammar": 'root ::= "ab" never\nnever ::= never', "n": 2, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.post, "/v1/completions", fine)
+        answer = server.post("/v1/completions", dead)
+    assert answer.status_code == (200 if stream else 400)
+    if stream:
+        *_, last, done = answer.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+    error = json.loads(last.removeprefix("data: ") if stream else answer.text)["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == "grammar"
+    assert "nothing can follow its first" in error["message"]
+    assert [choice["finish_reason"] for choice in beside.result().json()["choices"]] == ["length"] * 2
 
 
 def test_any_json_object(client: OpenAI) -> None:

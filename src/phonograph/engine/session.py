@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 
 from phonograph.engine.core import EngineCore
+from phonograph.engine.dead_ends import dead_end
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
@@ -22,6 +23,7 @@ from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler import NOT_FINITE
 
 Prompt = str | Sequence[int]
 _HELD_SECONDS = 0.02
@@ -80,7 +82,7 @@ class Session:
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> RequestOutput:
         """Queues a request and returns the output that the steps will fill. Where its structured output turns out to be
-        no grammar, a step sets the output's `error`.
+        no grammar, or its parameters to leave no token on the way, a step sets the output's `error`.
 
         Raises:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
@@ -119,9 +121,16 @@ class Session:
         changed = {id(output): output for output in self._take_compiled()} if self._held else {}
         samples = self._samples
         for request in self.core.step():
-            sample = samples[request.request_id]
+            sample = samples.get(request.request_id)
+            if sample is None:  # another sample of its request has failed in this step
+                continue
             parent = sample.parent
             changed[id(parent)] = parent
+            if request.stop_reason == NOT_FINITE:
+                error = dead_end(request, self._model.vocab_size)
+                if error is not None:
+                    self._fail(parent, error)
+                    continue
             if sample.text is not None:
                 self._read(sample, sample.text)
             if request.finish_reason is not None:
@@ -179,6 +188,15 @@ class Session:
                 output.outputs.clear()
                 failed.append(output)
         return failed
+
+    def _fail(self, output: RequestOutput, error: RequestError) -> None:
+        """Ends all samples of a request that turns out to be one that cannot be served."""
+        for completion in output.outputs:
+            sample = self._samples.pop(_sample_id(output, completion.index), None)
+            if sample is not None:
+                self.core.scheduler.abort(sample.request.request_id)
+        output.error = error
+        output.outputs.clear()
 
     def _drop_held(self, sample: _Sample) -> None:
         """Ends a sample that the scheduler does not know."""

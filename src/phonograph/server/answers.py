@@ -16,6 +16,13 @@ from phonograph.server.calls import Call
 from phonograph.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer at once, or with `stream` as events, each a chunk of it.",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
+"""What the OpenAPI document says of completions and chats."""
 
 
 @dataclass(frozen=True, slots=True)

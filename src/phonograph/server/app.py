@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from phonograph import __version__
 from phonograph.errors import RequestError
 from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
-from phonograph.server.errors import ApiError, failed, invalid, refused
+from phonograph.server.errors import ApiError, ErrorAnswer, failed, invalid, refused
 from phonograph.server.guards import ApiKeys, BodyLimit, error_response
 from phonograph.server.serving import Serving
 
@@ -21,13 +22,24 @@ log = logging.getLogger(__name__)
 
 ROUTERS = (completions.router, chat.router, tokens.router, status.router, graphs.router, metrics.router, page.router)
 
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request is wrong, or too much at this time."},
+    "5XX": {"model": ErrorAnswer, "description": "The server or its engine failed, or shuts down."},
+}
+"""What any endpoint may answer, as the OpenAPI document says it."""
+
 
 def make_app(serving: Serving) -> FastAPI:
     """The application of one server. Several may share an engine."""
     config = serving.config
     # The pages for people that FastAPI offers load their scripts from elsewhere.
     app = FastAPI(
-        title="Phonograph", version=__version__, root_path=config.root_path or "", docs_url=None, redoc_url=None
+        title="Phonograph",
+        version=__version__,
+        root_path=config.root_path or "",
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
     )
     app.state.serving = serving
     for router in ROUTERS:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from phonograph.batch import TokenLogprobs
-from phonograph.server.answers import AnswerHead, answer_id, usage_of
+from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
 from phonograph.server.calls import Call, Delta, Sample
 from phonograph.server.errors import invalid
 from phonograph.server.logprobs import chat_content, prompt_positions
@@ -20,7 +20,7 @@ from phonograph.server.tools import ToolChoice, read_tools
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=ANSWERS)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a conversation."""
     serving: Serving = request.app.state.serving

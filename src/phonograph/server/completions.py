@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from phonograph.batch import TokenLogprobs
-from phonograph.server.answers import AnswerHead, answer_id, usage_of
+from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
 from phonograph.server.calls import Call, Delta, Prompt, Sample
 from phonograph.server.errors import invalid
 from phonograph.server.logprobs import CompletionLogprobs, prompt_positions
@@ -18,7 +18,7 @@ from phonograph.server.serving import Serving, respond
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=ANSWERS)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continues one prompt or several."""
     serving: Serving = request.app.state.serving

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from phonograph.errors import RequestError
 
 MAX_MESSAGE = 1000
 """Characters of a message at most: a value that is wrong may be long."""
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong, whose fault it is, which field of the request it is about, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error, for the OpenAPI document."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):

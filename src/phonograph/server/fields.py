@@ -58,10 +58,16 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields of OpenAI or vLLM that are not served, with values that ask for nothing. So do null, false, [] and {}."""
 
 
+def _close(schema: dict[str, Any]) -> None:
+    schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(NO_EFFECT)}
+    schema["additionalProperties"] = False
+
+
 class Body(BaseModel):
     """A request's body. JSON types are taken as they are: "5" is no number."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    # Other fields are taken in only to be named in the refusal, so the OpenAPI document says that there are none.
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
 
     def check_fields(self) -> list[str]:
         """The fields that were given and have no effect.

@@ -24,7 +24,7 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetr
 STEP_LABELS = ("mode", "kind", "reason")
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """In the format that the client accepts: Prometheus's text, or OpenMetrics."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -14,7 +14,7 @@ from phonograph.server.serving import Serving
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
     """200 while requests are taken; 503 when the engine has died or the server shuts down."""
     serving: Serving = request.app.state.serving

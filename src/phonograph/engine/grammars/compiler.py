@@ -62,7 +62,7 @@ class GrammarCompiler:
         """The grammar, now or later. The future fails with a RequestError where there cannot be one.
 
         Raises:
-            RequestError: as can be seen at once: something is not installed, or a schema asks for what no grammar has.
+            RequestError: there can be no grammar for this model at all, or not with what is installed.
         """
         if find_spec("xgrammar") is None:
             raise RequestError(
@@ -76,13 +76,10 @@ class GrammarCompiler:
             if future is not None:
                 self._kept.move_to_end(job)
                 return future
-        source = _for_the_library(job.source) if job.kind == "json" else job.source
-        with self._lock:
-            future = self._kept.get(job)
-            if future is None:  # no other thread has asked for it meanwhile
-                future = self._kept[job] = self._threads.submit(self._compile, job, source)
-                while len(self._kept) > KEPT_COUNT:
-                    self._drop_oldest()
+            # All of it in a thread, reading a schema too: whoever asks may have a step to run, and others' to lose.
+            future = self._kept[job] = self._threads.submit(self._compile, job)
+            while len(self._kept) > KEPT_COUNT:
+                self._drop_oldest()
         return future
 
     def warm(self) -> None:
@@ -96,9 +93,9 @@ class GrammarCompiler:
         while not self._workers.empty():
             self._workers.get().stop()
 
-    def _compile(self, job: Job, source: str) -> Grammar:
+    def _compile(self, job: Job) -> Grammar:
         try:
-            return self._compile_now(job, source)
+            return self._compile_now(job)
         except RequestError:
             raise
         except Exception as error:  # a library's, or a machine's: others must go on, and it may work the next time
@@ -106,7 +103,8 @@ class GrammarCompiler:
                 self._kept.pop(job, None)
             raise RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}") from error
 
-    def _compile_now(self, job: Job, source: str) -> Grammar:
+    def _compile_now(self, job: Job) -> Grammar:
+        source = _for_the_library(job.source) if job.kind == "json" else job.source
         vocabulary = self._known_vocabulary()
         worker = self._workers.get()
         try:

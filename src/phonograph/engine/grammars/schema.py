@@ -74,13 +74,25 @@ def refusal(value: Any) -> str | None:
                 return f"the keyword {key!r} cannot be held by a grammar"
         if schema.get("uniqueItems"):
             return "uniqueItems cannot be held by a grammar"
-        if len(schema.get("allOf") or ()) > 1:
+        together = schema.get("allOf")
+        if isinstance(together, list) and len(together) > 1:
             return "allOf of several schemas cannot be held by a grammar; merge them into one"
         whole = next((key for key in _WHOLE if key in schema), None)
         if whole is not None:
             beside = next((key for key in schema if key != whole and key not in _WHOLE[whole]), None)
             if beside is not None:
                 return f"{beside!r} beside {whole!r} cannot be held by a grammar; merge them into one schema"
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            return f"the reference {reference!r} leads elsewhere; put what it means into $defs"
+        empty = next((key for key in ("type", "anyOf", "oneOf", "allOf") if schema.get(key) == []), None)
+        if empty is not None:
+            return f"{empty!r} is empty"
+        required, properties = schema.get("required"), schema.get("properties", {})
+        if isinstance(required, list) and isinstance(properties, dict):
+            unknown = [name for name in required if not isinstance(name, str) or name not in properties]
+            if unknown:
+                return f"the required {unknown[0]!r} must be among the properties"
         if "multipleOf" in schema and (schema.get("type") != "integer" or any(key in schema for key in _BOUNDS)):
             return "multipleOf can be held by a grammar for integers without bounds only"
         texts = [key for key in ("pattern", "format") if key in schema]
@@ -92,8 +104,10 @@ def refusal(value: Any) -> str | None:
 def narrow(value: Any) -> None:
     """Puts patterns for formats that the library takes too widely into a schema: leading zeros, a 30th of February."""
     for schema, _ in _schemas(value, 0):
-        if schema.get("type") == "string" and schema.get("format") in _PATTERNS and "pattern" not in schema:
-            schema["pattern"] = _PATTERNS[schema.pop("format")]
+        form = schema.get("format")
+        if schema.get("type") == "string" and isinstance(form, str) and form in _PATTERNS and "pattern" not in schema:
+            del schema["format"]
+            schema["pattern"] = _PATTERNS[form]
 
 
 def _schemas(value: Any, depth: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -97,13 +97,22 @@ class Recording:
 
 
 async def exchange(
-    target: Target, method: str, path: str, body: bytes, *, headers: dict[str, str], timeout: float | None
+    target: Target,
+    method: str,
+    path: str,
+    body: bytes,
+    *,
+    headers: dict[str, str],
+    timeout: float | None,
+    recording: Recording | None = None,
 ) -> Recording:
     """Sends a request on a connection of its own and records the answer; whatever goes wrong is its `error`.
 
-    timeout: seconds from the beginning to the last piece, or None
+    timeout:   seconds from the beginning to the last piece, or None
+    recording: what is filled in, for who cancels this and wants what had come
     """
-    recording = Recording(start=time.perf_counter())
+    recording = recording or Recording()
+    recording.start = time.perf_counter()
     transport: asyncio.Transport | None = None
     try:
         async with asyncio.timeout(timeout):

@@ -39,7 +39,7 @@ class Reply:
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
-class _Broken(Exception):
+class BrokenStream(Exception):
     """The stream says, or shows, that the answer is not complete."""
 
 
@@ -50,11 +50,27 @@ def read_reply(recording: Recording, run_start: float) -> Reply:
         return reply
     try:
         _read(recording, reply)
-    except _Broken as broken:
+    except BrokenStream as broken:
         reply.error = str(broken)
     except (KeyError, TypeError, AttributeError) as error:
         reply.error = f"an event is not in OpenAI's form ({type(error).__name__}: {error})"
     return reply
+
+
+def chunks(recording: Recording) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The chunks of a stream, and when the last byte of each came.
+
+    Raises:
+        BrokenStream: one of them is an error, or no JSON object.
+    """
+    for at, data in _events(recording.times, recording.pieces):
+        if data == b"[DONE]":
+            break
+        chunk = _decode(data)
+        if chunk.get("error"):
+            error = chunk["error"]
+            raise BrokenStream(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+        yield at, chunk
 
 
 def _read(recording: Recording, reply: Reply) -> None:
@@ -63,13 +79,7 @@ def _read(recording: Recording, reply: Reply) -> None:
     output: list[float] = []
     texts: list[str] = []
     last = recording.start
-    for at, data in _events(recording.times, recording.pieces):
-        if data == b"[DONE]":
-            break
-        chunk = _decode(data)
-        if chunk.get("error"):
-            error = chunk["error"]
-            raise _Broken(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+    for at, chunk in chunks(recording):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
             last = at
@@ -79,9 +89,9 @@ def _read(recording: Recording, reply: Reply) -> None:
             if is_output:
                 output.append(at)
     if not finished:
-        raise _Broken("the stream ended without a finish_reason")
+        raise BrokenStream("the stream ended without a finish_reason")
     if usage is None:
-        raise _Broken("the stream has no usage: the server does not honour stream_options.include_usage")
+        raise BrokenStream("the stream has no usage: the server does not honour stream_options.include_usage")
     reply.prompt_tokens = usage["prompt_tokens"]
     reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reply.output_tokens = usage["completion_tokens"]
@@ -129,7 +139,7 @@ def _decode(data: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
     except ValueError:
-        raise _Broken(f"an event is no JSON: {data[:100].decode('utf-8', 'replace')}") from None
+        raise BrokenStream(f"an event is no JSON: {data[:100].decode('utf-8', 'replace')}") from None
     if not isinstance(chunk, dict):
-        raise _Broken(f"an event is no JSON object: {data[:100].decode('utf-8', 'replace')}")
+        raise BrokenStream(f"an event is no JSON object: {data[:100].decode('utf-8', 'replace')}")
     return chunk

@@ -129,7 +129,7 @@ async def try_kill(server: ServerProcess, target: Target, *, idle_mib: int | Non
     problems: list[str] = []
     await _until(target, lambda found: _decodes(found) == 2, problems, "both requests decode")
     used_mib = gpu_memory_mib()
-    engine = _engine_of(server)
+    engine = engine_of(server)
     began = time.perf_counter()
     engine.send_signal(signal.SIGKILL)
     recording, answer = await asyncio.gather(streamed, whole)
@@ -212,7 +212,7 @@ async def _until(
     return found
 
 
-def _engine_of(server: ServerProcess) -> psutil.Process:
+def engine_of(server: ServerProcess) -> psutil.Process:
     """The child that has torch loaded, and so by far the most memory of all."""
     return max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
 

@@ -1,0 +1,65 @@
+"""The OpenAPI document says what the server does: `scripts/fuzz-server` holds it to that, with many more requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from servers import Server
+
+from phonograph.server.fields import NO_EFFECT
+
+BODIES = ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody")
+
+
+@pytest.fixture
+def document(server: Server) -> dict[str, Any]:
+    return server.get("/openapi.json").json()
+
+
+def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{method} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_errors_are_what_the_document_says(server: Server, document: dict[str, Any]) -> None:
+    for name, operation in operations(document).items():
+        assert set(operation["responses"]) == {"200", "4XX", "5XX"}, name
+        for status in ("4XX", "5XX"):
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+    answers = [
+        server.post("/v1/completions", {"prompt": 5}),
+        server.post("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
+        server.post("/tokenize"),
+        server.get("/v1/graphs?last=-1"),
+        server.get("/v1/models/other"),
+        server.post("/v1/models"),
+    ]
+    assert [answer.status_code for answer in answers] == [400, 404, 400, 400, 404, 405]
+    for answer in answers:
+        jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/ErrorAnswer"})
+
+
+def test_bodies_have_no_other_fields(server: Server, document: dict[str, Any]) -> None:
+    fine: dict[str, Any] = {"prompt": "Tom", "max_tokens": 1, **dict.fromkeys(NO_EFFECT, "x")}
+    for body, valid in ((fine, True), ({**fine, "max_token": 1}, False)):
+        checker = jsonschema.Draft202012Validator({**document, "$ref": "#/components/schemas/CompletionBody"})
+        assert checker.is_valid(body) == valid
+        assert server.post("/v1/completions", body).is_success == valid
+    assert all(document["components"]["schemas"][name]["additionalProperties"] is False for name in BODIES)
+
+
+def test_types_of_answers(server: Server, document: dict[str, Any]) -> None:
+    found = operations(document)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        content = found[f"post {path}"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
+    for path, kinds in (("/health", set()), ("/metrics", {"text/plain"}), ("/version", {"application/json"})):
+        assert set(found[f"get {path}"]["responses"]["200"].get("content", {})) == kinds
+        answer = server.get(path)
+        assert {answer.headers.get("content-type", "").partition(";")[0]} - {""} == kinds
