@@ -68,7 +68,7 @@ def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
     for product in config[-4:]:
         sums = max(1, product.sums * config.num_warps // num_warps)
         products.append(product._replace(sums=sums, block_k=max(product.block_k, 32 * num_warps * sums)))
-    return SpanConfig(config.rows, num_warps, before, ahead, config.early, *products)
+    return SpanConfig(config.rows, num_warps, before, ahead, *products)
 
 
 def variations() -> dict[str, Variation]:

@@ -105,16 +105,6 @@ class HostRing:
         return self.sent[ticket]
 
 
-class HostUpload:
-    def __init__(self, layout: Any) -> None:
-        self.pinned = torch.zeros(layout.num_words, dtype=torch.int32)
-        self.views = layout.host_views(self.pinned.numpy())
-        self.sent = SimpleNamespace(record=lambda: None)
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-
 class Backend:
     def schedule(self, metadata: object) -> None:
         """A table needs no attention."""
@@ -153,7 +143,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:
         monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
-        monkeypatch.setattr(device_inputs, "_Upload", HostUpload)
         monkeypatch.setattr(cuda_runner, "compile_only", nothing_compiled)
         monkeypatch.setattr(cuda_runner, "load_kernels", lambda kernels: None)
 

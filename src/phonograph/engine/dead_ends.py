@@ -13,6 +13,7 @@ import numpy as np
 from phonograph.errors import RequestError, shortened
 from phonograph.grammar import Grammar
 from phonograph.request import Request
+from phonograph.runner.grammar_masks import bitmask_words
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:
@@ -45,6 +46,6 @@ def _allowed(grammar: Grammar, output_token_ids: list[int], vocab_size: int) -> 
         matcher.accept(token_id)
     if matcher.ended:
         return np.ones(vocab_size, dtype=bool)
-    bitmask_RW = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+    bitmask_RW = np.zeros((1, bitmask_words(vocab_size)), dtype=np.int32)
     matcher.fill(bitmask_RW, 0)
     return np.unpackbits(bitmask_RW.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -49,13 +50,9 @@ def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
     """
     if llm.plan.device.kind != "cuda":
         raise ConfigError("device", llm.plan.device.kind, "idle time is read from a GPU's trace; cuda works")
-    rng = random.Random(0)
-    for done, case in enumerate(cases):
-        progress("idle cases", done, len(cases))
-        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
-        timed(llm, prompts, [greedy(1)] * len(prompts))  # the prompts are cached from here on
+    for case, decode in steady_decodes(llm, cases, progress, "idle cases", IDLE_TOKENS):
         before = Counter(llm.step_counts)
-        report = measure_idle(lambda prompts=prompts: timed(llm, prompts, [greedy(IDLE_TOKENS)] * len(prompts)))
+        report = measure_idle(decode)
         facts = {
             "bs": case.num_seqs,
             "ctx": case.context,
@@ -64,6 +61,18 @@ def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
             "step_us": round(report.wall_us / max(1, report.num_steps), 1),
         }
         yield Row(suite="idle", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
+
+
+def steady_decodes(
+    llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress, what: str, num_tokens: int
+) -> Iterator[tuple[DecodeCase, Callable[[], object]]]:
+    """Each case with what decodes so many tokens of all its sequences, whose prompts are cached by then."""
+    rng = random.Random(0)
+    for done, case in enumerate(cases):
+        progress(what, done, len(cases))
+        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
+        timed(llm, prompts, [greedy(1)] * len(prompts))
+        yield case, partial(timed, llm, prompts, [greedy(num_tokens)] * len(prompts))
 
 
 def measure_idle(run: Callable[[], object]) -> IdleReport:

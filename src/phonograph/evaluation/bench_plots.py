@@ -5,7 +5,7 @@ standard library is enough for these, and the text of an SVG shows in a diff wha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#6b7280")
@@ -52,15 +52,10 @@ def bar_chart(
     """
     values = [value for one in series.values() for value in one if value is not None]
     high = min(cap, max([*values, *(floor for floor in floors or () if floor is not None)])) * 1.05
-    step = _round_step(high / 6)
     slot = (_RIGHT_X - LEFT) / len(groups)
     bar = slot * 0.8 / len(series)
-
-    def place_y(value: float) -> float:
-        return _BOTTOM_Y - value / high * (_BOTTOM_Y - TOP)
-
-    ticks = [index * step for index in range(int(high / step) + 1)]
-    parts = [_y_axis(y_label, [(place_y(tick), f"{tick:g}") for tick in ticks])]
+    place_y, axis = _linear_axis(y_label, high)
+    parts = [axis]
     for place, group in enumerate(groups):
         left = LEFT + place * slot + slot * 0.1
         parts.append(_label_of_group(left + slot * 0.4, group, slanted=len(groups) > 8))
@@ -77,9 +72,7 @@ def bar_chart(
                 parts.append(f'<text {turned} font-size="8">{value:.3g}</text>')
         floor = floors[place] if floors else None
         if floor is not None:
-            y = place_y(floor)
-            ends = f'x1="{left - 2:.1f}" x2="{left + slot * 0.8 + 2:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
-            parts.append(f'<line {ends} stroke="#111827" stroke-width="2"/>')
+            parts.append(_floor_line(left - 2, left + slot * 0.8 + 2, place_y(floor)))
     return _document(title, parts, list(series), floor=floors is not None)
 
 
@@ -93,14 +86,9 @@ def stacked_chart(
     """A bar for each name, its parts upon one another with their share of it on them; floors as in `bar_chart`."""
     totals = [sum(one[place] for one in series.values()) for place in range(len(groups))]
     high = max([*totals, *(floor for floor in floors or () if floor is not None)]) * 1.05
-    step = _round_step(high / 6)
     slot = (_RIGHT_X - LEFT) / len(groups)
-
-    def place_y(value: float) -> float:
-        return _BOTTOM_Y - value / high * (_BOTTOM_Y - TOP)
-
-    ticks = [index * step for index in range(int(high / step) + 1)]
-    parts = [_y_axis(y_label, [(place_y(tick), f"{tick:g}") for tick in ticks])]
+    place_y, axis = _linear_axis(y_label, high)
+    parts = [axis]
     for place, (group, total) in enumerate(zip(groups, totals, strict=True)):
         left, below = LEFT + place * slot + slot * 0.2, 0.0
         parts.append(_text(left + slot * 0.3, _BOTTOM_Y + 18, group, "middle"))
@@ -118,9 +106,7 @@ def stacked_chart(
         parts.append(_text(left + slot * 0.3, place_y(total) - 5, f"{total:g}", "middle"))
         floor = floors[place] if floors else None
         if floor is not None:
-            ends = f'x1="{left - 8:.1f}" x2="{left + slot * 0.6 + 8:.1f}"'
-            y = place_y(floor)
-            parts.append(f'<line {ends} y1="{y:.1f}" y2="{y:.1f}" stroke="#111827" stroke-width="2"/>')
+            parts.append(_floor_line(left - 8, left + slot * 0.6 + 8, place_y(floor)))
     return _document(title, parts, list(series), floor=floors is not None)
 
 
@@ -183,6 +169,22 @@ def _document(title: str, parts: Sequence[str], names: Sequence[str], *, floor: 
     background = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>'
     heading = f'<text x="{LEFT}" y="26" font-size="16" font-weight="bold">{escape(title)}</text>'
     return "\n".join([head, background, heading, *parts, *legend, "</svg>", ""])
+
+
+def _linear_axis(label: str, high: float) -> tuple[Callable[[float], float], str]:
+    """Where a value from 0 to `high` lies, and the axis with some six ticks."""
+
+    def place_y(value: float) -> float:
+        return _BOTTOM_Y - value / high * (_BOTTOM_Y - TOP)
+
+    step = _round_step(high / 6)
+    ticks = [index * step for index in range(int(high / step) + 1)]
+    return place_y, _y_axis(label, [(place_y(tick), f"{tick:g}") for tick in ticks])
+
+
+def _floor_line(start: float, end: float, y: float) -> str:
+    ends = f'x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
+    return f'<line {ends} stroke="#111827" stroke-width="2"/>'
 
 
 def _y_axis(label: str, ticks: Sequence[tuple[float, str]]) -> str:

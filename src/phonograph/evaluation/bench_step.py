@@ -6,7 +6,6 @@ before it, or its own start if that is later, to its own end. What is left betwe
 
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,8 @@ from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
 from phonograph.evaluation.bench import BenchProgress, Row
 from phonograph.evaluation.bench_cases import DecodeCase
-from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
 from phonograph.evaluation.bench_floor import Work, decode_work, this_chip
-from phonograph.evaluation.bench_idle import STEP_KERNEL, Activity, device_activities
+from phonograph.evaluation.bench_idle import STEP_KERNEL, Activity, device_activities, steady_decodes
 
 TOKENS = 48
 KERNELS_TOLD = 12
@@ -93,13 +91,9 @@ def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
     if plan.device.kind != "cuda":
         raise ConfigError("device", plan.device.kind, "the parts of a step are read from a GPU's trace; cuda works")
     chip = this_chip(plan.device.kind)
-    rng = random.Random(0)
-    for done, case in enumerate(cases):
-        progress("step cases", done, len(cases))
-        prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
-        timed(llm, prompts, [greedy(1)] * len(prompts))  # the prompts are cached from here on
+    for case, decode in steady_decodes(llm, cases, progress, "step cases", TOKENS):
         before = Counter(llm.step_counts)
-        found = step_parts(device_activities(lambda p=prompts: timed(llm, p, [greedy(TOKENS)] * len(p))))
+        found = step_parts(device_activities(decode))
         products, attention = decode_work(
             plan.model,
             dtype=plan.dtype,

@@ -21,6 +21,7 @@ from phonograph.errors import ReplayError
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
 from phonograph.kernels.triton.sampling import make_sample_scratch
+from phonograph.runner.pinned import PinnedWords
 from phonograph.runner.sampler import KernelParameters
 from phonograph.runner.slots import blocks_for
 from phonograph.runner.synthetic import SyntheticBatch
@@ -94,7 +95,7 @@ class DeviceInputs:
         self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         self.sampling = self._layout.sampling_views(self._staging)
         self._prefix_len = self._layout.prefix_len(self._staging)
-        self._uploads = [_Upload(self._layout) for _ in range(_UPLOADS)]
+        self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
         self._next = 0
         self._views: dict[tuple[int, int], _Views] = {}
         self._written_for: GraphKey | None = None
@@ -119,8 +120,7 @@ class DeviceInputs:
         num_given = self._give_tokens(upload, rows, num_reqs)
         num_appended = self._append(upload, rows, num_reqs)
         used = self._layout.used_words(num_appends=num_appended, num_tokens=num_given)
-        self._staging[:used].copy_(upload.pinned[:used], non_blocking=True)
-        upload.sent.record()
+        upload.send(self._staging, used)
         self.written(key)
         return self._metadata(rows, key, num_tokens, query_starts, seq_lens)
 
@@ -271,15 +271,9 @@ class _Views(NamedTuple):
     slot_mapping: torch.Tensor
 
 
-class _Upload:
-    """A pinned buffer, its named fields, and the event after which it may be written again."""
+class _Upload(PinnedWords):
+    """A step's words, and their named fields."""
 
-    def __init__(self, layout: StepLayout) -> None:
-        self.pinned = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=True)
-        self.views = layout.host_views(self.pinned.numpy())
-        self.sent = torch.cuda.Event()
-
-    def wait(self) -> None:
-        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
-        if not self.sent.query():
-            self.sent.synchronize()
+    def __init__(self, layout: StepLayout, device: torch.device) -> None:
+        super().__init__(layout.num_words, device)
+        self.views = layout.host_views(self.words.numpy())

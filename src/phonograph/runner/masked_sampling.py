@@ -15,13 +15,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from phonograph.grammar import Matcher
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.runner.grammar_masks import GrammarMasks, bitmask_words
+from phonograph.runner.pinned import PinnedWords
 from phonograph.runner.token_ring import TokenRing
 
 _UPLOADS = 2
@@ -56,7 +56,7 @@ class MaskedSampling:
         staging = torch.full((self._start + max_rows * self._num_words,), -1, dtype=torch.int32, device=device)
         self._staging = staging
         self._rows, self._bitmask = staging[:max_rows], staging[self._start :].view(max_rows, self._num_words)
-        self._uploads = [_Upload(staging.shape[0], device) for _ in range(_UPLOADS)]
+        self._uploads = [PinnedWords(staging.shape[0], device) for _ in range(_UPLOADS)]
         self._next = 0
         self._graphs: dict[int, CapturedGraph] = {}
         self._owed: list[tuple[int, int, Matcher]] = []
@@ -101,7 +101,7 @@ class MaskedSampling:
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
-        words, end = upload.words, self._start + num_rows * self._num_words
+        words, end = upload.words.numpy(), self._start + num_rows * self._num_words
         words[:num_rows] = rows
         words[num_rows:size] = -1
         self._masks.fill(slots, words[self._start : end].reshape(num_rows, self._num_words))
@@ -116,27 +116,6 @@ class MaskedSampling:
         else:
             graph.replay()
         return _told(decision, num_rows, None if graph is None else size)
-
-
-class _Upload:
-    """A pinned buffer of int32 words, and the event after which it may be written again."""
-
-    def __init__(self, num_words: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
-        self._sent = torch.cuda.Event() if on_gpu else None
-        self.words: np.ndarray = self._pinned.numpy()
-
-    def send(self, target: torch.Tensor, num_words: int) -> None:
-        """Starts the copy of the first words."""
-        target[:num_words].copy_(self._pinned[:num_words], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-
-    def wait(self) -> None:
-        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
-        if self._sent is not None and not self._sent.query():
-            self._sent.synchronize()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,25 @@
+"""Host memory on its way to the device: pinned, so that the copy does not stop the host, marked until it is over."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PinnedWords:
+    """A buffer of int32 words and the event after which it may be written again; ordinary memory without a GPU."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
+        self._sent = torch.cuda.Event() if on_gpu else None
+
+    def send(self, target: torch.Tensor, num_words: int) -> None:
+        """Starts the copy of the first words on the current stream."""
+        target[:num_words].copy_(self.words[:num_words], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
+        if self._sent is not None and not self._sent.query():
+            self._sent.synchronize()
