@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import psutil
 from phonograph.evaluation.processes import ServerProcess, gpu_memory_mib
 from phonograph.evaluation.serving.connection import Recording, Target, exchange
 from phonograph.evaluation.serving.events import read_reply
+from phonograph.evaluation.serving.scrape import read_metrics
 
 STEPS_TO_BLOCKS = 2
 """Steps after an abort in which its blocks have to be back: one may be in flight, and one queued behind it."""
@@ -181,16 +181,13 @@ async def _max_model_len(target: Target) -> int:
 
 async def _metrics(target: Target) -> dict[str, float]:
     """Requests that run, the used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
-    text = (await _get(target, "/metrics")).decode()
-    names = {
-        "running": r"vllm:num_requests_running",
-        "usage": r"vllm:kv_cache_usage_perc",
-        "steps": r"phonograph:steps_total",
-        "aborted": r"vllm:request_success_total(?=\{[^}]*\"abort\")",
-    }
+    found = await read_metrics(target)
     return {
-        name: sum(float(value) for value in re.findall(rf"^{pattern}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
-        for name, pattern in names.items()
+        "running": found["vllm:num_requests_running"],
+        "usage": found["vllm:kv_cache_usage_perc"],
+        # Counters that nothing has been counted in yet may be absent.
+        "steps": found.get("phonograph:steps_total", 0.0),
+        "aborted": found.get("vllm:request_success_total abort", 0.0),
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from phonograph.evaluation.processes import ServerProcess
 from phonograph.evaluation.serving.connection import Recording, Target, exchange
 from phonograph.evaluation.serving.faults import engine_of
 from phonograph.evaluation.serving.mixture import Mixture, Stream, problem_of
+from phonograph.evaluation.serving.scrape import read_metrics
 
 SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 1.0
@@ -46,7 +46,6 @@ GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv_usage": "vllm:kv_cache_usage_perc",
 }
-_METRIC = re.compile(r"^([a-z_:]+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +182,6 @@ def growth(points: Sequence[tuple[float, int]]) -> dict[str, Any]:
         "most_mib": round(max(sizes) / MIB, 1),
         "mib_over_time": " ".join(f"{size / MIB:.1f}" for _, size in thinned),
     }
-
-
-async def read_metrics(target: Target) -> dict[str, float]:
-    """What /metrics says, by name; counters that have more than one line by name and labels."""
-    answer = await exchange(target, "GET", "/metrics", b"", headers={}, timeout=30)
-    if answer.error is not None:
-        raise RuntimeError(f"/metrics: {answer.error}")
-    found: dict[str, float] = {}
-    for name, labels, value in _METRIC.findall(answer.body.decode()):
-        reason = re.search(r'finished_reason="(\w+)"', labels)
-        found[f"{name} {reason[1]}" if reason else name] = float(value)
-    return found
 
 
 async def gauges(target: Target) -> dict[str, float]:
