@@ -24,6 +24,8 @@ from phonograph.evaluation.serving.mixture import Mixture, Stream, problem_of
 from phonograph.evaluation.serving.scrape import read_metrics
 
 SAMPLE_SECONDS = 5.0
+LEAST_SAMPLES = 20
+"""A short soak is looked at more often, so that it too sees the server in the middle of its work."""
 SETTLE_SECONDS = 1.0
 """Time that the server has to close connections before its files are counted."""
 IDLE_SECONDS = 60.0
@@ -94,13 +96,14 @@ async def soak(
     await asyncio.sleep(SETTLE_SECONDS)
     files = processes.num_files()
     tally, samples = Tally(), list[Sample]()
+    between = min(SAMPLE_SECONDS, seconds / LEAST_SAMPLES)
     began = time.monotonic()
 
     async def watch() -> None:
         while True:
             samples.append(Sample(time.monotonic() - began, processes.rss(), await gauges(target)))
             progress(samples[-1], tally)
-            await asyncio.sleep(SAMPLE_SECONDS)
+            await asyncio.sleep(between)
 
     watcher = asyncio.create_task(watch())
     try:
