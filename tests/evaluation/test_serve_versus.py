@@ -313,6 +313,7 @@ class Blocks:
         self.open: list[int] = []
         self.cut = 0
         self.step = 100
+        self.steps: list[dict[str, float]] = []
 
     async def post(self, _: Target, *, prompt_len: int = 16, output_len: int) -> Recording:
         self.open.append(prompt_len)
@@ -332,6 +333,7 @@ class Blocks:
     async def metrics(self, _: Target) -> dict[str, float]:
         if self.cut:
             self.step += 1
+            self.steps.append({"time": time.time(), "decodes": 4 if self.step - 102 < self.late else 1})
         await faults.asyncio.sleep(0)
         back = self.cut and self.step - 101 >= self.late
         used = 2 + (self.leak if back else 3 * 64)
@@ -344,7 +346,7 @@ class Blocks:
         await faults.asyncio.sleep(0)
         running = 0 if self.cut and not self.open else len(self.open)
         engine = {"kv_block_size": 16, "kv_blocks": 1000, "max_num_seqs": 4, "running": running}
-        steps = [{"time": 0.0, "decodes": len(self.open)}]
+        steps = [{"time": 0.0, "decodes": len(self.open)}, *self.steps]
         return {"engine": {**engine, "kv_blocks_used": self.leak if self.cut else 2}, "steps": steps}
 
 

@@ -14,6 +14,7 @@ from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
 from phonograph.sampling_params import SamplingParams
+from phonograph.server import core_loop
 from phonograph.server.core_loop import CoreLoop
 from phonograph.server.messages import Abort, Add, Command, Report, Stop
 
@@ -55,7 +56,9 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def driven(engine: Engine) -> Iterator[Driven]:
+def driven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:
+    # A busy machine may take longer over a turn's commands than the loop allows them.
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 60.0)
     driven = Driven(engine)
     yield driven
     driven.scheduler.check()
@@ -123,6 +126,17 @@ def test_requests_keep_coming_while_others_run(driven: Driven) -> None:
     assert driven.scheduler.stats.num_running == 4 and driven.scheduler.stats.num_waiting == 2
     assert len(driven.tokens()[0, 0]) == 6
     driven.turn(*(Abort(key) for key in range(6)))
+
+
+def test_a_flood_of_commands_does_not_hold_up_those_that_run(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 0.0)
+    for turn in range(3):
+        driven.turn(*(add(3 * turn + place, [5]) for place in range(3)))
+        assert len(driven.tokens()[0, 0]) == turn + 1 and len(driven.commands) == 2 * (turn + 1)
+    while driven.commands:
+        driven.turn()
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 60.0)
+    driven.turn(*(Abort(key) for key in range(9)))
 
 
 def test_stop_ends_the_loop(driven: Driven) -> None:

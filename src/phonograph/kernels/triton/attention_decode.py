@@ -30,6 +30,7 @@ from phonograph.kernels.triton.attention_plan import (
     sequence_chunks,
 )
 from phonograph.kernels.triton.exchange import greatest_of, sum_of
+from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
@@ -135,6 +136,7 @@ def decode_attention(
         AHEAD=_AHEAD,
         NUM_WARPS=plan.num_warps,
         WARPS_APART=plan.warps_apart,
+        FP8_AT_ONCE=fp8_in_one_instruction(),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=plan.num_warps,
@@ -188,6 +190,7 @@ def _attention_kernel(
     AHEAD: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     WARPS_APART: tl.constexpr,
+    FP8_AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # What the plan says is there before the kernel before this one has ended (`plan_decode`), and so is where to read.
@@ -257,7 +260,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
             complete = _segment(
@@ -265,7 +268,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
             )  # fmt: skip
         else:
             complete = _segment(
@@ -273,7 +276,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
             )  # fmt: skip
 
         if complete != 0:
@@ -393,6 +396,7 @@ def _segment(
     STAGES: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     WARPS_APART: tl.constexpr,
+    FP8_AT_ONCE: tl.constexpr,
 ):
     """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
 
@@ -402,7 +406,11 @@ def _segment(
     # Few rows leave each warp room for a softmax of its own over its share of every tile's keys. Between warps nothing
     # is passed until the end then, where otherwise each tile's maximum, sum and weights are.
     APART: tl.constexpr = WARPS_APART and BLOCK_M * WIDTH <= 2048 and BLOCK_N // NUM_WARPS >= 16
+    FP8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    E5M2: tl.constexpr = cache.dtype.element_ty == tl.float8e5
     dim = tl.arange(0, WIDTH)
+    # Where values are FP8, neighbouring elements of the head are moved as one, and have a sum each.
+    half = tl.arange(0, WIDTH // 2)
     row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token_M = row_M // GROUP
     head_M = kv_head * GROUP + row_M % GROUP
@@ -425,6 +433,10 @@ def _segment(
     factor = scale
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
+    if FP8:
+        if query_MD.dtype == tl.bfloat16:
+            query_MD, power_M = rows_in_float16(query_MD)
+            factor = (factor * power_M)[:, None]
     slope_M = tl.zeros([BLOCK_M], tl.float32)
     if alibi_slopes is not None:
         slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E
@@ -432,13 +444,14 @@ def _segment(
 
     if APART:
         query_MD = tl.broadcast_to(query_MD[None, :, :], (NUM_WARPS, BLOCK_M, WIDTH))
-        acc_MD = tl.zeros([NUM_WARPS, BLOCK_M, WIDTH], tl.float32)
+        acc_MD = tl.zeros([NUM_WARPS, BLOCK_M, WIDTH // 2 if FP8 else WIDTH], tl.float32)
         sum_M = tl.zeros([NUM_WARPS, BLOCK_M], tl.float32)
         max_M = tl.full([NUM_WARPS, BLOCK_M], float("-inf"), tl.float32)
     else:
-        acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        acc_MD = tl.zeros([BLOCK_M, WIDTH // 2 if FP8 else WIDTH], tl.float32)
         sum_M = tl.zeros([BLOCK_M], tl.float32)
         max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    odd_MD = acc_MD
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
         key_N = key + offset_N
@@ -450,18 +463,26 @@ def _segment(
         if ONE_BLOCK:
             next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0)
             tile = base + block.to(tl.int64) * STRIDE_BLOCK + key % BLOCK_SIZE * STRIDE_SLOT
-            pointer_ND = tile + tl.expand_dims(offset_N * STRIDE_SLOT, -1) + dim
+            slot_N = offset_N * STRIDE_SLOT
         else:
             ahead_N = ahead + offset_N
             next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=(ahead_N >= low) & (ahead_N < key_end), other=0)
             slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
-            pointer_ND = base + tl.expand_dims(slot_N, -1) + dim
+            tile = base
         # Slots nobody wrote may hold NaN, which a weight of zero would not take away.
         mask_ND = tl.expand_dims(seen_N, -1)
         if WIDTH != HEAD_SIZE:
             mask_ND = mask_ND & (dim < HEAD_SIZE)
+        pointer_ND = tile + tl.expand_dims(slot_N, -1) + dim
         key_ND = tl.load(pointer_ND, mask=mask_ND, other=0.0)
-        value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
+        if FP8:
+            mask_ND = tl.expand_dims(seen_N, -1)
+            if WIDTH != HEAD_SIZE:
+                mask_ND = mask_ND & (half < HEAD_SIZE // 2)
+            pairs = (tile + stride_kv).to(tl.pointer_type(tl.int16))
+            value_ND = tl.load(pairs + tl.expand_dims(slot_N // 2, -1) + half, mask=mask_ND, other=0)
+        else:
+            value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
         key_DN = tl.permute(key_ND.to(query_MD.dtype), (0, 2, 1) if APART else (1, 0))
         logits_MN = tl.dot(query_MD, key_DN, input_precision="ieee")
         if SOFTCAP:
@@ -485,15 +506,23 @@ def _segment(
         decay_M = tl.exp2(max_M - shift_M)
         sum_M = sum_M * decay_M + tl.sum(weight_MN, -1)
         acc_MD = acc_MD * tl.expand_dims(decay_M, -1)
-        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
+        if FP8:
+            even_ND, odd_ND = pairs_apart(value_ND, E5M2, FP8_AT_ONCE)
+            odd_MD = odd_MD * tl.expand_dims(decay_M, -1)
+            odd_MD = tl.dot(weight_MN.to(query_MD.dtype), odd_ND.to(query_MD.dtype), odd_MD, input_precision="ieee")
+        else:
+            even_ND = value_ND
+        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), even_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
         max_M = new_max_M
 
+    if FP8:
+        acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (NUM_WARPS, BLOCK_M, WIDTH) if APART else (BLOCK_M, WIDTH))
     if APART:
         own_max_M = max_M
         max_M = greatest_of(tl.permute(own_max_M, (1, 0)))
-        decay_M = tl.exp2(own_max_M - tl.where(max_M == float("-inf"), 0.0, max_M)[None, :])
-        sum_M = sum_of(tl.permute(sum_M * decay_M, (1, 0)))
-        acc_MD = tl.reshape(acc_MD * tl.expand_dims(decay_M, -1), (NUM_WARPS, BLOCK_M * WIDTH))
+        share_M = tl.exp2(own_max_M - tl.where(max_M == float("-inf"), 0.0, max_M)[None, :])
+        sum_M = sum_of(tl.permute(sum_M * share_M, (1, 0)))
+        acc_MD = tl.reshape(acc_MD * tl.expand_dims(share_M, -1), (NUM_WARPS, BLOCK_M * WIDTH))
         acc_MD = tl.reshape(sum_of(tl.permute(acc_MD, (1, 0))), (BLOCK_M, WIDTH))
     value_factor = 1.0
     if v_scale is not None:

@@ -1,0 +1,67 @@
+"""FP8 keys and values as float16, which holds every one of them exactly.
+
+Hopper converts two FP8 values to float16 in one instruction, but takes one for each to go on to bfloat16, at a quarter of
+the speed. And products need values with neighbouring keys side by side, while the cache has neighbouring elements of the
+head: what moves and transposes tiles from shared memory works on 16 bits. So pairs of elements are moved as one, taken
+apart in registers, and the even and the odd elements of the head are two products.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def fp8_in_one_instruction() -> bool:
+    """Whether the current device converts two E4M3 values to float16 at once."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@triton.jit
+def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
+    """Of int16 with two FP8 values each: the first (the low byte) of each and the second, in float16."""
+    if E5M2:
+        # The upper half of a float16.
+        first = (pairs << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        second = (pairs & -256).to(tl.int16).to(tl.float16, bitcast=True)
+    elif ONE_INSTRUCTION:
+        # The compiler would mask and shift every byte by itself: four instructions for a value, here two.
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return first, second
+
+
+@triton.jit
+def rows_in_float16(x_MD):
+    """[M, D] of bfloat16 as float16 times powers of two [M] in float32: x = rows * powers[:, None].
+
+    Elements 2^26 times smaller than the greatest of their row lose digits, and may be 0.
+    """
+    # Rows come to between 2^12 and 2^13, whose sums with FP8 keys are far from what float32 holds.
+    exponent_M = tl.max(tl.abs(x_MD.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
+    exponent_M = tl.maximum(exponent_M, 13)
+    inverse_M = ((254 + 12 - exponent_M) << 23).to(tl.float32, bitcast=True)
+    power_M = ((exponent_M - 12) << 23).to(tl.float32, bitcast=True)
+    return (x_MD.to(tl.float32) * inverse_M[:, None]).to(tl.float16), power_M
