@@ -433,10 +433,9 @@ def _segment(
     factor = scale
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
-    if FP8:
-        if query_MD.dtype == tl.bfloat16:
-            query_MD, power_M = rows_in_float16(query_MD)
-            factor = (factor * power_M)[:, None]
+    if FP8 and query_MD.dtype == tl.bfloat16:
+        query_MD, power_M = rows_in_float16(query_MD)
+        factor = (factor * power_M)[:, None]
     slope_M = tl.zeros([BLOCK_M], tl.float32)
     if alibi_slopes is not None:
         slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E

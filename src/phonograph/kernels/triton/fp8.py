@@ -1,9 +1,9 @@
 """FP8 keys and values as float16, which holds every one of them exactly.
 
-Hopper converts two FP8 values to float16 in one instruction, but takes one for each to go on to bfloat16, at a quarter of
-the speed. And products need values with neighbouring keys side by side, while the cache has neighbouring elements of the
-head: what moves and transposes tiles from shared memory works on 16 bits. So pairs of elements are moved as one, taken
-apart in registers, and the even and the odd elements of the head are two products.
+Hopper converts two FP8 values to float16 in one instruction, but takes one for each to go on to bfloat16, at a quarter
+of the speed. And products need values with neighbouring keys side by side, while the cache has neighbouring elements of
+the head: what moves and transposes tiles from shared memory works on 16 bits. So pairs of elements are moved as one,
+taken apart in registers, and the even and the odd elements of the head are two products.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
