@@ -28,6 +28,7 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     plan_prefill,
     tile_keys,
 )
+from phonograph.kernels.triton.fp8 import at_width_of
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 __all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
@@ -247,7 +248,7 @@ def _attend(
             value_ND = cache.load([row + stride_kv, column])
             if MASKED:
                 # Slots nobody wrote may hold NaN, which a weight of zero does not take away.
-                value_ND = tl.where(seen_N[:, None], value_ND.to(query_MD.dtype), 0.0)
+                value_ND = tl.where(seen_N[:, None], at_width_of(value_ND, query_MD.dtype), 0.0)
         else:
             if 128 % BLOCK_SIZE == 0 or BLOCK_SIZE % 128 == 0:
                 # A tile begins a block or lies in one: numbers for all threads spare them a load for each key.
@@ -271,7 +272,9 @@ def _attend(
             else:
                 key_ND = tl.load(pointer_ND)
                 value_ND = tl.load(pointer_ND + stride_kv)
-        logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).T, input_precision="ieee")
+        key_ND = at_width_of(key_ND, query_MD.dtype)
+        value_ND = at_width_of(value_ND, query_MD.dtype)
+        logits_MN = tl.dot(query_MD, key_ND.T, input_precision="ieee")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
             exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
@@ -296,7 +299,7 @@ def _attend(
         decay_M = tl.exp2(max_M - shift_M)
         sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
         acc_MD = acc_MD * decay_M[:, None]
-        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
+        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND, acc_MD, input_precision="ieee")
         max_M = new_max_M
     return acc_MD, sum_M, max_M
 

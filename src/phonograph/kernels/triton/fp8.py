@@ -65,3 +65,12 @@ def rows_in_float16(x_MD):
     inverse_M = ((254 + 12 - exponent_M) << 23).to(tl.float32, bitcast=True)
     power_M = ((exponent_M - 12) << 23).to(tl.float32, bitcast=True)
     return (x_MD.to(tl.float32) * inverse_M[:, None]).to(tl.float16), power_M
+
+
+@triton.jit
+def at_width_of(x, DTYPE: tl.constexpr):
+    """FP8 values, exactly, in a wider type; others as they are."""
+    if x.dtype.primitive_bitwidth == 8:
+        # Two instructions at full speed in place of one at a quarter of it.
+        return x.to(tl.float16).to(tl.float32).to(DTYPE)
+    return x.to(DTYPE)
