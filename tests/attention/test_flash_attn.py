@@ -467,6 +467,23 @@ def test_version_2_as_two_launches(
     assert result.passed, str(result)
 
 
+@pytest.mark.parametrize(
+    ("key", "slots", "tokens"),
+    [(GraphKey(GraphSet.MIXED, 40, 5), 5, 40), (GraphKey(GraphSet.MIXED, 33, 40), 40, 33)]
+    + [(GraphKey(GraphSet.PIECEWISE, 40, 5), 5, 40), (None, 3, 32)],
+)
+def test_version_2_folds_the_decodes_of_a_mixed_batch(
+    key: GraphKey | None, slots: int, tokens: int, installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their launch has a row for each of its slots, with and without tokens to spare; only folded, it cuts keys."""
+    installed("vllm 2")
+    monkeypatch.setitem(BACKENDS, "2", load(select("flash_attn", "2", HALF, H100)))
+    step = Step("2", replace(SPEC, lse=False), slots=slots, tokens=tokens)
+    decodes, prefills = step.run([(1, 40), (1, 7), (30, 50)], key)
+    assert decodes["max_seqlen_q"] == 1 and len(decodes["q"]) == len(decodes["seqused_k"]) == min(slots, tokens)
+    assert prefills["max_seqlen_q"] > 1 and len(prefills["q"]) == tokens
+
+
 def test_lengths_of_keys_for_the_package_lie_in_the_persistent_buffer(installed: Installed) -> None:
     installed("package 2")
     step = Step("2", replace(SPEC, block_size=256), slots=5, tokens=6)

@@ -61,13 +61,13 @@ class SplitMetadataBuilder(MetadataBuilder):
         ):
             return self._decodes_only(common, None, num_tokens)
         part = decode_part(num_tokens, num_slots, self._query_len)
-        decodes, prefills = self._cut(common, num_slots, part.num_reqs)
+        decodes, prefills = self._cut(common, num_slots, part)
         return SplitMetadata(
             decode=self._decode.build(decodes, key=None if key is None else part),
             prefill=self._prefill.build(prefills, key=key),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            num_decode_rows=min(part.num_tokens, num_tokens),
+            num_decode_rows=decodes.slot_mapping.shape[0],
         )
 
     def _decodes_only(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> SplitMetadata:
@@ -79,8 +79,9 @@ class SplitMetadataBuilder(MetadataBuilder):
             num_decode_rows=num_rows,
         )
 
-    def _cut(self, common: CommonMetadata, num_slots: int, decode_slots: int) -> tuple[CommonMetadata, CommonMetadata]:
-        """Both parts, their host copies cut by the rule of the kernel that cuts the tensors."""
+    def _cut(self, common: CommonMetadata, num_slots: int, part: GraphKey) -> tuple[CommonMetadata, CommonMetadata]:
+        """Both parts, their host copies cut by the rule of the kernel that cuts the tensors; `part` is the decodes'."""
+        decode_slots = part.num_reqs
         starts, lens, split = common.query_start_loc_cpu, common.seq_lens_cpu, self._split
         num_decodes = leading_decodes(starts, self._query_len)
         border = int(starts[num_decodes])
@@ -97,6 +98,7 @@ class SplitMetadataBuilder(MetadataBuilder):
             query_start_loc=split.decode_starts[: decode_slots + 1],
             seq_lens=split.decode_lens[:decode_slots],
             block_table=common.block_table[:decode_slots],
+            slot_mapping=common.slot_mapping[: part.num_tokens],
             query_start_loc_cpu=np.minimum(starts, border)[: decode_slots + 1],
             seq_lens_cpu=decode_lens[:decode_slots],
         )
@@ -157,7 +159,11 @@ class SplitBackend(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> None:
         assert isinstance(metadata, SplitMetadata)
-        self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
+        # Once for all rows, of which the decodes' part knows the first only.
+        if metadata.prefill is not None:
+            self.prefill.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.prefill)
+        else:
+            self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
 
     def forward(
         self,
