@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from product_problem import EPS, Case, poisoned, random_tensor, silu_of
 
 from phonograph.kernels.triton import gemv
 from phonograph.kernels.triton import linear as products
@@ -24,56 +25,12 @@ from phonograph.kernels.triton.linear import (
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 
-EPS = 1e-5
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
     *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024)]),
     (torch.float16, 4096, 1001),
 ]
 """dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
-
-
-def _random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-
-class Case:
-    """Operands of one product, and an output inside a larger poisoned tensor, so that stray writes show."""
-
-    def __init__(
-        self, rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, *, pairs: bool = False
-    ) -> None:
-        weight_rows = 2 * outputs if pairs else outputs
-        self.dtype = dtype
-        self.x = _random(rows, inputs, dtype=dtype, device=device, seed=1)
-        self.weight = _random(weight_rows, inputs, dtype=dtype, device=device, seed=2) / inputs**0.5
-        self.bias = _random(weight_rows, dtype=dtype, device=device, seed=3)
-        self.norm = _random(inputs, dtype=dtype, device=device, seed=4) * 0.1 + 1
-        self.residual = _random(rows, outputs, dtype=dtype, device=device, seed=5)
-        self._around = torch.full((rows + 2, outputs + 16), float("nan"), dtype=dtype, device=device)
-        self.out = self._around[1:-1, 8:-8]
-
-    def normed(self) -> torch.Tensor:
-        x = self.x.double()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.norm.double()
-
-    def product(self, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
-        return x.double() @ self.weight.double().t() + (self.bias.double() if bias else 0)
-
-    def check(self, reference: torch.Tensor) -> None:
-        out = self.out.double()
-        limit = 1e-2 if self.dtype is torch.bfloat16 else 2e-3 if self.dtype is torch.float16 else 1e-5
-        assert (out - reference).norm() <= limit * reference.norm()
-        assert torch.allclose(out, reference, rtol=0.05, atol=4 * limit)
-        outside = self._around.clone()
-        outside[1:-1, 8:-8] = float("nan")
-        assert outside.isnan().all()
-
-
-def _silu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def _check_gemv(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
@@ -93,7 +50,7 @@ def _check_gemv(outputs: int, inputs: int, dtype: torch.dtype, device: torch.dev
 
     case = Case(1, outputs, inputs, dtype, device, pairs=True)
     gemv.gemv_norm_silu(case.x, case.norm, EPS, case.weight, case.bias if bias else None, case.out)
-    case.check(_silu(case.product(case.normed(), bias=bias)))
+    case.check(silu_of(case.product(case.normed(), bias=bias)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -172,7 +129,7 @@ def _check_linear(
     case = Case(rows, outputs, inputs, dtype, device, pairs=True)
     fused = linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
     if fused:
-        case.check(_silu(case.product(case.x, bias=bias)))
+        case.check(silu_of(case.product(case.x, bias=bias)))
     else:
         assert case.out.isnan().all()
     _check_norm(rows, outputs, inputs, dtype, device, config, scratch)
@@ -192,7 +149,7 @@ def _check_norm(
     """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
     case = Case(rows, outputs, inputs, dtype, device)
     hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
-    norm = _random(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
+    norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
     defer = config is not None or takes_squares(rows, outputs, outputs, dtype)
     squares = linear_add_norm(
         case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
@@ -210,14 +167,7 @@ def _check_norm(
     taker.check(taker.product(wanted, bias=True))
     taker = Case(rows, outputs, outputs, dtype, device, pairs=True)
     if linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config):
-        taker.check(_silu(taker.product(wanted, bias=True)))
-
-
-def _poisoned(device: torch.device) -> LinearScratch:
-    scratch = make_scratch(device)
-    scratch.partials.fill_(float("nan"))
-    scratch.squares.fill_(float("nan"))
-    return scratch
+        taker.check(silu_of(taker.product(wanted, bias=True)))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -227,7 +177,7 @@ def _poisoned(device: torch.device) -> LinearScratch:
 )
 def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits: int, device: torch.device) -> None:
     """Rows of 203 and 263 begin at odd addresses, where the copy engine cannot fetch them."""
-    scratch = _poisoned(device) if splits > 1 else None
+    scratch = poisoned(device) if splits > 1 else None
     config = _config(padded, splits)
     _check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
 
@@ -266,21 +216,21 @@ def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
     monkeypatch.setitem(products.MEASURED, (32, 56, 104), _config(16, 3))
     assert choose(32, 56, 104) == _config(16, 3)
     for rows in (17, 32):
-        _check_linear(rows, 56, 104, torch.float16, device, True, None, _poisoned(device))
+        _check_linear(rows, 56, 104, torch.float16, device, True, None, poisoned(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-    _check_linear(rows, outputs, inputs, dtype, device, True, None, _poisoned(device))
+    _check_linear(rows, outputs, inputs, dtype, device, True, None, poisoned(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 8, 40])
 def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
     """Who arrives last differs from time to time, the order of the sum must not."""
-    scratch = _poisoned(device)
+    scratch = poisoned(device)
     case = Case(rows, 4096, 14336, torch.bfloat16, device)
     outs = [torch.empty(rows, 4096, dtype=torch.bfloat16, device=device) for _ in range(20)]
     config = _config(rows_class(rows), 6, block_n=64, block_k=128)
@@ -294,7 +244,7 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
     scratch = make_scratch(device)
-    weights = [_random(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
+    weights = [random_tensor(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
     x = torch.empty(rows, 2048, dtype=torch.bfloat16, device=device)
     buffers = [torch.empty_like(x) for _ in weights]
     hidden = torch.empty_like(x)
@@ -313,7 +263,7 @@ def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -
     with torch.cuda.graph(graph):
         chain()
     for seed in range(10):
-        x.copy_(_random(rows, 2048, dtype=torch.bfloat16, device=device, seed=seed))
+        x.copy_(random_tensor(rows, 2048, dtype=torch.bfloat16, device=device, seed=seed))
         hidden.zero_()
         for buffer in buffers:
             buffer.fill_(float("nan"))

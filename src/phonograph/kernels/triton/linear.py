@@ -31,10 +31,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.prefetch import prefetch_rows
+from phonograph.kernels.triton.stream import StreamConfig, stream_product
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
-_MAX_PARTIALS = 1 << 22
+_MAX_PARTIALS = 5 << 20
 _MAX_SQUARES = 1 << 16
 # Of them in a row: each program that takes the row reads them all.
 _MAX_SQUARE_TILES = 256
@@ -53,6 +55,10 @@ class LinearConfig(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
+
+
+Config = LinearConfig | StreamConfig
+"""How a product is computed by one of our kernels: here, or by `stream`."""
 
 
 class LinearScratch(NamedTuple):
@@ -78,7 +84,7 @@ class RowSquares(NamedTuple):
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
-    """16 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
+    """20 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
     return LinearScratch(
         torch.zeros(_MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
@@ -95,7 +101,7 @@ def linear(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: Config | None = None,
 ) -> None:
     """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
@@ -105,7 +111,7 @@ def linear(
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv.gemv(x_MK, weight_NK, bias_N, out_MN)
         return
-    config = config or _choose_for(x_MK, out_MN)
+    config = config or _choose_for(x_MK, out_MN, scratch)
     if config is not None:
         _launch(x_MK, weight_NK, bias_N, out_MN, _STORE, config, scratch, squares=squares)
         return
@@ -123,13 +129,13 @@ def linear_add(
     hidden_MN: torch.Tensor,
     *,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: Config | None = None,
 ) -> None:
     """hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
     if config is None and len(x_MK) == 1:
         gemv.gemv_add(x_MK, weight_NK, bias_N, hidden_MN)
         return
-    config = config or _choose_for(x_MK, hidden_MN)
+    config = config or _choose_for(x_MK, hidden_MN, scratch)
     if config is not None:
         _launch(x_MK, weight_NK, bias_N, hidden_MN, _ADD, config, scratch)
     else:
@@ -149,7 +155,7 @@ def linear_add_norm(
     *,
     defer: bool,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: Config | None = None,
 ) -> RowSquares | None:
     """hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights and `eps`.
 
@@ -157,8 +163,8 @@ def linear_add_norm(
     is for it then, unless None, where `normed` is complete already.
     """
     num_rows, num_outputs = hidden_MN.shape
-    config = config or (_choose_for(x_MK, hidden_MN) if num_rows > 1 else None)
-    if defer and config is not None and scratch is not None:
+    config = config or (_choose_for(x_MK, hidden_MN, scratch) if num_rows > 1 else None)
+    if defer and isinstance(config, LinearConfig) and scratch is not None:
         tiles = triton.cdiv(num_outputs, config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
@@ -180,7 +186,7 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
     """
     if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return False
-    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None
+    return isinstance(choose(rows_class(num_rows), num_outputs, num_inputs), LinearConfig)
 
 
 def linear_silu(
@@ -191,7 +197,7 @@ def linear_silu(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: Config | None = None,
 ) -> bool:
     """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first. For `squares`
     see `linear`.
@@ -200,17 +206,18 @@ def linear_silu(
     """
     if config is None and x_MK.dtype != torch.float32:
         config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1], x_MK.shape[1])
-    if config is None:
+    if config is None or (isinstance(config, StreamConfig) and scratch is None):
         return False
     _launch(x_MK, gate_up_2IK, bias_2I, out_MI, _SILU, config, scratch, squares=squares)
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
+def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor, scratch: LinearScratch | None) -> Config | None:
     if x_MK.dtype == torch.float32:
         return None
     num_rows, num_inputs = x_MK.shape
-    return choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
+    config = choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
+    return None if isinstance(config, StreamConfig) and scratch is None else config
 
 
 def rows_class(num_rows: int) -> int:
@@ -229,7 +236,7 @@ BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_wa
 whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
 activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
-MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
+MEASURED: dict[tuple[int, int, int], Config | None] = {
     (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
     (8, 4096, 4096): LinearConfig(8, 32, 256, 3, 2, 4, 512),
     (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 5, 256),
@@ -248,12 +255,12 @@ MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
 may have fewer rows than the class."""
 
-MEASURED_SILU: dict[tuple[int, int, int], LinearConfig | None] = {}
+MEASURED_SILU: dict[tuple[int, int, int], Config | None] = {}
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
 @functools.cache
-def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+def choose(rows: int, num_outputs: int, num_inputs: int) -> Config | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
     The rule is what won on an H200 over the layers of an 8B and a 0.6B model. Narrow layers have too few tiles, so
@@ -292,7 +299,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
 
 
 @functools.cache
-def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> Config | None:
     """How the product with the gated activation is computed; None: as a product and a kernel of its own.
 
     Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
@@ -315,13 +322,19 @@ def _launch(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     mode: int,
-    config: LinearConfig,
+    config: Config,
     scratch: LinearScratch | None,
     *,
     squares: RowSquares | None = None,
     norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
 ) -> None:
     """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
+    if isinstance(config, StreamConfig):
+        assert squares is None and norm is None and scratch is not None
+        stream_product(
+            x_MK, weight_NK, bias_N, out_MN, mode=mode, config=config, partials=scratch[0], ready=scratch[1]
+        )  # fmt: skip
+        return
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
@@ -367,38 +380,6 @@ def _launch(
         launch_pdl=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
-    )
-
-
-@triton.jit
-def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
-    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
-
-    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %own;
-        .reg .u32 %row, %warp, %warps;
-        .reg .u64 %address;
-        mov.u32 %warp, %tid.x;
-        mov.u32 %warps, %ntid.x;
-        and.b32 %row, %warp, 31;
-        shr.u32 %warp, %warp, 5;
-        shr.u32 %warps, %warps, 5;
-        mad.lo.u32 %row, %row, %warps, %warp;
-        setp.lt.u32 %own, %row, $3;
-        mad.wide.u32 %address, %row, $2, $1;
-        @%own cp.async.bulk.prefetch.L2.global [%address], $4;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r,r,r",
-        [pointer, stride_bytes, count, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -465,10 +446,10 @@ def _rows_kernel(
             start = weight_ptr + first.to(tl.int64) * weight_stride + begin * BLOCK_K
             count = tl.minimum(BLOCK_N, rows_left)
             num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
-            _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
+            prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
             if MODE == 2:
                 up_start = start + weight_stride.to(tl.int64) * N
-                _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
+                prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
 
     if SQUARE_TILES > 0:
