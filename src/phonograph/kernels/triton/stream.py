@@ -13,7 +13,7 @@ on the device at once; see `span` for why they are.
 Shapes: M rows, N outputs, K inputs, I intermediate size. Sums are float32.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
 import functools
