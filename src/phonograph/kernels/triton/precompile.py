@@ -3,6 +3,9 @@
 A kernel is compiled when it is first launched, one after another, which would take most of the start-up. Within
 `compile_only` every launch is turned into the request to compile that kernel, in a pool of threads; what follows finds
 them ready. (Triton's compiler leaves Python's lock while it works, and keeps what it made on disk.)
+
+Each is also made ready to launch as soon as it is compiled: for that Triton builds a small C module where its cache has
+none, which would otherwise wait for the slowest kernel to compile.
 """
 
 # pyright: basic
@@ -10,17 +13,37 @@ them ready. (Triton's compiler leaves Python's lock while it works, and keeps wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import active_mode
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 _THREADS = 32
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that load the kernels that they compile."""
+
+    def __init__(self, device: int) -> None:
+        threads = min(_THREADS, 2 * (os.cpu_count() or 1))
+        super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
+
+    def submit(self, fn: Callable[[], CompiledKernel], /) -> Future[CompiledKernel]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def compile_and_load() -> CompiledKernel:
+            kernel = fn()
+            # What a device has no room for says so again where it is launched.
+            with suppress(OutOfResources):
+                kernel._init_handles()
+            return kernel
+
+        return super().submit(compile_and_load)
 
 
 @contextmanager
@@ -46,7 +69,7 @@ def compile_only() -> Iterator[set[object]]:
 
     JITFunction.run = request  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with ThreadPoolExecutor(min(_THREADS, 2 * (os.cpu_count() or 1))) as pool, AsyncCompileMode(pool):
+        with _Pool(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
             yield seen
     finally:
         JITFunction.run = launch
