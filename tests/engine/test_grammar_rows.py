@@ -5,16 +5,16 @@ Without a GPU graphs are calls, and buffers are not pinned; everything else is w
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from host_runtime import CallRuntime, HostRing, nothing_compiled
 from ladders import Ladder
 from scheduling import limits, request
 
@@ -64,58 +64,12 @@ class TableModel:
         return out.copy_(hidden) if rows is None else torch.index_select(hidden, 0, rows, out=out)
 
 
-@dataclass
-class CallRuntime:
-    """Where there are no graphs: a replay calls what was captured."""
-
-    memory_bytes: int = 0
-    log: list[str] = field(default_factory=list)
-
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
-        outputs = function()
-
-        def replay() -> None:
-            self.log.append("step" if outputs else "masks")
-            function()
-
-        return SimpleNamespace(replay=replay, outputs=outputs)
-
-
-class HostRing:
-    """Tokens as the device sends them, where there is no device."""
-
-    def __init__(self, *, depth: int, max_rows: int) -> None:
-        self.depth, self.sent, self.log = depth, list[np.ndarray](), list[str]()
-
-    def send(self, tokens: torch.Tensor) -> int:
-        self.log.append("send")
-        self.sent.append(tokens.numpy().copy())
-        return self.latest
-
-    @property
-    def latest(self) -> int:
-        return len(self.sent) - 1
-
-    def read(self, ticket: int) -> np.ndarray:
-        assert ticket >= len(self.sent) - self.depth
-        self.log.append(f"read {self.latest - ticket}")
-        return self.sent[ticket]
-
-
 class Backend:
     def schedule(self, metadata: object) -> None:
         """A table needs no attention."""
 
     def build(self, common: object, key: object) -> object:
         return common
-
-
-@contextlib.contextmanager
-def nothing_compiled() -> Iterator[set[object]]:
-    yield set()
 
 
 @dataclass

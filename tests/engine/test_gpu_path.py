@@ -1,0 +1,133 @@
+"""Everything that runs on a GPU, from the scheduler to the kernels, in Triton's interpreter: graphs are calls there.
+
+The GPU's own tests compare the same on a GPU, with graphs; here it is seen that the parts fit, wherever tests run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from host_runtime import CallRuntime, HostRing
+
+from phonograph.config import EngineConfig
+from phonograph.device import known_device
+from phonograph.engine import build
+from phonograph.engine.grammars.compiler import GrammarCompiler
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.plan import make_plan
+from phonograph.engine.session import Session
+from phonograph.models.decoder import Decoder
+from phonograph.models.spec import read_model_spec
+from phonograph.sampling_params import SamplingParams
+
+wiring_cuda = pytest.importorskip("phonograph.engine.wiring_cuda")
+cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU, on which tests/engine run all of this"
+)
+NEAR = 0.03
+"""Half precision against float32: log-probabilities, and by how much a token may be behind the best."""
+
+
+class HostTorch:
+    """torch, for which every device is the CPU."""
+
+    cuda = SimpleNamespace(current_device=lambda: 0)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(build, "torch", HostTorch())
+    monkeypatch.setattr(wiring_cuda, "torch", HostTorch())
+    monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: CallRuntime())
+    monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_load_kernels", lambda self, keys: None)
+    # Weights as they lie on a GPU.
+    monkeypatch.setattr(Decoder, "_matrix", lambda self, size_in, size_out: self._allocate(size_out, size_in).t())
+    yield
+
+
+def start(folder: Path) -> tuple[Session, Counter[str]]:
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        dtype="float16",
+        max_model_len=256,
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        num_kv_blocks=40,
+        block_size=16,
+        cudagraph_capture_sizes=[1, 2, 3, 24],
+    )
+    model = read_model_spec(folder)
+    engine = build.build_engine(make_plan(config, model, known_device("h200")))
+    session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, model))
+    return session, engine.core.runner.counts
+
+
+def finish(session: Session, *outputs: RequestOutput) -> None:
+    while session.has_unfinished:
+        session.step()
+    assert all(output.finished and output.error is None for output in outputs)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check(reference: Any, output: RequestOutput) -> None:
+    """Each token is the best, or as good, after those before it; and so are the log-probabilities."""
+    with torch.inference_mode():
+        for completion in output.outputs:
+            whole = torch.tensor([output.prompt_token_ids + completion.token_ids])
+            scores_TV = reference(whole).logits[0].double().log_softmax(-1)
+            rows_TV = scores_TV[len(output.prompt_token_ids) - 1 : -1]
+            chosen = rows_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert (rows_TV.amax(1) - chosen).max() <= NEAR
+            for row, wanted_V in zip(completion.logprobs or (), rows_TV, strict=completion.logprobs is not None):
+                got = torch.tensor(row.logprobs, dtype=torch.float64)
+                assert (got - wanted_V[torch.tensor(row.token_ids)]).abs().max() <= NEAR
+            for row, wanted_V in zip((output.prompt_logprobs or [None])[1:], scores_TV, strict=False):
+                assert row is not None
+                got = torch.tensor(row.logprobs, dtype=torch.float64)
+                assert (got - wanted_V[torch.tensor(row.token_ids)]).abs().max() <= NEAR
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
+def test_a_whole_engine(family: str, tmp_path: Path, on_host: None) -> None:
+    """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
+    reference = make_checkpoint(family, tmp_path, **HEADS)
+    session, counts = start(tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    shared = prompt(0, 33)
+    first = session.add(shared + prompt(1, 20), greedy)
+    session.step()
+    more = [
+        session.add(prompt(2, 2), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+        session.add(prompt(3, 11), SamplingParams(temperature=0.0, max_tokens=3, logprobs=4, ignore_eos=True)),
+        session.add(prompt(4, 50), SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3, ignore_eos=True)),
+    ]
+    finish(session, first, *more)
+    again = session.add(shared + prompt(5, 9), greedy)
+    finish(session, again)
+    for output in (first, *more, again):
+        check(reference, output)
+    assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
