@@ -156,7 +156,7 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[Config | None]:
         tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
         sides, most_shared = tuple(side for side in (64, 128, 256) if rows // 2 <= side <= rows), MOST_SHARED_ALONE
     if rows >= 128:
-        tiles, sides = [(64, 128, 4), (128, 64, 8), (256, 64, 8)], (rows,)
+        tiles, sides = [(64, 128, 4), (128, 64, 8), (256, 64, 8)], (rows,) if rows.bit_count() == 1 else ()
     splittings = (1,) if silu else (1, 2, 3, 4, 6, 8)
     for (block_n, block_k, warps), splits, side in itertools.product(tiles, splittings, sides):
         steps, programs = -(-inputs // block_k), -(-outputs // block_n) * -(-rows // side) * splits

@@ -49,10 +49,10 @@ def _check(
 
 
 @pytest.mark.parametrize(("tiles", "programs"), CUTS)
-@pytest.mark.parametrize(("rows", "inputs", "bias"), [(16, 256, True), (11, 328, False)])
-def test_every_cut(tiles: int, programs: int, rows: int, inputs: int, bias: bool, device: torch.device) -> None:
-    outputs = 32 * tiles - 8 * (rows == 11)
-    _check(rows, outputs, inputs, torch.float16, device, _config(16, programs), poisoned(device), bias=bias)
+@pytest.mark.parametrize(("rows", "padded", "inputs"), [(16, 16, 256), (11, 16, 328), (47, 48, 256), (31, 48, 200)])
+def test_every_cut(tiles: int, programs: int, rows: int, padded: int, inputs: int, device: torch.device) -> None:
+    outputs, bias = 32 * tiles - 8 * (rows == 11), rows % 2 == 0
+    _check(rows, outputs, inputs, torch.float16, device, _config(padded, programs), poisoned(device), bias=bias)
 
 
 def test_an_entry_chosen_by_size(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +89,7 @@ REAL = [
     (256, _config(256, 132, block_n=128, warps=8), (4096, 28672)),
     (200, _config(256, 96, block_n=128, warps=8), (4096, 4096)),
     (256, _config(256, 132, block_n=128, warps=8), (1000, 2000)),
+    (190, _config(192, 132, block_n=128, warps=8), (4096, 28672)),
 ]
 
 

@@ -221,8 +221,8 @@ def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor, scratch: LinearScratch
 
 
 def rows_class(num_rows: int) -> int:
-    """What rows are padded to: a power of two from 8."""
-    return max(8, 1 << (num_rows - 1).bit_length())
+    """What rows are padded to: a power of two from 8, or 192, where a quarter of 256 would be padding."""
+    return 192 if 128 < num_rows <= 192 else max(8, 1 << (num_rows - 1).bit_length())
 
 
 HEAD = 1 << 16

@@ -33,6 +33,7 @@ class StreamConfig(NamedTuple):
     """Tiles of block_n outputs (with a gated activation, of as many gates and as many ups) by `rows` padded rows, of
     which a step takes block_k inputs; `programs` at most, and no more than multiprocessors.
 
+    rows:     a power of two from 16, or one and a half of one, where a tile is two products
     prefetch: columns that a program asks the L2 cache for before it waits for its input.
     """
 
@@ -81,9 +82,15 @@ def stream_product(
     # Each has a step at least: of one without, nobody would ever hear.
     num_steps = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_inputs, block_k)
     programs = min(programs, num_steps, _num_processors(x_MK.device, programs))
+    main = 1 << (rows.bit_length() - 1)
     pdl = pdl_usable()
+
+    def row_tiles(size: int) -> TensorDescriptor:
+        return TensorDescriptor(x_MK, list(x_MK.shape), [x_MK.stride(0), 1], [size, block_k])
+
     _stream_kernel[(programs,)](
-        TensorDescriptor(x_MK, list(x_MK.shape), [x_MK.stride(0), 1], [rows, block_k]),
+        row_tiles(main),
+        row_tiles(rows - main) if rows > main else None,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], [block_n, block_k]),
         weight_NK,
         bias_N,
@@ -95,7 +102,8 @@ def stream_product(
         out_MN.stride(0),
         N=num_outputs,
         K=num_inputs,
-        ROWS=rows,
+        ROWS=main,
+        MORE=rows - main,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         PROGRAMS=programs,
@@ -117,6 +125,7 @@ def _num_processors(device: torch.device, programs: int) -> int:
 @triton.jit(do_not_specialize=["M"])
 def _stream_kernel(
     x_desc,
+    more_desc,
     weight_desc,
     weight_ptr,
     bias_ptr,
@@ -129,6 +138,7 @@ def _stream_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -140,14 +150,12 @@ def _stream_kernel(
         tl_cuda.gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TOTAL: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * STEPS
-    SIZE: tl.constexpr = BLOCK_N * ROWS
-    PARTS: tl.constexpr = 2 if MODE == 2 else 1
+    PARTIALS: tl.constexpr = BLOCK_N * (ROWS + MORE) * (2 if MODE == 2 else 1)
+    # Rows behind the first ROWS, whose sums are never made where there are none.
+    REST: tl.constexpr = MORE if MORE > 0 else 16
     program = tl.program_id(0)
     begin = program * TOTAL // PROGRAMS
     position = (program + 1) * TOTAL // PROGRAMS
-    m = tl.arange(0, ROWS)
-    n = tl.arange(0, BLOCK_N)
-    within = n[:, None] * ROWS + m[None, :]
     if PDL:
         if PREFETCH > 0 and position > begin:
             tile = (position - 1) // STEPS
@@ -170,44 +178,95 @@ def _stream_kernel(
         start = tl.maximum(begin - tile * STEPS, 0)
         sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        more_sums = tl.zeros((BLOCK_N, REST), tl.float32)
+        more_up_sums = tl.zeros((BLOCK_N, REST), tl.float32)
         for step in range(start, end):
+            weight = weight_desc.load([first, step * BLOCK_K])
             x = x_desc.load([0, step * BLOCK_K]).trans()
-            sums = tl.dot(weight_desc.load([first, step * BLOCK_K]), x, sums, input_precision="ieee")
+            sums = tl.dot(weight, x, sums, input_precision="ieee")
+            if MORE > 0:
+                more = more_desc.load([ROWS, step * BLOCK_K]).trans()
+                more_sums = tl.dot(weight, more, more_sums, input_precision="ieee")
             if MODE == 2:
                 up = weight_desc.load([first + N, step * BLOCK_K])
                 up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+                if MORE > 0:
+                    more_up_sums = tl.dot(up, more, more_up_sums, input_precision="ieee")
 
         if end < STEPS:
-            own = partial_ptr + program * (PARTS * SIZE) + within
-            tl.store(own, sums)
-            if MODE == 2:
-                tl.store(own + SIZE, up_sums)
+            own = partial_ptr + program * PARTIALS
+            _leave(sums, up_sums, own, BLOCK_N, ROWS, MODE)
+            if MORE > 0:
+                _leave(more_sums, more_up_sums, own + PARTIALS // (ROWS + MORE) * ROWS, BLOCK_N, MORE, MODE)
             # All of the program's stores come before its sign.
             tl.debug_barrier()
             tl.atomic_xchg(ready_ptr + program, 1, sem="release", scope="gpu")
         else:
-            if start > 0:
-                # From the program on that the tile begins in.
-                for other in range(((tile * STEPS + 1) * PROGRAMS - 1) // TOTAL, program):
+            # From the program on that the tile begins in.
+            for other in range(((tile * STEPS + 1) * PROGRAMS - 1) // TOTAL, program):
+                there = tl.atomic_add(ready_ptr + other, 0, sem="acquire", scope="gpu")
+                while there == 0:
                     there = tl.atomic_add(ready_ptr + other, 0, sem="acquire", scope="gpu")
-                    while there == 0:
-                        there = tl.atomic_add(ready_ptr + other, 0, sem="acquire", scope="gpu")
-                    # Past the L1 cache, which may hold what lay there before.
-                    left = partial_ptr + other * (PARTS * SIZE) + within
-                    sums += tl.load(left, cache_modifier=".cg")
-                    if MODE == 2:
-                        up_sums += tl.load(left + SIZE, cache_modifier=".cg")
-                    tl.store(ready_ptr + other, 0)
-            valid_n = n < N - first
-            if bias_ptr is not None:
-                sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-                if MODE == 2:
-                    up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-            out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
-            mask = valid_n[:, None] & (m < M)[None, :]
-            if MODE == 1:
-                sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
-            elif MODE == 2:
-                sums = sums * tl.sigmoid(sums) * up_sums
-            tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask)
+                left = partial_ptr + other * PARTIALS
+                sums, up_sums = _with_what_was_left(sums, up_sums, left, BLOCK_N, ROWS, MODE)
+                if MORE > 0:
+                    left += PARTIALS // (ROWS + MORE) * ROWS
+                    more_sums, more_up_sums = _with_what_was_left(more_sums, more_up_sums, left, BLOCK_N, MORE, MODE)
+                tl.store(ready_ptr + other, 0)
+            _finish(sums, up_sums, bias_ptr, out_ptr, out_stride, first, 0, M, N, BLOCK_N, ROWS, MODE)
+            if MORE > 0:
+                _finish(
+                    more_sums, more_up_sums, bias_ptr, out_ptr, out_stride, first, ROWS, M, N, BLOCK_N, MORE, MODE
+                )  # fmt: skip
         position = tile * STEPS + start
+
+
+@triton.jit
+def _leave(sums, up_sums, pointer, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr):
+    """Writes sums for whoever finishes their tile."""
+    pointers = pointer + tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(pointers, sums)
+    if MODE == 2:
+        tl.store(pointers + BLOCK_N * ROWS, up_sums)
+
+
+@triton.jit
+def _with_what_was_left(sums, up_sums, pointer, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr):
+    """Sums with what `_leave` wrote, read past the L1 cache, which may hold what lay there before."""
+    pointers = pointer + tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    sums += tl.load(pointers, cache_modifier=".cg")
+    if MODE == 2:
+        up_sums += tl.load(pointers + BLOCK_N * ROWS, cache_modifier=".cg")
+    return sums, up_sums
+
+
+@triton.jit
+def _finish(
+    sums,
+    up_sums,
+    bias_ptr,
+    out_ptr,
+    out_stride,
+    first,
+    first_row,
+    M,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Writes a tile's outputs of the rows from `first_row` on."""
+    n = tl.arange(0, BLOCK_N)
+    m = first_row + tl.arange(0, ROWS)
+    valid_n = n < N - first
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        if MODE == 2:
+            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
+    mask = valid_n[:, None] & (m < M)[None, :]
+    if MODE == 1:
+        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
+    elif MODE == 2:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask)
