@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_problem import Case, poisoned, silu_of
+from product_problem import Case, check_products, poisoned
 
 from phonograph.kernels.triton import linear as products
-from phonograph.kernels.triton.linear import LinearScratch, linear, linear_add, linear_add_norm, linear_silu
+from phonograph.kernels.triton.linear import LinearScratch, linear, linear_add_norm, linear_silu
 from phonograph.kernels.triton.stream import StreamConfig, num_partials
 
 # Tiles whole and cut, in two and in many; programs with several tiles; fewer steps than programs.
@@ -29,23 +29,10 @@ def _check(
     *,
     bias: bool,
 ) -> None:
-    for _ in range(2):  # the second finds what the first left in the scratch
-        case = Case(rows, outputs, inputs, dtype, device)
-        bias_N = case.bias if bias else None
-        linear(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
-        case.check(case.product(case.x, bias=bias))
-        assert not scratch.arrived.any()
-
-    case = Case(rows, outputs, inputs, dtype, device)
-    case.out.copy_(case.residual)
-    linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
-    case.check(case.product(case.x, bias=bias) + case.residual.double())
-
     half = config._replace(block_n=config.block_n // 2)
-    case = Case(rows, outputs, inputs, dtype, device, pairs=True)
-    assert linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=half)
-    case.check(silu_of(case.product(case.x, bias=bias)))
-    assert not scratch.arrived.any()
+    check_products(
+        rows, outputs, inputs, dtype, device, bias=bias, config=config, pairs_config=half, scratch=scratch
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("tiles", "programs"), CUTS)

@@ -31,8 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.prefetch import prefetch_rows
 from phonograph.kernels.triton.stream import StreamConfig, stream_product
+from phonograph.kernels.triton.tiles import finish_tile, prefetch_rows
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
@@ -495,22 +495,10 @@ def _rows_kernel(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
         sums *= factor
         up_sums *= factor
-    valid_n = n < rows_left
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        if MODE == 2:
-            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
-    mask = valid_n[:, None] & (m < M)[None, :]
-    if MODE == 1:
-        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
-    elif MODE == 2:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    result = sums.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, result, mask)
+    result, mask = finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
     if norm_ptr is not None:
         value = tl.where(mask, result.to(tl.float32), 0.0)
         tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
-        value *= tl.load(norm_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        value *= tl.load(norm_ptr + first + n, n < rows_left, other=0.0).to(tl.float32)[:, None]
         normed_ptrs = normed_ptr + m.to(tl.int64)[None, :] * normed_stride + (first + n)[:, None]
         tl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask)

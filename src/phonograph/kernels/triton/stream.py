@@ -26,7 +26,7 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.prefetch import prefetch_rows
+from phonograph.kernels.triton.tiles import finish_tile, prefetch_rows
 
 
 class StreamConfig(NamedTuple):
@@ -213,11 +213,12 @@ def _stream_kernel(
                     left += PARTIALS // (ROWS + MORE) * ROWS
                     more_sums, more_up_sums = _with_what_was_left(more_sums, more_up_sums, left, BLOCK_N, MORE, MODE)
                 tl.store(ready_ptr + other, 0)
-            _finish(sums, up_sums, bias_ptr, out_ptr, out_stride, first, 0, M, N, BLOCK_N, ROWS, MODE)
+            n = tl.arange(0, BLOCK_N)
+            m = tl.arange(0, ROWS)
+            finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
             if MORE > 0:
-                _finish(
-                    more_sums, more_up_sums, bias_ptr, out_ptr, out_stride, first, ROWS, M, N, BLOCK_N, MORE, MODE
-                )  # fmt: skip
+                m = ROWS + tl.arange(0, MORE)
+                finish_tile(more_sums, more_up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
         position = tile * STEPS + start
 
 
@@ -238,35 +239,3 @@ def _with_what_was_left(sums, up_sums, pointer, BLOCK_N: tl.constexpr, ROWS: tl.
     if MODE == 2:
         up_sums += tl.load(pointers + BLOCK_N * ROWS, cache_modifier=".cg")
     return sums, up_sums
-
-
-@triton.jit
-def _finish(
-    sums,
-    up_sums,
-    bias_ptr,
-    out_ptr,
-    out_stride,
-    first,
-    first_row,
-    M,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    MODE: tl.constexpr,
-):
-    """Writes a tile's outputs of the rows from `first_row` on."""
-    n = tl.arange(0, BLOCK_N)
-    m = first_row + tl.arange(0, ROWS)
-    valid_n = n < N - first
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        if MODE == 2:
-            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
-    mask = valid_n[:, None] & (m < M)[None, :]
-    if MODE == 1:
-        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
-    elif MODE == 2:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask)
