@@ -146,30 +146,31 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[Config | None]:
     """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own."""
     outputs, inputs = shape
     found: list[Config | None] = [None]
-    if rows >= 64:
-        found += stream_candidates(rows, shape, silu=silu)
+    most_shared = MOST_SHARED
     tiles = [(16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 1), (32, 128, 2), (32, 256, 2), (32, 256, 4)]
     tiles += [(32, 512, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8)]
-    # Many rows are several tiles of the same weights, or one tile that leaves no room for a second program.
-    sides, most_shared = (rows,), MOST_SHARED
     if rows >= 64:
-        tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
-        sides, most_shared = tuple(side for side in (64, 128, 256) if rows // 2 <= side <= rows), MOST_SHARED_ALONE
-    if rows >= 128:
-        tiles, sides = [(64, 128, 4), (128, 64, 8), (256, 64, 8)], (rows,) if rows.bit_count() == 1 else ()
+        found += stream_candidates(rows, shape, silu=silu)
+        # A tile of so many rows may leave no room for a second program.
+        most_shared = MOST_SHARED_ALONE
+        tiles = [(64, 128, 4), (128, 64, 8), (256, 64, 8)]
+        if rows == 64:
+            tiles += [(64, 64, 4), (128, 64, 4), (128, 128, 8)]
+    if rows.bit_count() > 1:  # no tile of one product
+        return found
     splittings = (1,) if silu else (1, 2, 3, 4, 6, 8)
-    for (block_n, block_k, warps), splits, side in itertools.product(tiles, splittings, sides):
-        steps, programs = -(-inputs // block_k), -(-outputs // block_n) * -(-rows // side) * splits
+    for (block_n, block_k, warps), splits in itertools.product(tiles, splittings):
+        steps, programs = -(-inputs // block_k), -(-outputs // block_n) * splits
         # Sums of a tile in registers, 128 of a thread at most.
-        if block_n * (1 + silu) * side > 128 * 32 * warps:
+        if block_n * (1 + silu) * rows > 128 * 32 * warps:
             continue
         too_few, too_many = programs * (1 + silu) < 100, splits > 1 and programs > 800
         if block_k > inputs or splits > steps or too_few or too_many:
             continue
         for stages, prefetch in ((3, 512), (4, 512), (5, 256), (4, 0)):
-            shared = stages * (block_n * (1 + silu) + side) * block_k * 2
+            shared = stages * (block_n * (1 + silu) + rows) * block_k * 2
             if shared <= most_shared and stages <= max(3, steps // splits + 1):
-                found.append(LinearConfig(side, block_n, block_k, splits, warps, stages, prefetch))
+                found.append(LinearConfig(rows, block_n, block_k, splits, warps, stages, prefetch))
     return found
 
 

@@ -98,10 +98,9 @@ def check(reference: Any, output: RequestOutput) -> None:
             rows_TV = scores_TV[len(output.prompt_token_ids) - 1 : -1]
             chosen = rows_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert (rows_TV.amax(1) - chosen).max() <= NEAR
-            for row, wanted_V in zip(completion.logprobs or (), rows_TV, strict=completion.logprobs is not None):
-                got = torch.tensor(row.logprobs, dtype=torch.float64)
-                assert (got - wanted_V[torch.tensor(row.token_ids)]).abs().max() <= NEAR
-            for row, wanted_V in zip((output.prompt_logprobs or [None])[1:], scores_TV, strict=False):
+            pairs = [*zip(completion.logprobs or (), rows_TV, strict=completion.logprobs is not None)]
+            pairs += zip((output.prompt_logprobs or [None])[1:], scores_TV, strict=False)
+            for row, wanted_V in pairs:
                 assert row is not None
                 got = torch.tensor(row.logprobs, dtype=torch.float64)
                 assert (got - wanted_V[torch.tensor(row.token_ids)]).abs().max() <= NEAR

@@ -337,8 +337,7 @@ class Blocks:
         await faults.asyncio.sleep(0)
         back = self.cut and self.step - 101 >= self.late
         used = 2 + (self.leak if back else 3 * 64)
-        running = 1 if self.cut else 4
-        return {"running": running, "usage": used / 1000, "steps": self.step, "aborted": self.cut}
+        return {"usage": used / 1000, "steps": self.step, "aborted": self.cut}
 
     async def graphs(self, _: Target, *, last: int) -> dict[str, Any]:
         if self.cut:

@@ -181,10 +181,9 @@ async def _max_model_len(target: Target) -> int:
 
 
 async def _metrics(target: Target) -> dict[str, float]:
-    """Requests that run, the used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
+    """The used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
     found = await read_metrics(target)
     return {
-        "running": found["vllm:num_requests_running"],
         "usage": found["vllm:kv_cache_usage_perc"],
         # Counters that nothing has been counted in yet may be absent.
         "steps": found.get("phonograph:steps_total", 0.0),

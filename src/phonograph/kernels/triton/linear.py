@@ -331,9 +331,8 @@ def _launch(
     """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
     if isinstance(config, StreamConfig):
         assert squares is None and norm is None and scratch is not None
-        stream_product(
-            x_MK, weight_NK, bias_N, out_MN, mode=mode, config=config, partials=scratch[0], ready=scratch[1]
-        )  # fmt: skip
+        memory = {"partials": scratch.partials, "ready": scratch.arrived}
+        stream_product(x_MK, weight_NK, bias_N, out_MN, mode=mode, config=config, **memory)
         return
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]

@@ -1,8 +1,8 @@
-"""Makes compiled kernels ready to launch, in parallel.
+"""Makes sure that compiled kernels are ready to launch.
 
 A compiled kernel still needs two things, which Triton does when it is first launched, one kernel after another: a small
 C module that launches it (built by the C compiler where Triton's cache has none), and its code on the device. A capture
-is no place for either.
+is no place for either. `compile_only` does both beside compiling; what it could not do fails here, by name.
 
 What Triton has no word for is said here too: how a multiprocessor divides its memory between L1 cache and shared memory
 (`prefer_l1`).
@@ -13,16 +13,13 @@ What Triton has no word for is said here too: how a multiprocessor divides its m
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-_THREADS = 32
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 """Of the driver's CUfunction_attribute."""
 _SMALL_CARVEOUT = 3
@@ -42,26 +39,22 @@ def prefer_l1(function: Any) -> Any:
 
 
 def load_kernels(kernels: Iterable[object]) -> None:
-    """Loads onto the current device what `compile_only` had compiled and yielded the names of.
+    """Makes sure that what `compile_only` had compiled and yielded the names of is on the current device.
+
+    It is there already, but for what the device has no room for.
 
     Raises:
         triton.runtime.errors.OutOfResources: the device does not have what a kernel needs.
     """
     device = torch.cuda.current_device()
     functions = {function for function, _ in cast("Iterable[tuple[JITFunction[Any], str]]", kernels)}
-    # All variants of each: Triton files them under other names than it is asked for them by.
-    compiled = [kernel for function in functions for kernel in function.device_caches[device][0].values()]
-    threads = min(_THREADS, 2 * (os.cpu_count() or 1))
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        list(pool.map(_load, (kernel for kernel in compiled if isinstance(kernel, CompiledKernel))))
-    for function in functions & _prefer_l1:
+    for function in functions:
+        # All variants of each: Triton files them under other names than it is asked for them by.
         for kernel in function.device_caches[device][0].values():
             if isinstance(kernel, CompiledKernel):
-                _set_small_carveout(kernel)
-
-
-def _load(kernel: CompiledKernel) -> None:
-    kernel._init_handles()
+                kernel._init_handles()
+                if function in _prefer_l1:
+                    _set_small_carveout(kernel)
 
 
 def _set_small_carveout(kernel: CompiledKernel) -> None:

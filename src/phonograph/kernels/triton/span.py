@@ -35,7 +35,6 @@ inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -56,6 +55,7 @@ from phonograph.kernels.triton.span_plan import (
     product_of,
     product_value,
 )
+from phonograph.kernels.triton.tiles import num_processors
 
 
 class SpanWeights(NamedTuple):
@@ -95,7 +95,8 @@ def run_span(
     matrices = [weights.output_EQ, weights.gate_up_2IE, weights.down_EI]
     if weights.qkv_FE is not None:
         matrices.append(weights.qkv_FE)
-    processors = _num_processors(hidden_ME.device)
+    # The interpreter runs one program after another.
+    processors = num_processors(hidden_ME.device, without_gpu=1)
     num_programs = num_programs or processors
     assert num_programs <= processors, "programs that wait for one another must all be on the device"
     sizes = SpanSizes(*(one.shape[1] for one in (attended_MQ, hidden_ME, inner_MI, qkv_MF)))
@@ -119,12 +120,6 @@ def run_span(
         launch_pdl=pdl,
         num_warps=config.num_warps,
     )
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    """Programs that are on the device at once; the interpreter runs one after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

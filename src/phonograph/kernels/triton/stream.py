@@ -16,7 +16,6 @@ Shapes: M rows, N outputs, K inputs, I intermediate size. Sums are float32.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.tiles import finish_tile, prefetch_rows
+from phonograph.kernels.triton.tiles import finish_tile, num_processors, prefetch_rows
 
 
 class StreamConfig(NamedTuple):
@@ -79,9 +78,9 @@ def stream_product(
     assert num_rows <= rows and weight_NK.shape == (num_outputs * (1 + (mode == 2)), num_inputs)
     assert _fetchable(x_MK) and _fetchable(weight_NK)
     assert partials.numel() >= num_partials(config, pairs=mode == 2) and ready.numel() >= programs
-    # Each has a step at least: of one without, nobody would ever hear.
+    # Each has a step at least: of one without, nobody would ever hear. The interpreter runs them in order.
     num_steps = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_inputs, block_k)
-    programs = min(programs, num_steps, _num_processors(x_MK.device, programs))
+    programs = min(programs, num_steps, num_processors(x_MK.device, without_gpu=programs))
     main = 1 << (rows.bit_length() - 1)
     pdl = pdl_usable()
 
@@ -114,12 +113,6 @@ def stream_product(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-
-
-@functools.cache
-def _num_processors(device: torch.device, programs: int) -> int:
-    """How many of the programs are on the device at once; the interpreter runs one after another, in order."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else programs
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,8 +1,12 @@
-"""What kernels of matrix products share: weights asked for ahead of time, and what becomes of a tile's sums."""
+"""What kernels of matrix products share: weights asked for ahead of time, and what becomes of a tile's sums, and
+how many programs are on the device at once."""
 
 # pyright: basic
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
@@ -59,3 +63,9 @@ def finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N:
     result = sums.to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, result, mask)
     return result, mask
+
+
+@functools.cache
+def num_processors(device: torch.device, *, without_gpu: int) -> int:
+    """Programs that are on the device at once, one a multiprocessor; without a GPU as many as the caller says."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else without_gpu
