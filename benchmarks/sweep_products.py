@@ -25,19 +25,17 @@ import torch
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton import linear
-from phonograph.kernels.triton.linear import Config, LinearConfig
+from phonograph.kernels.triton.linear import LinearConfig
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.stream import StreamConfig
 
 MOST_SHARED, MOST_SHARED_ALONE = 110_000, 225_000
 """Bytes of shared memory of a program, so that two fit a multiprocessor; of one that has it to itself."""
-PROCESSORS = 132
 NOISE = 0.003
 """A configuration that gains less than this share is not worth an entry."""
 
 Shape = tuple[int, int]
-Settings = dict[tuple[str, Shape], Config | None]
+Settings = dict[tuple[str, Shape], LinearConfig | None]
 """By ("product" or "silu", (outputs, inputs))."""
 
 
@@ -124,40 +122,19 @@ def applied(settings: Settings, rows_class: int) -> Iterator[None]:
         linear.choose_silu.cache_clear()
 
 
-def stream_candidates(rows: int, shape: Shape, *, silu: bool) -> list[Config | None]:
-    """Equal ranges of steps: one for each multiprocessor, and as many as make tiles come out even."""
-    outputs, inputs = shape
-    found: list[Config | None] = []
-    for block_n, block_k, warps in itertools.product((256, 128, 64), (64, 128), (8, 4)):
-        # Sums of a tile in registers, 128 of a thread at most; less than half of that leaves processors idle.
-        if not 128 * 16 * warps <= block_n * rows <= 128 * 32 * warps or block_k > inputs:
-            continue
-        if block_n // (1 + silu) < 64:  # the tensor cores' own
-            continue
-        tiles = -(-outputs // (block_n // (1 + silu)))
-        even = PROCESSORS // tiles * tiles
-        for stages, programs in itertools.product((6, 5, 4, 3), sorted({PROCESSORS, even} - {0})):
-            if stages * (block_n + rows) * block_k * 2 <= MOST_SHARED_ALONE:
-                found.append(StreamConfig(rows, block_n // (1 + silu), block_k, programs, warps, stages, 128))
-    return found
-
-
-def candidates(rows: int, shape: Shape, *, silu: bool) -> list[Config | None]:
+def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | None]:
     """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own."""
     outputs, inputs = shape
-    found: list[Config | None] = [None]
+    found: list[LinearConfig | None] = [None]
     most_shared = MOST_SHARED
     tiles = [(16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 1), (32, 128, 2), (32, 256, 2), (32, 256, 4)]
     tiles += [(32, 512, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8)]
     if rows >= 64:
-        found += stream_candidates(rows, shape, silu=silu)
         # A tile of so many rows may leave no room for a second program.
         most_shared = MOST_SHARED_ALONE
         tiles = [(64, 128, 4), (128, 64, 8), (256, 64, 8)]
         if rows == 64:
             tiles += [(64, 64, 4), (128, 64, 4), (128, 128, 8)]
-    if rows.bit_count() > 1:  # no tile of one product
-        return found
     splittings = (1,) if silu else (1, 2, 3, 4, 6, 8)
     for (block_n, block_k, warps), splits in itertools.product(tiles, splittings):
         steps, programs = -(-inputs // block_k), -(-outputs // block_n) * splits

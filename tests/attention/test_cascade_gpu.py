@@ -99,7 +99,7 @@ def check_all(arena: CascadeArena, graph: torch.cuda.CUDAGraph, query_len: int) 
     size, slots = arena.spec.block_size, arena.num_reqs
     # Prefixes around tiles of 128 keys and off them, long and short, of many requests and of few.
     cases = [(8192, slots), (8192, 9), (256, 8), (256 + size, slots), (384 - size, 17), (304, slots - 1), (4112, 33)]
-    cases += [(size, 1), (0, 3), (2048, slots)]
+    cases += [(size, 1), (size, 3), (2048, slots)]
     return max(
         arena.check(ragged(rng, count, length // size * size, query_len), graph, prefix_len=length // size * size)
         for length, count in cases

@@ -293,8 +293,11 @@ def test_batch_invariance(feature: str, device: torch.device, provided: Any) -> 
 def test_fp8_queries_cost_little(
     device: torch.device, provided: Any, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """Against queries as they were, over keys and values in FP8: 8%; expected are 3% on average and 6% at most."""
-    spec = llama(kv_cache_dtype="float8_e4m3fn")
+    """Against queries as they were, over keys and values in FP8: 8%; expected are 3% on average and 6% at most.
+
+    Of the output. The LSE of a query with one key is that key's score, which rounding moves by as much as 12%.
+    """
+    spec = llama(kv_cache_dtype="float8_e4m3fn", lse=False)
     provided("3", spec)
     monkeypatch.setattr("paged.rounded_queries", lambda query_THD, *_: query_THD)
     monkeypatch.setattr("paged.FP8_QUERY_TOLERANCE", 8e-2)

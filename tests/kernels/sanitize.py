@@ -71,7 +71,6 @@ def run_all(device: torch.device) -> None:
     short = decode.Case(batch=((1, 300), (1, 1), (3, 70), (16, 129), (0, 0)), dtype=dtype, num_sms=3)
     for case in (
         replace(short, batch=((1, 300), (1, 17), (0, 0)), max_query_len=1, block_size=64, head_size=128),
-        replace(short, block_size=64, head_size=128, warps_apart=True),
         replace(short, head_size=72, num_query_heads=7, num_kv_heads=1, sinks=True, window=(40, 0)),
         replace(short, hnd=True, softcap=3.0, alibi=True, kv_dtype=torch.float8_e5m2, lse=False),
     ):

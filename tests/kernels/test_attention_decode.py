@@ -40,7 +40,6 @@ SMALL = [
 
 
 # Ragged, four tokens, windows on both sides, every feature, blocks that are no multiple of a tile, odd head size, FP8.
-SMALL += [replace(SMALL[index], warps_apart=True) for index in (0, 1, 4, 5, 8, 9, 11, 12, -1)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -106,30 +105,6 @@ def test_models(heads: int, kv_heads: int, dim: int, block_size: int, dtype: tor
         num_sms=132,
     )
     for case in (base, replace(base, batch=ONES, max_query_len=1), replace(base, hnd=True, batch=LONG[::-1])):
-        problem = Problem(case, device)
-        problem.check(problem.plan())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 128), (8, 8, 72), (8, 1, 64)])
-def test_warps_apart(
-    heads: int, kv_heads: int, dim: int, block_size: int, kv_dtype: torch.dtype | None, device: torch.device
-) -> None:
-    base = Case(
-        batch=LONG,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=dim,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-        kv_dtype=kv_dtype,
-        num_sms=132,
-        warps_apart=True,
-    )
-    features = replace(base, window=(100, 0), softcap=5.0, alibi=True, sinks=True)
-    for case in (base, replace(base, batch=ONES, max_query_len=1), features):
         problem = Problem(case, device)
         problem.check(problem.plan())
 

@@ -68,7 +68,7 @@ class Sequences:
         self.queries = [torch.randn(length, *heads, generator=generator).to(device, dtype) for length in lengths]
         moved = {
             name: None if tensor is None else tensor.to(device)
-            for name in ("alibi_slopes", "sinks", "k_scale", "v_scale")
+            for name in ("alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale")
             for tensor in [getattr(self.layer, name)]
         }
         self.layer = replace(self.layer, **moved)

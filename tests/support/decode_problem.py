@@ -38,7 +38,6 @@ class Case:
     lse: bool = True
     padding: int = 2
     num_sms: int = 2
-    warps_apart: bool = False
 
     def __str__(self) -> str:
         defaults = Case(batch=())
@@ -91,7 +90,6 @@ class Problem:
             max_num_seqs=len(case.batch) + 1,
             num_sms=case.num_sms,
             device=self.device,
-            warps_apart=case.warps_apart,
         )
         plan.partial_out.fill_(NAN)
         plan.partial_lse.fill_(NAN)

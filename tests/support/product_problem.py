@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.linear import Config, LinearScratch, linear, linear_add, linear_silu, make_scratch
+from phonograph.kernels.triton.linear import LinearConfig, LinearScratch, linear, linear_add, linear_silu, make_scratch
 
 EPS = 1e-5
 
@@ -67,9 +67,9 @@ def check_products(
     device: torch.device,
     *,
     bias: bool,
-    config: Config | None,
+    config: LinearConfig | None,
     scratch: LinearScratch | None,
-    pairs_config: Config | None = None,
+    pairs_config: LinearConfig | None = None,
 ) -> None:
     """A product stored, one added, and one with the gated activation where that is fused, by its own configuration."""
     for _ in range(2):  # the second finds what the first left in the scratch

@@ -23,7 +23,6 @@ from phonograph.errors import CaptureError
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.linear import rows_class
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
@@ -140,11 +139,8 @@ class CudaRunner:
 
     def _load_kernels(self, keys: tuple[GraphKey, ...]) -> None:
         # Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two
-        # in the magnitude below it or above, and those of products by their classes of rows.
-        samples = {
-            (key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length(), rows_class(key.num_tokens)): key
-            for key in keys
-        }
+        # in the magnitude below it or above.
+        samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
         with compile_only() as kernels:
             for key in samples.values():
                 self._prepared(key)()
@@ -159,12 +155,10 @@ class CudaRunner:
         load_kernels(kernels)
 
     def _eager_shapes(self) -> list[GraphKey]:
-        """Steps that no graph holds, both ends and the middle of every octave: their kernels must not be compiled while
-        serving."""
+        """Steps that no graph holds, both ends of every octave: their kernels must not be compiled while serving."""
         slots = len(self._num_known)
         most = min(self._max_num_tokens, self._synthetic.most_tokens(slots))
-        octaves = [1 << bit for bit in range(most.bit_length())]
-        sizes = sorted({min(size, most) for one in octaves for size in (one, one * 3 // 2, 2 * one - 1)})
+        sizes = sorted({min(size, most) for bit in range(most.bit_length()) for size in (1 << bit, (2 << bit) - 1)})
         decodes = [
             GraphKey(GraphSet.DECODE, size, size, 1)
             for size in sizes

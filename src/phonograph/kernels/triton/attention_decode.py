@@ -29,7 +29,6 @@ from phonograph.kernels.triton.attention_plan import (
     row_tiles,
     sequence_chunks,
 )
-from phonograph.kernels.triton.exchange import greatest_of, sum_of
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.pdl import pdl_usable
 
@@ -134,8 +133,6 @@ def decode_attention(
         PARTS=max(2, _MERGE_VALUES * plan.num_warps // (merge_rows * width)),
         STAGES=min(max(stages, 2), _MAX_STAGES),
         AHEAD=_AHEAD,
-        NUM_WARPS=plan.num_warps,
-        WARPS_APART=plan.warps_apart,
         FP8_AT_ONCE=fp8_in_one_instruction(),
         PDL=pdl,
         launch_pdl=pdl,
@@ -188,8 +185,6 @@ def _attention_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    WARPS_APART: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -260,7 +255,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
             complete = _segment(
@@ -268,7 +263,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
         else:
             complete = _segment(
@@ -276,7 +271,7 @@ def _attention_kernel(
                 partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
                 query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
                 KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, NUM_WARPS, WARPS_APART, FP8_AT_ONCE,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
 
         if complete != 0:
@@ -394,8 +389,6 @@ def _segment(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    WARPS_APART: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
 ):
     """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
@@ -403,9 +396,6 @@ def _segment(
     Returns 1 where that was the last partial result of the unit, else 0.
     """
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
-    # Few rows leave each warp room for a softmax of its own over its share of every tile's keys. Between warps nothing
-    # is passed until the end then, where otherwise each tile's maximum, sum and weights are.
-    APART: tl.constexpr = WARPS_APART and BLOCK_M * WIDTH <= 2048 and BLOCK_N // NUM_WARPS >= 16
     FP8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     E5M2: tl.constexpr = cache.dtype.element_ty == tl.float8e5
     dim = tl.arange(0, WIDTH)
@@ -416,10 +406,7 @@ def _segment(
     head_M = kv_head * GROUP + row_M % GROUP
     valid_M = token_M < query_len
     position_M = seq_len - query_len + token_M
-    # Shapes with keys N are [warps, N / warps] where warps are apart.
     offset_N = tl.arange(0, BLOCK_N)
-    if APART:
-        offset_N = tl.reshape(offset_N, (NUM_WARPS, BLOCK_N // NUM_WARPS))
     table = block_table + seq.to(tl.int64) * stride_table
     # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
     if ONE_BLOCK:
@@ -436,20 +423,13 @@ def _segment(
     if FP8 and query_MD.dtype == tl.bfloat16:
         query_MD, power_M = rows_in_float16(query_MD)
         factor = (factor * power_M)[:, None]
-    slope_M = tl.zeros([BLOCK_M], tl.float32)
     if alibi_slopes is not None:
         slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E
     base = cache + kv_head * STRIDE_HEAD
 
-    if APART:
-        query_MD = tl.broadcast_to(query_MD[None, :, :], (NUM_WARPS, BLOCK_M, WIDTH))
-        acc_MD = tl.zeros([NUM_WARPS, BLOCK_M, WIDTH // 2 if FP8 else WIDTH], tl.float32)
-        sum_M = tl.zeros([NUM_WARPS, BLOCK_M], tl.float32)
-        max_M = tl.full([NUM_WARPS, BLOCK_M], float("-inf"), tl.float32)
-    else:
-        acc_MD = tl.zeros([BLOCK_M, WIDTH // 2 if FP8 else WIDTH], tl.float32)
-        sum_M = tl.zeros([BLOCK_M], tl.float32)
-        max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, WIDTH // 2 if FP8 else WIDTH], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     odd_MD = acc_MD
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
@@ -469,45 +449,43 @@ def _segment(
             slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
             tile = base
         # Slots nobody wrote may hold NaN, which a weight of zero would not take away.
-        mask_ND = tl.expand_dims(seen_N, -1)
+        mask_ND = seen_N[:, None]
         if WIDTH != HEAD_SIZE:
-            mask_ND = mask_ND & (dim < HEAD_SIZE)
-        pointer_ND = tile + tl.expand_dims(slot_N, -1) + dim
+            mask_ND = mask_ND & (dim < HEAD_SIZE)[None, :]
+        pointer_ND = tile + slot_N[:, None] + dim[None, :]
         key_ND = tl.load(pointer_ND, mask=mask_ND, other=0.0)
         if FP8:
-            mask_ND = tl.expand_dims(seen_N, -1)
+            mask_ND = seen_N[:, None]
             if WIDTH != HEAD_SIZE:
-                mask_ND = mask_ND & (half < HEAD_SIZE // 2)
+                mask_ND = mask_ND & (half < HEAD_SIZE // 2)[None, :]
             pairs = (tile + stride_kv).to(tl.pointer_type(tl.int16))
-            value_ND = tl.load(pairs + tl.expand_dims(slot_N // 2, -1) + half, mask=mask_ND, other=0)
+            value_ND = tl.load(pairs + (slot_N // 2)[:, None] + half[None, :], mask=mask_ND, other=0)
         else:
             value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
-        key_DN = tl.permute(key_ND.to(query_MD.dtype), (0, 2, 1) if APART else (1, 0))
-        logits_MN = tl.dot(query_MD, key_DN, input_precision="ieee")
+        logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).trans(), input_precision="ieee")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
             exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
             logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
         else:
             logits_MN = logits_MN * (factor * _LOG2_E)
-        key_1N = tl.expand_dims(key_N, -2)
         if alibi_slopes is not None:
-            logits_MN += slope_M[:, None] * (key_1N - position_M[:, None]).to(tl.float32)
-        mask_MN = tl.expand_dims(seen_N, -2)
+            logits_MN += slope_M[:, None] * (key_N[None, :] - position_M[:, None]).to(tl.float32)
+        mask_MN = seen_N[None, :]
         if LEFT >= 0:
-            mask_MN = mask_MN & (key_1N >= position_M[:, None] - LEFT)
+            mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
         if RIGHT >= 0:
-            mask_MN = mask_MN & (key_1N <= position_M[:, None] + RIGHT)
+            mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
         logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(logits_MN, -1))
+        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1))
         shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MN = tl.exp2(logits_MN - tl.expand_dims(shift_M, -1))
+        weight_MN = tl.exp2(logits_MN - shift_M[:, None])
         decay_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MN, -1)
-        acc_MD = acc_MD * tl.expand_dims(decay_M, -1)
+        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+        acc_MD = acc_MD * decay_M[:, None]
         if FP8:
             even_ND, odd_ND = pairs_apart(value_ND, E5M2, FP8_AT_ONCE)
-            odd_MD = odd_MD * tl.expand_dims(decay_M, -1)
+            odd_MD = odd_MD * decay_M[:, None]
             odd_MD = tl.dot(weight_MN.to(query_MD.dtype), odd_ND.to(query_MD.dtype), odd_MD, input_precision="ieee")
         else:
             even_ND = value_ND
@@ -515,14 +493,7 @@ def _segment(
         max_M = new_max_M
 
     if FP8:
-        acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (NUM_WARPS, BLOCK_M, WIDTH) if APART else (BLOCK_M, WIDTH))
-    if APART:
-        own_max_M = max_M
-        max_M = greatest_of(tl.permute(own_max_M, (1, 0)))
-        share_M = tl.exp2(own_max_M - tl.where(max_M == float("-inf"), 0.0, max_M)[None, :])
-        sum_M = sum_of(tl.permute(sum_M * share_M, (1, 0)))
-        acc_MD = tl.reshape(acc_MD * tl.expand_dims(share_M, -1), (NUM_WARPS, BLOCK_M * WIDTH))
-        acc_MD = tl.reshape(sum_of(tl.permute(acc_MD, (1, 0))), (BLOCK_M, WIDTH))
+        acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (BLOCK_M, WIDTH))
     value_factor = 1.0
     if v_scale is not None:
         value_factor = tl.load(v_scale + kv_head)

@@ -47,7 +47,6 @@ class DecodePlan:
                        whole, D rounded up to a power of two, LSE in base 2
     block_n:           keys in a tile
     num_warps:         of the attention kernel
-    warps_apart:       each warp has a softmax of its own where the rows are few (not measured on a GPU yet, so off)
     """
 
     records: torch.Tensor
@@ -61,7 +60,6 @@ class DecodePlan:
     programs: int
     block_n: int
     num_warps: int
-    warps_apart: bool
 
 
 def make_decode_plan(
@@ -72,7 +70,6 @@ def make_decode_plan(
     max_num_seqs: int,
     num_sms: int,
     device: torch.device,
-    warps_apart: bool = False,
 ) -> DecodePlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences."""
     group = num_query_heads // num_kv_heads
@@ -95,7 +92,6 @@ def make_decode_plan(
         programs=programs,
         block_n=64 if width <= 128 else 32,
         num_warps=4,
-        warps_apart=warps_apart,
     )
 
 

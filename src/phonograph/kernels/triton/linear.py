@@ -31,12 +31,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.stream import StreamConfig, stream_product
-from phonograph.kernels.triton.tiles import finish_tile, prefetch_rows
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
-_MAX_PARTIALS = 5 << 20
+_MAX_PARTIALS = 1 << 22
 _MAX_SQUARES = 1 << 16
 # Of them in a row: each program that takes the row reads them all.
 _MAX_SQUARE_TILES = 256
@@ -55,10 +53,6 @@ class LinearConfig(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
-
-
-Config = LinearConfig | StreamConfig
-"""How a product is computed by one of our kernels: here, or by `stream`."""
 
 
 class LinearScratch(NamedTuple):
@@ -84,7 +78,7 @@ class RowSquares(NamedTuple):
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
-    """20 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
+    """16 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
     return LinearScratch(
         torch.zeros(_MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
@@ -101,7 +95,7 @@ def linear(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> None:
     """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
@@ -111,7 +105,7 @@ def linear(
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv.gemv(x_MK, weight_NK, bias_N, out_MN)
         return
-    config = config or _choose_for(x_MK, out_MN, scratch)
+    config = config or _choose_for(x_MK, out_MN)
     if config is not None:
         _launch(x_MK, weight_NK, bias_N, out_MN, _STORE, config, scratch, squares=squares)
         return
@@ -129,13 +123,13 @@ def linear_add(
     hidden_MN: torch.Tensor,
     *,
     scratch: LinearScratch | None = None,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> None:
     """hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
     if config is None and len(x_MK) == 1:
         gemv.gemv_add(x_MK, weight_NK, bias_N, hidden_MN)
         return
-    config = config or _choose_for(x_MK, hidden_MN, scratch)
+    config = config or _choose_for(x_MK, hidden_MN)
     if config is not None:
         _launch(x_MK, weight_NK, bias_N, hidden_MN, _ADD, config, scratch)
     else:
@@ -155,7 +149,7 @@ def linear_add_norm(
     *,
     defer: bool,
     scratch: LinearScratch | None = None,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> RowSquares | None:
     """hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights and `eps`.
 
@@ -163,8 +157,8 @@ def linear_add_norm(
     is for it then, unless None, where `normed` is complete already.
     """
     num_rows, num_outputs = hidden_MN.shape
-    config = config or (_choose_for(x_MK, hidden_MN, scratch) if num_rows > 1 else None)
-    if defer and isinstance(config, LinearConfig) and scratch is not None:
+    config = config or (_choose_for(x_MK, hidden_MN) if num_rows > 1 else None)
+    if defer and config is not None and scratch is not None:
         tiles = triton.cdiv(num_outputs, config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
@@ -186,7 +180,7 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
     """
     if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return False
-    return isinstance(choose(rows_class(num_rows), num_outputs, num_inputs), LinearConfig)
+    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None
 
 
 def linear_silu(
@@ -197,7 +191,7 @@ def linear_silu(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> bool:
     """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first. For `squares`
     see `linear`.
@@ -206,23 +200,22 @@ def linear_silu(
     """
     if config is None and x_MK.dtype != torch.float32:
         config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1], x_MK.shape[1])
-    if config is None or (isinstance(config, StreamConfig) and scratch is None):
+    if config is None:
         return False
     _launch(x_MK, gate_up_2IK, bias_2I, out_MI, _SILU, config, scratch, squares=squares)
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor, scratch: LinearScratch | None) -> Config | None:
+def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
     if x_MK.dtype == torch.float32:
         return None
     num_rows, num_inputs = x_MK.shape
-    config = choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
-    return None if isinstance(config, StreamConfig) and scratch is None else config
+    return choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
 
 
 def rows_class(num_rows: int) -> int:
-    """What rows are padded to: a power of two from 8, or 192, where a quarter of 256 would be padding."""
-    return 192 if 128 < num_rows <= 192 else max(8, 1 << (num_rows - 1).bit_length())
+    """What rows are padded to: a power of two from 8."""
+    return max(8, 1 << (num_rows - 1).bit_length())
 
 
 HEAD = 1 << 16
@@ -236,7 +229,7 @@ BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_wa
 whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
 activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
-MEASURED: dict[tuple[int, int, int], Config | None] = {
+MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
     (8, 4096, 4096): LinearConfig(8, 32, 256, 3, 2, 4, 512),
     (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 5, 256),
@@ -255,12 +248,14 @@ MEASURED: dict[tuple[int, int, int], Config | None] = {
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
 may have fewer rows than the class."""
 
-MEASURED_SILU: dict[tuple[int, int, int], Config | None] = {}
+MEASURED_SILU: dict[tuple[int, int, int], LinearConfig | None] = {
+    (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
+}
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
 @functools.cache
-def choose(rows: int, num_outputs: int, num_inputs: int) -> Config | None:
+def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
     The rule is what won on an H200 over the layers of an 8B and a 0.6B model. Narrow layers have too few tiles, so
@@ -299,7 +294,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> Config | None:
 
 
 @functools.cache
-def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> Config | None:
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How the product with the gated activation is computed; None: as a product and a kernel of its own.
 
     Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
@@ -322,18 +317,13 @@ def _launch(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     mode: int,
-    config: Config,
+    config: LinearConfig,
     scratch: LinearScratch | None,
     *,
     squares: RowSquares | None = None,
     norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
 ) -> None:
     """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
-    if isinstance(config, StreamConfig):
-        assert squares is None and norm is None and scratch is not None
-        memory = {"partials": scratch.partials, "ready": scratch.arrived}
-        stream_product(x_MK, weight_NK, bias_N, out_MN, mode=mode, config=config, **memory)
-        return
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
@@ -383,6 +373,38 @@ def _launch(
 
 
 @triton.jit
+def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
+    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
+
+    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %own;
+        .reg .u32 %row, %warp, %warps;
+        .reg .u64 %address;
+        mov.u32 %warp, %tid.x;
+        mov.u32 %warps, %ntid.x;
+        and.b32 %row, %warp, 31;
+        shr.u32 %warp, %warp, 5;
+        shr.u32 %warps, %warps, 5;
+        mad.lo.u32 %row, %row, %warps, %warp;
+        setp.lt.u32 %own, %row, $3;
+        mad.wide.u32 %address, %row, $2, $1;
+        @%own cp.async.bulk.prefetch.L2.global [%address], $4;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [pointer, stride_bytes, count, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, k, EVEN: tl.constexpr):
     """Weights [n, k] at rows `first` + n and columns `start` + k."""
     if weight_desc is not None:
@@ -392,6 +414,28 @@ def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, 
     if EVEN:
         return tl.load(pointers, (n < N)[:, None], other=0.0)
     return tl.load(pointers, (n < N)[:, None] & (start + k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N: tl.constexpr, MODE: tl.constexpr):
+    """Writes the outputs `first` + n of rows m, and returns them with the mask of those that there are.
+
+    MODE 0: the sums; 1: added to what is there; 2: silu(sums) * up_sums. The ups' bias lies behind the gates'.
+    """
+    valid_n = n < N - first
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        if MODE == 2:
+            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
+    mask = valid_n[:, None] & (m < M)[None, :]
+    if MODE == 1:
+        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
+    elif MODE == 2:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask)
+    return result, mask
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -445,10 +489,10 @@ def _rows_kernel(
             start = weight_ptr + first.to(tl.int64) * weight_stride + begin * BLOCK_K
             count = tl.minimum(BLOCK_N, rows_left)
             num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
-            prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
+            _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
             if MODE == 2:
                 up_start = start + weight_stride.to(tl.int64) * N
-                prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
+                _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
 
     if SQUARE_TILES > 0:
@@ -494,7 +538,7 @@ def _rows_kernel(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
         sums *= factor
         up_sums *= factor
-    result, mask = finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
+    result, mask = _finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
     if norm_ptr is not None:
         value = tl.where(mask, result.to(tl.float32), 0.0)
         tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
