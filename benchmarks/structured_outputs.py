@@ -1,8 +1,10 @@
-"""Structured output of the demo model: are outputs of random schemas valid, and what does a mask cost a step?
+"""Structured output: are the demo model's outputs of random schemas valid, and what does a mask cost a step?
 
-python benchmarks/structured_outputs.py [--schemas 500] [--seed 0]
+    python benchmarks/structured_outputs.py --schemas 500 --rows 8 --output RESULT.json
+    python benchmarks/structured_outputs.py --model-config DIR --rows 1 8 32 128
 
-Prints a table, then one line of JSON. Exit code 1 where an output is invalid.
+With a DIR that holds a config.json only the cost is measured, of that model with random weights and a tokenizer made
+here (`evaluation/serving/generated.py`). Prints a table, then one line of JSON. Exit code 1 where an output is invalid.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,25 +23,42 @@ from typing import Any
 import jsonschema
 
 from phonograph import LLM, SamplingParams, StructuredOutputs
+from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.serving.generated import make_model_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from schemas import random_schema
 
-ROWS, STEPS, ROUNDS = 8, 100, 5
+STEPS, ROUNDS = 100, 5
 LONG = {"regex": "([a-z ]|[0-9]){2000}"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schemas", type=int, default=500)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schemas", type=int, default=500, help="of the demo model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="decodes of a step")
+    parser.add_argument("--model-config", type=Path, help="folder with the config.json of another model")
+    parser.add_argument("--output", type=Path, help="file for the result, with date, hardware, versions and commit")
     options = parser.parse_args()
-    llm = LLM(model="demo", max_model_len=4096, max_num_seqs=ROWS, seed=options.seed)
-    found = validity(llm, options.schemas, options.seed) | cost(llm)
-    for name, value in found.items():
-        print(f"{name:28} {value}")
+    origin = provenance()
+    settings = {"max_model_len": 4096, "max_num_seqs": max(options.rows), "seed": options.seed}
+    found: dict[str, Any] = {"model": "demo" if options.model_config is None else options.model_config.name}
+    with tempfile.TemporaryDirectory() as name:
+        if options.model_config is None:
+            llm = LLM(model="demo", **settings)
+            found |= validity(llm, options.schemas, options.seed)
+        else:
+            folder = make_model_folder(options.model_config, Path(name) / options.model_config.name)
+            llm = LLM(model=str(folder), load_format="dummy", dtype="bfloat16", **settings)
+        for rows in options.rows:
+            found |= cost(llm, rows)
+    for what, value in found.items():
+        print(f"{what:36} {value}")
+    if options.output is not None:
+        write_result(options.output, origin, found)
     print(json.dumps(found))
-    return 1 if found["invalid"] else 0
+    return 1 if found.get("invalid") else 0
 
 
 def validity(llm: LLM, count: int, seed: int) -> dict[str, Any]:
@@ -74,8 +94,8 @@ def validity(llm: LLM, count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def cost(llm: LLM) -> dict[str, Any]:
-    """Milliseconds a step of `ROWS` decodes, with a mask for each and without, and what the matcher takes of it."""
+def cost(llm: LLM, rows: int) -> dict[str, Any]:
+    """Milliseconds a step of so many decodes, with a mask for each and without."""
     kinds = {
         "free": SamplingParams(max_tokens=STEPS, ignore_eos=True),
         "masked": SamplingParams(max_tokens=STEPS, structured_outputs=StructuredOutputs(**LONG)),
@@ -84,14 +104,17 @@ def cost(llm: LLM) -> dict[str, Any]:
     for turn in range(ROUNDS + 1):
         for name, params in kinds.items():
             start = time.perf_counter()
-            llm.generate(["Once upon a time"] * ROWS, params)
-            if turn:  # the first compiles
-                times[name].append((time.perf_counter() - start) / STEPS * 1e3)
+            outputs = llm.generate(["Once upon a time"] * rows, params)
+            seconds = time.perf_counter() - start
+            lengths = {len(output.outputs[0].token_ids) for output in outputs}
+            assert lengths == {STEPS}, f"{name}: outputs of {lengths} tokens"
+            if turn:  # the first compiles the grammar
+                times[name].append(seconds / STEPS * 1e3)
     free, masked = (statistics.median(times[name]) for name in kinds)
     return {
-        "ms a step, free": round(free, 3),
-        "ms a step, masked": round(masked, 3),
-        "ms, mask": round(masked - free, 3),
+        f"ms a step of {rows}, free": round(free, 3),
+        f"ms a step of {rows}, masked": round(masked, 3),
+        f"share that the masks of {rows} cost": round(masked / free - 1, 4),
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from phonograph.kernels.triton.words import copy_words
+
 
 class PinnedWords:
     """A buffer of int32 words and the event after which it may be written again; ordinary memory without a GPU."""
@@ -15,7 +17,7 @@ class PinnedWords:
 
     def send(self, target: torch.Tensor, num_words: int) -> None:
         """Starts the copy of the first words on the current stream."""
-        target[:num_words].copy_(self.words[:num_words], non_blocking=True)
+        copy_words(self.words, target, num_words)
         if self._sent is not None:
             self._sent.record()
 

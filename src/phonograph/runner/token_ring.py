@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from phonograph.kernels.triton.words import copy_words
+
 
 class TokenRing:
     """Room for `depth` steps of at most `max_rows` tokens. A row is overwritten `depth` sends later."""
@@ -20,7 +22,7 @@ class TokenRing:
         ticket = self._sent
         self._sent += 1
         place = ticket % len(self._events)
-        self._pinned[place, : tokens_N.shape[0]].copy_(tokens_N, non_blocking=True)
+        copy_words(tokens_N, self._pinned[place], tokens_N.shape[0])
         self._events[place].record()
         return ticket
 

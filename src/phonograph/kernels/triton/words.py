@@ -1,0 +1,26 @@
+"""Words between pinned host memory and the device, read or written by a kernel over the bus.
+
+A step's upload and its tokens are a few hundred bytes. A copy engine takes them no faster, and the stream passes from
+the kernels to the engine and back each time, with the device idle.
+"""
+
+# pyright: basic, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+def copy_words(source: torch.Tensor, target: torch.Tensor, num_words: int) -> None:
+    """Copies the first int32 words of `source` to `target` on the current stream; either may be pinned host memory."""
+    _copy_kernel[(triton.cdiv(num_words, _BLOCK),)](source, target, num_words, BLOCK=_BLOCK, num_warps=4)
+
+
+# Whatever is copied, one kernel is compiled, so that none is left to be compiled in a step.
+@triton.jit(do_not_specialize=["source", "target", "num_words"])
+def _copy_kernel(source, target, num_words, BLOCK: tl.constexpr):
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + word, tl.load(source + word, word < num_words), word < num_words)
