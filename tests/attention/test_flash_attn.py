@@ -339,13 +339,10 @@ def test_mixed_windows_have_no_plan_and_one_split_in_graphs(installed: Installed
     assert {call["num_splits"] for call in many.run([(1, 5)], None)} == {1}
 
 
-@pytest.mark.parametrize("windows", [(FULL,), (FULL, (4, 0))], ids=["one window", "two"])
 @pytest.mark.parametrize("package", ["vllm 3", "interface 3"])
-def test_batch_invariance_is_one_split_no_plan_and_one_launch_for_all(
-    package: str, windows: tuple[tuple[int, int], ...], installed: Installed
-) -> None:
+def test_batch_invariance_is_one_split_no_plan_and_one_launch_for_all(package: str, installed: Installed) -> None:
     installed(package)
-    step = Step("3", replace(SPEC, windows=windows, batch_invariant=True), slots=5, tokens=6)
+    step = Step("3", replace(SPEC, batch_invariant=True), slots=5, tokens=6)
     keys = (None, MIXED, GraphKey(GraphSet.DECODE, 5, 5, 1), replace(MIXED, graphs=GraphSet.PIECEWISE))
     told: set[tuple[object, ...]] = set()
     for key in keys:

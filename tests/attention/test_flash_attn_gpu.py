@@ -282,7 +282,7 @@ def test_fp8_caches(feature: str, device: torch.device, provided: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("feature", alone.FEATURES)
+@pytest.mark.parametrize("feature", [feature for feature in alone.FEATURES if feature not in ("window", "alibi")])
 def test_batch_invariance(feature: str, device: torch.device, provided: Any) -> None:
     spec = replace(alone.LLAMA, **alone.FEATURES[feature])
     provided("3", spec)

@@ -146,6 +146,10 @@ def test_batch_invariance_is_borne_by_those_who_say_so() -> None:
             select(asked, version, spec, H100)
         assert f"batch_invariant; {why}" in str(caught.value)
         assert "Would serve: triton, flash_attn 3" in str(caught.value)
+    windows = replace(spec, windows=((-1, -1), (63, 0)))
+    assert select(None, None, windows, H100).capabilities.label == "triton"
+    with pytest.raises(BackendError, match="flash_attn 3 refuses: batch_invariant with windows; .*serve: triton"):
+        select("flash_attn", "3", windows, H100)
     with pytest.raises(BackendError, match="what stands before a query of one token"):
         select("prefill=flash_attn,decode=triton", None, spec, H100)
     with pytest.raises(BackendError, match="cpu.*reference refuses: batch_invariant; .*No backend would serve"):

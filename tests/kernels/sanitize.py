@@ -37,6 +37,7 @@ import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
 import test_triton_sampling as sampling
+import test_words as words
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
@@ -86,6 +87,7 @@ def run_all(device: torch.device) -> None:
         prefill.run(case, device, 1e-2)
     for norm, tokens in ((False, 1), (True, 17)):
         layers.test_rope_and_kv_write(tokens, 3, 1, 40, norm, True, dtype, device)
+    words.test_both_ways(1025, True, device)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)
     layers.test_activation(3, 2500, dtype, device)
