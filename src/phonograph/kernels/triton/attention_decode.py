@@ -399,7 +399,8 @@ def _segment(
     FP8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     E5M2: tl.constexpr = cache.dtype.element_ty == tl.float8e5
     # Where values are FP8, neighbouring elements of the head are moved as one, and have a sum each. Not in products of
-    # Hopper's (64 rows) for heads of up to 64: with results of 32 columns and fewer they came out wrong on an H200.
+    # Hopper's (64 rows) for heads of up to 64: keys and values then share an address with unlike swizzles, which ptxas
+    # 12.8 gets wrong (tests/kernels/compile_for_hopper.py).
     PAIRS: tl.constexpr = FP8 and (BLOCK_M < 64 or WIDTH >= 128)
     dim = tl.arange(0, WIDTH)
     half = tl.arange(0, WIDTH // 2)

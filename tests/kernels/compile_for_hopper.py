@@ -1,0 +1,126 @@
+"""Compiles kernels for compute capability 9.0, without a GPU, and reads their machine code.
+
+ptxas 12.8 got one of ours wrong: where two products of the tensor cores read shared memory at one address by two
+descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
+a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
+run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, and those that read
+what nothing wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import torch
+import triton
+from decode_problem import Case, Problem
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from phonograph.kernels.triton import attention_decode, attention_plan
+
+_ZERO = 63
+"""The uniform register that is always zero."""
+
+
+class Hopper(DriverBase):
+    """A driver for a GPU that is not here; nothing is launched through it."""
+
+    def __init__(self) -> None:
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_device_interface(self) -> Any:
+        raise NotImplementedError
+
+
+def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
+    """How many instructions there are, and those that read a uniform register that none before them writes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        found = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
+    written, unwritten = {_ZERO}, list[str]()
+    for line in lines:
+        match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
+        if match is None:
+            continue
+        operation, operands = match[1], [operand.strip() for operand in match[2].split(",")]
+        writes = re.match(r"(?:U(?!TMA|BLK)|R2UR|S2UR|REDUX|VOTEU)", operation) is not None
+        reads: set[int] = set()
+        for operand in operands[writes:]:
+            for number in map(int, re.findall(r"(?<![A-Z])UR(\d+)", operand)):
+                # Four registers: of the matrix on the left, which may lie in registers, and of that on the right.
+                first = 2 if operands[1].startswith("R") else 0
+                reads.update(range(number + first, number + 4) if "gdesc[" in operand else (number,))
+        if not reads <= written:
+            unwritten.append(line)
+        if writes and (target := re.match(r"UR(\d+)", operands[0])):
+            wide = ".64" in operation or ".WIDE" in operation
+            written.update(range(int(target[1]), int(target[1]) + 1 + wide))
+    return len(lines), unwritten
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    for module in (attention_decode, attention_plan):
+        module.pdl_usable = lambda: True
+    attention_decode.fp8_in_one_instruction = lambda: True
+    run = JITFunction.run
+    kernels: dict[str, Any] = {}
+    name = ""
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        kernels[f"{self.__name__} {name}"] = run(self, *args, grid=grid, warmup=True, **keywords)
+
+    JITFunction.run = only_compile
+    drafts = Case(
+        batch=((1, 30), (16, 90)), num_query_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16, num_sms=132
+    )
+    for changes in (
+        {},
+        {"kv_dtype": torch.float8_e4m3fn},
+        {"kv_dtype": torch.float8_e5m2, "head_size": 64},
+        {"kv_dtype": torch.float8_e4m3fn, "head_size": 32, "dtype": torch.float16},
+    ):
+        case = Case(**{**vars(drafts), **changes})
+        name = str(case)
+        problem = Problem(case, torch.device("cpu"))
+        problem.run(problem.plan())
+    report = {name: unwritten_reads(kernel.asm["cubin"]) for name, kernel in kernels.items()}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
