@@ -77,6 +77,8 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
         if match is None:
             continue
         operation, operands = match[1], [operand.strip() for operand in match[2].split(",")]
+        if operation.startswith("R2UR") and operands[0].startswith("P"):  # a predicate is written first
+            operands = operands[1:]
         writes = re.match(r"(?:U(?!TMA|BLK)|R2UR|S2UR|REDUX|VOTEU)", operation) is not None
         reads: set[int] = set()
         for operand in operands[writes:]:

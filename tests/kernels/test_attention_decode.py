@@ -34,6 +34,15 @@ SMALL = [
     Case(batch=((17, 90), (40, 40)), padding=3),
     Case(batch=((1, 150), (2, 90)), dtype=torch.float16, kv_dtype=torch.float8_e5m2),
     Case(batch=QUERIES, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, head_size=40, window=(70, 0)),
+    # In tiles of 64 rows only wide heads are moved in pairs.
+    Case(
+        batch=((1, 30), (12, 150)),
+        dtype=torch.float16,
+        kv_dtype=torch.float8_e5m2,
+        head_size=128,
+        num_query_heads=8,
+        num_sms=1,
+    ),
     # Queries in bfloat16 are multiplied in float16.
     Case(batch=QUERIES, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, num_query_heads=14, num_sms=3),
 ]
