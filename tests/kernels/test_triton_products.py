@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,6 +192,25 @@ def test_chosen_configurations_fit_the_scratch() -> None:
             partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
             assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
             assert -(-inputs // config.block_k) >= config.splits
+
+
+@pytest.mark.parametrize(("kilobytes", "served"), [(227, {32, 64, 128}), (163, {32, 64}), (99, set())])
+def test_what_a_device_has_no_room_for_is_torchs(
+    kilobytes: int, served: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three."""
+    device = SimpleNamespace(shared_memory_per_block_optin=kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    for chooser in (choose, products.choose_silu):
+        chooser.cache_clear()
+    try:
+        assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
+        assert all(choose(rows, 28672, 4096) is not None for rows in (8, 16, 32, 64))
+    finally:
+        for chooser in (choose, products.choose_silu):
+            chooser.cache_clear()
 
 
 def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(

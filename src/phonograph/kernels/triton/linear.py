@@ -265,7 +265,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
-        return MEASURED[key]
+        return _if_it_fits(MEASURED[key])
     tiles = triton.cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     block_n, block_k, num_warps, num_stages, prefetch = 64, 128, 4, 4, 256
@@ -290,7 +290,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
         programs = 2 * PROGRAMS if rows == 8 else PROGRAMS
         steps = triton.cdiv(num_inputs, block_k)
         splits = max(1, min(8, programs // triton.cdiv(num_outputs, block_n), steps // 3))
-    return LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch)
+    return _if_it_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch))
 
 
 @functools.cache
@@ -302,13 +302,22 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | 
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED_SILU:
-        return MEASURED_SILU[key]
+        return _if_it_fits(MEASURED_SILU[key], matrices=2)
     if triton.cdiv(num_outputs, 64) >= PROGRAMS // 2:
         if rows == 32:
-            return LinearConfig(rows, 64, 128, 1, 4, 3, 256)
+            return _if_it_fits(LinearConfig(rows, 64, 128, 1, 4, 3, 256), matrices=2)
         if rows == 64:
-            return LinearConfig(rows, 128, 64, 1, 8, 3, 128)
+            return _if_it_fits(LinearConfig(rows, 128, 64, 1, 8, 3, 128), matrices=2)
     return None
+
+
+def _if_it_fits(config: LinearConfig | None, *, matrices: int = 1) -> LinearConfig | None:
+    """The configuration where the current device has shared memory for its tiles of 16 bits, else torch."""
+    if config is None or not torch.cuda.is_available():
+        return config
+    columns = config.num_stages * config.block_k
+    most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    return config if 2 * columns * (matrices * config.block_n + config.rows) <= most else None
 
 
 def _launch(
