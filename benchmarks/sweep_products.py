@@ -145,9 +145,9 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | No
         if block_k > inputs or splits > steps or too_few or too_many:
             continue
         for stages, prefetch in ((3, 512), (4, 512), (5, 256), (4, 0)):
-            shared = stages * (block_n * (1 + silu) + rows) * block_k * 2
-            if shared <= most_shared and stages <= max(3, steps // splits + 1):
-                found.append(LinearConfig(rows, block_n, block_k, splits, warps, stages, prefetch))
+            config = LinearConfig(rows, block_n, block_k, splits, warps, stages, prefetch)
+            if config.shared_bytes(silu=silu) <= most_shared and stages <= max(3, steps // splits + 1):
+                found.append(config)
     return found
 
 

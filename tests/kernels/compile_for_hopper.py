@@ -38,13 +38,15 @@ _ZERO = 63
 class Hopper(DriverBase):
     """A driver for a GPU that is not here; nothing is launched through it."""
 
-    def __init__(self) -> None:
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-
     @classmethod
     def is_active(cls) -> bool:
         return True
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -48,9 +48,6 @@ SMALL = [
 ]
 
 
-# Ragged, four tokens, windows on both sides, every feature, blocks that are no multiple of a tile, odd head size, FP8.
-
-
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_short_queries(case: Case, device: torch.device) -> None:
     problem = Problem(case, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.linear import LinearConfig, LinearScratch, linear, linear_add, linear_silu, make_scratch
+from phonograph.kernels.triton.linear import LinearScratch, make_scratch
 
 EPS = 1e-5
 
@@ -57,36 +57,3 @@ def poisoned(device: torch.device) -> LinearScratch:
     scratch.partials.fill_(float("nan"))
     scratch.squares.fill_(float("nan"))
     return scratch
-
-
-def check_products(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    bias: bool,
-    config: LinearConfig | None,
-    scratch: LinearScratch | None,
-    pairs_config: LinearConfig | None = None,
-) -> None:
-    """A product stored, one added, and one with the gated activation where that is fused, by its own configuration."""
-    for _ in range(2):  # the second finds what the first left in the scratch
-        case = Case(rows, outputs, inputs, dtype, device)
-        bias_N = case.bias if bias else None
-        linear(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
-        case.check(case.product(case.x, bias=bias))
-        assert scratch is None or not scratch.arrived.any()
-
-    case = Case(rows, outputs, inputs, dtype, device)
-    case.out.copy_(case.residual)
-    linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
-    case.check(case.product(case.x, bias=bias) + case.residual.double())
-
-    case, config = Case(rows, outputs, inputs, dtype, device, pairs=True), pairs_config or config
-    if linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config):
-        case.check(silu_of(case.product(case.x, bias=bias)))
-    else:
-        assert config is None and case.out.isnan().all()
-    assert scratch is None or not scratch.arrived.any()

@@ -65,6 +65,11 @@ class AttentionSpec:
     cascade: bool = False
     batch_invariant: bool = False
 
+    @property
+    def windowed(self) -> bool:
+        """Whether any layer's queries see less than all keys for a window."""
+        return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
+
 
 class Capabilities(ABC):
     """What one backend, in one version, can do. Pure: no library, no device, no torch work.

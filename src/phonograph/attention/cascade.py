@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import CascadeChoice, GraphKey
 
@@ -26,7 +26,7 @@ def cascade_refusals(spec: AttentionSpec) -> list[str]:
     found: list[str] = []
     if spec.kind is not AttentionKind.DECODER:
         found.append(f"cascade attention in {spec.kind.value} attention; its batches share no computed prefix")
-    if any(window != (UNBOUNDED, UNBOUNDED) for window in spec.windows):
+    if spec.windowed:
         found.append("cascade attention with windows; a window may end inside the prefix, elsewhere for each query")
     if spec.alibi:
         found.append("cascade attention with ALiBi; the bias on the prefix is another one for each query")

@@ -125,7 +125,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         found = super().refusals(spec, device)
-        if spec.batch_invariant and any(window != (UNBOUNDED, UNBOUNDED) for window in spec.windows):
+        if spec.batch_invariant and spec.windowed:
             found.append(
                 "batch_invariant with windows; where a window begins, a query's last bits change with the queries that "
                 "share its tile"

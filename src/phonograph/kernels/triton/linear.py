@@ -54,6 +54,10 @@ class LinearConfig(NamedTuple):
     num_stages: int
     prefetch: int
 
+    def shared_bytes(self, *, silu: bool) -> int:
+        """Of the tiles of 16-bit elements that a program has under way; `silu`: gates and ups are two of weights."""
+        return 2 * self.num_stages * self.block_k * (self.block_n * (1 + silu) + self.rows)
+
 
 class LinearScratch(NamedTuple):
     """Where programs that share a tile leave partial sums and count who has arrived, where sums of squares lie, and the
@@ -265,7 +269,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
-        return _if_it_fits(MEASURED[key])
+        return _if_it_fits(MEASURED[key], silu=False)
     tiles = triton.cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     block_n, block_k, num_warps, num_stages, prefetch = 64, 128, 4, 4, 256
@@ -290,7 +294,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
         programs = 2 * PROGRAMS if rows == 8 else PROGRAMS
         steps = triton.cdiv(num_inputs, block_k)
         splits = max(1, min(8, programs // triton.cdiv(num_outputs, block_n), steps // 3))
-    return _if_it_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch))
+    return _if_it_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch), silu=False)
 
 
 @functools.cache
@@ -300,24 +304,23 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | 
     Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
     less than the other kernel.
     """
-    key = rows, num_outputs, num_inputs
+    key, config = (rows, num_outputs, num_inputs), None
     if key in MEASURED_SILU:
-        return _if_it_fits(MEASURED_SILU[key], matrices=2)
-    if triton.cdiv(num_outputs, 64) >= PROGRAMS // 2:
+        config = MEASURED_SILU[key]
+    elif triton.cdiv(num_outputs, 64) >= PROGRAMS // 2:
         if rows == 32:
-            return _if_it_fits(LinearConfig(rows, 64, 128, 1, 4, 3, 256), matrices=2)
-        if rows == 64:
-            return _if_it_fits(LinearConfig(rows, 128, 64, 1, 8, 3, 128), matrices=2)
-    return None
+            config = LinearConfig(rows, 64, 128, 1, 4, 3, 256)
+        elif rows == 64:
+            config = LinearConfig(rows, 128, 64, 1, 8, 3, 128)
+    return _if_it_fits(config, silu=True)
 
 
-def _if_it_fits(config: LinearConfig | None, *, matrices: int = 1) -> LinearConfig | None:
-    """The configuration where the current device has shared memory for its tiles of 16 bits, else torch."""
+def _if_it_fits(config: LinearConfig | None, *, silu: bool) -> LinearConfig | None:
+    """The configuration where the current device has the shared memory that it needs, else torch."""
     if config is None or not torch.cuda.is_available():
         return config
-    columns = config.num_stages * config.block_k
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
-    return config if 2 * columns * (matrices * config.block_n + config.rows) <= most else None
+    return config if config.shared_bytes(silu=silu) <= most else None
 
 
 def _launch(
@@ -425,28 +428,6 @@ def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, 
     return tl.load(pointers, (n < N)[:, None] & (start + k < K)[None, :], other=0.0)
 
 
-@triton.jit
-def _finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N: tl.constexpr, MODE: tl.constexpr):
-    """Writes the outputs `first` + n of rows m, and returns them with the mask of those that there are.
-
-    MODE 0: the sums; 1: added to what is there; 2: silu(sums) * up_sums. The ups' bias lies behind the gates'.
-    """
-    valid_n = n < N - first
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        if MODE == 2:
-            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
-    mask = valid_n[:, None] & (m < M)[None, :]
-    if MODE == 1:
-        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
-    elif MODE == 2:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    result = sums.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, result, mask)
-    return result, mask
-
-
 @triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     x_ptr,
@@ -547,10 +528,22 @@ def _rows_kernel(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
         sums *= factor
         up_sums *= factor
-    result, mask = _finish_tile(sums, up_sums, bias_ptr, out_ptr, out_stride, first, n, m, M, N, MODE)
+    valid_n = n < rows_left
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        if MODE == 2:
+            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
+    mask = valid_n[:, None] & (m < M)[None, :]
+    if MODE == 1:
+        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
+    elif MODE == 2:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask)
     if norm_ptr is not None:
         value = tl.where(mask, result.to(tl.float32), 0.0)
         tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
-        value *= tl.load(norm_ptr + first + n, n < rows_left, other=0.0).to(tl.float32)[:, None]
+        value *= tl.load(norm_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
         normed_ptrs = normed_ptr + m.to(tl.int64)[None, :] * normed_stride + (first + n)[:, None]
         tl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask)
