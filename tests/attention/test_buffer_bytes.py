@@ -136,6 +136,7 @@ def test_flashinfer(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     said = FlashInferCapabilities().buffer_bytes(SPEC, device, LIMITS, graphs)
     wrappers = [*planner._decode.values(), *planner._prefill.values(), planner._eager_decode, planner._eager_prefill]
     buffers = [planner.indices, planner._queries, planner._pages, planner._last_page, planner._floats]
+    buffers += [planner._decode_pages, planner._decode_last_page]
     held = kept(buffers, [wrapper.integers for wrapper in wrappers])
     assert said - 64 <= held <= said
     more = FlashInferCapabilities().buffer_bytes(SPEC, device, LIMITS, [*graphs, decode(5)])

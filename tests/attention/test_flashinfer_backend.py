@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from phonograph.attention.flashinfer import backend as module
 from phonograph.attention.flashinfer import planner, staging
-from phonograph.attention.flashinfer.backend import FlashInferBackend
+from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
 from phonograph.attention.split_backend import SplitBackend
 
 CPU = torch.device("cpu")
@@ -254,7 +254,7 @@ def test_both_parts_of_a_split_batch() -> None:
     key = GraphKey(GraphSet.MIXED, 13, 4)
 
     def split(spec, device, limits):
-        return SplitBackend(spec, device, limits, decode=FlashInferBackend, prefill=FlashInferBackend)
+        return SplitBackend(spec, device, limits, decode=FlashInferPartBackend, prefill=FlashInferPartBackend)
 
     arena = arena_of(key, backend=split)
     graph = arena.capture(PARTS[1])
@@ -272,15 +272,19 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
     eight = parts(GraphKey(GraphSet.DECODE, 8, 8, 1), 8, 8)
     mixed = parts(GraphKey(GraphSet.MIXED, 4, 8), 8, 4)
     more = parts(GraphKey(GraphSet.MIXED, 20, 8), 8, 20)
-    assert [(part.first, part.end) for part in (*four, *eight, *mixed, *more)] == [(0, 4), (0, 8), (0, 4), (0, 20)]
-    wrappers = [part.wrapper for part in (*four, *eight, *mixed, *more)]
+    # A mixed graph's decodes have the wrapper of the decode graph with as many slots.
+    assert mixed[0].wrapper is four[0].wrapper and more[0].wrapper is eight[0].wrapper
+    made = (*four, *eight, mixed[1], more[1])
+    assert [(part.first, part.end) for part in made] == [(0, 4), (0, 8), (0, 4), (0, 20)]
+    wrappers = [part.wrapper for part in made]
     again = parts(GraphKey(GraphSet.MIXED, 4, 8), 8, 4)
-    assert again[0].wrapper is mixed[0].wrapper
+    assert again[1].wrapper is mixed[1].wrapper
     assert len({wrapper.floats.data_ptr() for wrapper in wrappers}) == 1
     assert len({wrapper.integers.data_ptr() for wrapper in wrappers}) == 4
     assert len({wrapper.indices.data_ptr() for wrapper in wrappers}) == 1
     addresses = [(w.pages.data_ptr(), w.last_page.data_ptr(), w.integers.data_ptr()) for w in wrappers]
-    assert len({address[:2] for address in addresses}) == 1
+    # Both kinds are planned for one step, so they share nothing that a plan writes.
+    assert [len({address[:2] for address in some}) for some in (addresses, addresses[:2], addresses[2:])] == [2, 1, 1]
     parts(GraphKey(GraphSet.DECODE, 4, 4, 1), 4, 4)
     parts(None, 2, 2)
     assert addresses == [(w.pages.data_ptr(), w.last_page.data_ptr(), w.integers.data_ptr()) for w in wrappers]
@@ -298,7 +302,8 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
         # A prefill of one token behind others is a prefill.
         (GraphKey(GraphSet.PIECEWISE, 10, 8), [4, 1], 8, 10, [(False, 0, 5)]),
         (GraphKey(GraphSet.DECODE, 8, 2, 4), [4], 2, 8, [(True, 0, 8)]),
-        (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 10, [(True, 0, 10)]),
+        (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 10, [(True, 0, 8), (True, 0, 10)]),
+        (GraphKey(GraphSet.MIXED, 5, 8), [1, 4], 8, 5, [(True, 0, 5), (True, 0, 5)]),
     ],
 )
 def test_what_runs_on_which_rows(
@@ -312,6 +317,22 @@ def test_what_runs_on_which_rows(
 
 def test_a_plan_is_made_from_the_hosts_lengths() -> None:
     builder = FlashInferBackend(TINY, CPU, LIMITS).make_builder()
+    given, key = common([1, 1, 5, 1], [16, 33, 34, 2], 8, 12), GraphKey(GraphSet.MIXED, 12, 8)
+    decode, prefill = (part.wrapper for part in builder.build(given, key=key).parts)
+    assert decode.pages.tolist() == [0, 1, 4, 4, 4, 4, 4, 4, 4]
+    assert decode.last_page.tolist() == [16, 1, 0, 0, 0, 0, 0, 0]
+    # Its pages lie behind those of the decodes.
+    assert prefill.queries.tolist() == [2, 2, 2, 7, 8, 8, 8, 8, 8, 12]
+    assert prefill.pages.tolist() == [4, 4, 4, 7, 8, 8, 8, 8, 8, 8]
+    assert prefill.last_page.tolist() == [0, 0, 2, 2, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"), [(FlashInferPartBackend, {}), (FlashInferBackend, {"speculative_tokens": 3})]
+)
+def test_one_launch_for_all(backend: type[FlashInferBackend], changes: dict[str, int]) -> None:
+    """A part of a split batch has one kind of sequence; decodes with drafts have no wrapper that takes their rows."""
+    builder = backend(replace(TINY, **changes), CPU, LIMITS).make_builder()
     metadata = builder.build(common([1, 1, 5, 2], [16, 1, 33, 2], 8, 12), key=GraphKey(GraphSet.MIXED, 12, 8))
     (prefill,) = (part.wrapper for part in metadata.parts)
     assert prefill.queries.tolist() == [0, 1, 2, 7, 9, 9, 9, 9, 9, 12]
@@ -377,9 +398,10 @@ def test_nothing_that_a_copy_may_still_read_is_written(monkeypatch) -> None:
 
 def test_consecutive_steps_have_arrays_of_their_own() -> None:
     plans = staging.HostPlans(4, CPU)
-    taken = [plans.take() for _ in range(5)]
-    assert len({plan.pages.data_ptr() for plan in taken[:4]}) == 4
-    assert taken[4] is taken[0]
+    turns = staging._TURNS
+    taken = [plans.take() for _ in range(turns + 1)]
+    assert len({plan.pages.data_ptr() for plan in taken[:turns]}) == turns
+    assert taken[turns] is taken[0]
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 71])

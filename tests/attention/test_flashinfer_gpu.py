@@ -19,7 +19,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 
 pytest.importorskip("triton")
 
-from phonograph.attention.flashinfer.backend import FlashInferBackend
+from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
 from phonograph.attention.split_backend import SplitBackend
 
 pytestmark = pytest.mark.gpu
@@ -124,10 +124,12 @@ def test_decode_graphs(name: str, cache: str) -> None:
 
 
 def split(spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> SplitBackend:
-    return SplitBackend(spec, device, limits, decode=FlashInferBackend, prefill=FlashInferBackend)
+    return SplitBackend(spec, device, limits, decode=FlashInferPartBackend, prefill=FlashInferPartBackend)
 
 
-@pytest.mark.parametrize("backend", [FlashInferBackend, split], ids=["one launch", "split"])
+@pytest.mark.parametrize(
+    "backend", [FlashInferBackend, FlashInferPartBackend, split], ids=["two launches", "one launch", "split"]
+)
 @pytest.mark.parametrize("name", FEATURES)
 def test_mixed_graphs(name: str, backend: MakeBackend) -> None:
     spec = replace(LLAMA, **SPECS[name])

@@ -131,6 +131,13 @@ def _flashinfer() -> type[AttentionBackend]:
     return FlashInferBackend
 
 
+def _flashinfer_part() -> type[AttentionBackend]:
+    _flashinfer()
+    from phonograph.attention.flashinfer.backend import FlashInferPartBackend
+
+    return FlashInferPartBackend
+
+
 # In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
 # that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
 BUILT_IN = (
@@ -154,7 +161,7 @@ BUILT_IN = (
         part_loader=_flash_attn_2_part,
         cascade_loader=partial(_flash_attn_cascade, _flash_attn_2, _flash_attn_2_part),
     ),
-    Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True),
+    Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True, part_loader=_flashinfer_part),
     Registered(
         capabilities=ReferenceCapabilities(), loader=_reference, automatic=True, cascade_loader=_reference_cascade
     ),

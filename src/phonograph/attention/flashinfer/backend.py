@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
@@ -16,7 +17,7 @@ from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities,
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
-from phonograph.attention.flashinfer.workspace import Sizes
+from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
 from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
 from phonograph.errors import BackendError
@@ -50,13 +51,17 @@ class FlashInferMetadataBuilder(MetadataBuilder):
     what it runs next, capture and verification included, and refuses to replay what nothing was built for.
     """
 
-    def __init__(self, library: Library, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(
+        self, library: Library, spec: AttentionSpec, device: torch.device, limits: BatchLimits, *, splits: bool
+    ) -> None:
+        """splits: decodes of a mixed graph have a launch of their own."""
         capability, num_sms = _NO_GPU
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         routine = prefill_routine(spec, capability)
         self._spec = spec
+        self._splits = splits and splits_mixed(spec)
         self._sizes = Sizes(spec=spec, limits=limits, routine=routine, num_sms=num_sms)
         self._planner = Planner(library, spec, limits, device, self._sizes)
         self._host_plans = HostPlans(limits.max_num_seqs, device)
@@ -67,7 +72,7 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         else:
             # As one part of a split batch, decodes come with the rows of all.
             end = min(key.num_tokens, common.slot_mapping.shape[0])
-            parts = (self._in_graph(common, key, end),)
+            parts = self._in_graph(common, key, end)
         return FlashInferMetadata(
             seq_lens=common.seq_lens,
             block_table=common.block_table,
@@ -79,27 +84,42 @@ class FlashInferMetadataBuilder(MetadataBuilder):
 
     def _eager(self, common: CommonMetadata) -> tuple[Part, ...]:
         num_seqs = common.num_reqs
+        starts = common.query_start_loc_cpu[: num_seqs + 1]
         return self._planner.eager(
-            self._host_plan(common, num_seqs, common.num_tokens),
+            self._host_plan(starts, common.seq_lens_cpu[:num_seqs], common.num_tokens),
             num_seqs,
-            num_decodes=leading_decodes(common.query_start_loc_cpu[: num_seqs + 1], 1),
+            num_decodes=leading_decodes(starts, 1),
             max_query_len=common.max_query_len,
             causal=self._causal(common),
         )
 
-    def _in_graph(self, common: CommonMetadata, key: GraphKey, num_rows: int) -> Part:
-        slots = len(common.seq_lens_cpu)
-        host = self._host_plan(common, slots, num_rows)
+    def _in_graph(self, common: CommonMetadata, key: GraphKey, num_rows: int) -> tuple[Part, ...]:
+        starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if key.query_len == 1:
-            return self._planner.decode(host, slots)
+            return (self._planner.decode(self._host_plan(starts, lens, num_rows), len(lens)),)
         assert self._sizes.routine == "fa3" or key.graphs is GraphSet.DECODE, "FA2 is not declared for mixed graphs"
-        return self._planner.prefill(
-            host, slots, num_rows, max_query_len=common.max_query_len, causal=self._causal(common)
-        )
+        decodes: tuple[Part, ...] = ()
+        first_page, max_query_len = 0, common.max_query_len
+        if self._splits and key.graphs is GraphSet.MIXED:
+            # Each part is the whole batch with the other's sequences empty, so that the border may move.
+            num_decodes, slots = leading_decodes(starts, 1), min(len(lens), num_rows)
+            is_decode = np.arange(len(lens)) < num_decodes
+            decode_lens, lens = np.where(is_decode, lens, 0), np.where(is_decode, 0, lens)
+            first_page = int((-(-decode_lens // self._spec.block_size)).sum())
+            # The decode wrapper has a row for each slot. Rows of slots without a decode are the prefills', who come
+            # later, or padding, as theirs.
+            host = self._host_plan(starts[: slots + 1], decode_lens[:slots], slots)
+            decodes = (self._planner.decode(host, slots),)
+            starts = np.maximum(starts, starts[num_decodes])
+            max_query_len = int(np.diff(starts).max(initial=0))
+        host = self._host_plan(starts, lens, num_rows, first_page)
+        causal = self._causal(common)
+        prefills = self._planner.prefill(host, len(lens), num_rows, max_query_len=max_query_len, causal=causal)
+        return (*decodes, prefills)
 
-    def _host_plan(self, common: CommonMetadata, num_seqs: int, num_rows: int) -> HostPlan:
+    def _host_plan(self, starts: np.ndarray, lens: np.ndarray, num_rows: int, first_page: int = 0) -> HostPlan:
         host = self._host_plans.take()
-        host.fill(common, num_seqs, num_rows=num_rows, page_size=self._spec.block_size)
+        host.fill(starts, lens, num_rows=num_rows, page_size=self._spec.block_size, first_page=first_page)
         return host
 
     def _causal(self, common: CommonMetadata) -> bool:
@@ -109,12 +129,15 @@ class FlashInferMetadataBuilder(MetadataBuilder):
 class FlashInferBackend(GpuBackend):
     """Raises BackendError at the first run of a layer whose scales differ from head to head.
 
-    A mixed graph is one FA3 launch a layer, which splits no sequence and takes a tile for each query head of a decode.
-    Where many decodes run beside prefills, `prefill=flashinfer,decode=flashinfer` gives them the decode wrapper.
+    Of a mixed graph, its FA3 alone would split no sequence and take a tile for each query head of a decode; so decodes
+    have the decode wrapper there too.
+
+    splits_mixed: whether they do; a part of a split batch has but one kind of sequence.
     """
 
     capabilities = FlashInferCapabilities()
     clears_padding = False
+    splits_mixed = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         super().__init__(spec, device, limits)
@@ -122,7 +145,7 @@ class FlashInferBackend(GpuBackend):
         self._scales: dict[tuple[int, str], tuple[torch.Tensor, float]] = {}
 
     def make_builder(self) -> FlashInferMetadataBuilder:
-        return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits)
+        return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits, splits=self.splits_mixed)
 
     def schedule(self, metadata: AttentionMetadata) -> None:
         assert isinstance(metadata, FlashInferMetadata)
@@ -182,3 +205,9 @@ class FlashInferBackend(GpuBackend):
                 )
             known = self._scales[layer.index, name] = scale_K, heads[0]
         return known[1]
+
+
+class FlashInferPartBackend(FlashInferBackend):
+    """One part of a split batch."""
+
+    splits_mixed = False

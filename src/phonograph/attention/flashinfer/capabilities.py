@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.declaration import Declaration
-from phonograph.attention.flashinfer.workspace import Sizes
+from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
@@ -41,10 +41,15 @@ class FlashInferCapabilities(Capabilities):
             "depend on tokens and slots alone"
         )
         if prefill_routine(spec, device.capability) == "fa3":
+            mixed = (
+                "a mixed graph has a launch of each"
+                if splits_mixed(spec)
+                else "a mixed graph has the latter alone, as decodes of more than one token have no wrapper of their own"
+            )
             return Support(
                 GraphSupport.ALWAYS,
                 f"{plans}: a decode wrapper for each number of slots, and its FA3 prefill, whose blocks take their "
-                "work from a list in such a buffer, for each number of tokens",
+                f"work from a list in such a buffer, for each number of tokens; {mixed}",
             )
         return Support(
             GraphSupport.UNIFORM_BATCH,

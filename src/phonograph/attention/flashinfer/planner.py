@@ -55,6 +55,8 @@ class Planner:
 
         # Zeros, so that what was never written is a page that exists.
         self.indices = zeros(sizes.pages())
+        # Of decodes and of prefills, which a mixed graph has both.
+        self._decode_pages, self._decode_last_page = zeros(slots + 1), zeros(slots)
         self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
         self._floats = torch.zeros(sizes.floats(), dtype=torch.uint8, device=device)
         self._fences: dict[int, Fence] = {}
@@ -69,9 +71,9 @@ class Planner:
             self._decode[slots] = self._make_decode(
                 self._sizes.decode_integers(slots),
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=self._pages[: slots + 1],
+                paged_kv_indptr_buffer=self._decode_pages[: slots + 1],
                 paged_kv_indices_buffer=self.indices,
-                paged_kv_last_page_len_buffer=self._last_page[:slots],
+                paged_kv_last_page_len_buffer=self._decode_last_page[:slots],
             )
         self._plan_decode(self._decode[slots], host, slots, in_graph=True)
         return Part(self._decode[slots], 0, slots)

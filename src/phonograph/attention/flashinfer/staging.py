@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata
-
-_TURNS = 4
-"""More than steps can be in flight."""
+_TURNS = 8
+"""More than steps can be in flight, of which a mixed one takes two."""
 
 
 class Fence:
@@ -35,7 +33,7 @@ class HostPlan:
     """One step's lengths as the library wants them, int32, for n <= N sequences and a slot of padding behind them.
 
     queries    [N+2]  running sum of query lengths; the padding slot has the rows of no request
-    pages      [N+2]  running sum of pages, from 0; the padding slot has none
+    pages      [N+2]  running sum of pages, from the first that is theirs; the padding slot has none
     last_page  [N+1]  keys in the last page, 0 where there are none
     lens       [N+1]  keys
     """
@@ -50,14 +48,21 @@ class HostPlan:
         self.lens = pinned(max_num_seqs + 1)
         self.fence = Fence(device)
 
-    def fill(self, common: CommonMetadata, num_seqs: int, *, num_rows: int, page_size: int) -> None:
-        """Takes the first `num_seqs` sequences of a batch, in `num_rows` rows with its padding."""
-        lens = common.seq_lens_cpu[:num_seqs]
+    def fill(self, starts: np.ndarray, lens: np.ndarray, *, num_rows: int, page_size: int, first_page: int = 0) -> None:
+        """Takes n sequences, in `num_rows` rows with their padding.
+
+        Args:
+            starts: [n+1] running sum of query lengths
+            lens: [n] keys
+            first_page: pages of the batch before theirs
+        """
+        num_seqs = len(lens)
         queries, pages = self.queries.numpy(), self.pages.numpy()
-        queries[: num_seqs + 1] = common.query_start_loc_cpu[: num_seqs + 1]
+        queries[: num_seqs + 1] = starts
         queries[num_seqs + 1] = num_rows
-        pages[0] = 0
+        pages[0] = first_page
         np.cumsum(-(-lens // page_size), out=pages[1 : num_seqs + 1])
+        pages[1 : num_seqs + 1] += first_page
         pages[num_seqs + 1] = pages[num_seqs]
         last_page, lengths = self.last_page.numpy(), self.lens.numpy()
         last_page[:num_seqs] = np.where(lens > 0, (lens - 1) % page_size + 1, 0)

@@ -30,6 +30,11 @@ _FA3_SHARED_WORKS = 4096
 """Above so many tiles in a head, all heads share one list."""
 
 
+def splits_mixed(spec: AttentionSpec) -> bool:
+    """Whether decodes of a mixed graph can have the decode wrapper, which takes one row of each sequence."""
+    return spec.speculative_tokens == 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """routine: of prefill, "fa2" or "fa3"; num_sms: of the device."""
@@ -58,6 +63,8 @@ class Sizes:
         """All that is kept on the device, by the wrappers of these graphs and by the two of eager steps."""
         limits, whole = self.limits, [key for key in graphs if key.graphs is not GraphSet.PIECEWISE]
         decodes = {key.num_reqs for key in whole if key.query_len == 1}
+        if splits_mixed(self.spec):
+            decodes |= {min(key.num_reqs, key.num_tokens) for key in whole if key.graphs is GraphSet.MIXED}
         prefills = {(key.num_reqs, key.num_tokens) for key in whole if key.query_len != 1}
         return (
             self.floats()
@@ -65,7 +72,7 @@ class Sizes:
             + 4 * self.pages()
             + sum(self.decode_integers(slots) for slots in decodes)
             + sum(self.prefill_integers(tokens, slots + 1) for slots, tokens in prefills)
-            + 4 * (3 * limits.max_num_seqs + 5)
+            + 4 * (5 * limits.max_num_seqs + 6)
         )
 
     def pages(self) -> int:
