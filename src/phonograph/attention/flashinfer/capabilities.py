@@ -44,7 +44,7 @@ class FlashInferCapabilities(Capabilities):
             mixed = (
                 "a mixed graph has a launch of each"
                 if splits_mixed(spec)
-                else "a mixed graph has the latter alone, as decodes of more than one token have no wrapper of their own"
+                else "a mixed graph has the latter alone, as decodes of several tokens have no wrapper of their own"
             )
             return Support(
                 GraphSupport.ALWAYS,
