@@ -1,12 +1,14 @@
 """Finds how the products between two attention launches run fastest in one launch, in the chain of all layers.
 
     python benchmarks/sweep_span.py --model DIR --rows 8 16 --output sweep.json
+    python benchmarks/sweep_span.py --model DIR --rows 8 16 32 --kind streamed
 
-DIR needs a config.json only. As in sweep_products.py, all layers with random weights and nothing in place of attention
-are captured as one graph: with a launch for each product, then with one a layer, one choice varied at a time, the
-others at the best known so far. Every configuration's rows are compared with those of launches apart. The best of them
-then run in an engine, behind attention, where their first weights may come sooner: the one that wins there is an entry
-for `MEASURED` in kernels/triton/span_plan.py.
+The first holds weights in registers (`span`, for small models), the second has them on their way all the time
+(`stream`, for large ones, on Hopper). DIR needs a config.json only. As in sweep_products.py, all layers with random
+weights and nothing in place of attention are captured as one graph: with a launch for each product, then with one a
+layer, one choice varied at a time, the others at the best known so far. Every configuration's rows are compared with
+those of launches apart. The best of them then run in an engine, behind attention, where their first weights may come
+sooner: the one that wins there is an entry for `MEASURED` in kernels/triton/span_plan.py.
 """
 
 from __future__ import annotations
@@ -31,17 +33,29 @@ from phonograph.evaluation.bench_engine import bench_decode
 from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.span_plan import MEASURED, ProductConfig, SpanConfig, SpanSizes, span_class
+from phonograph.kernels.triton.span_plan import (
+    MEASURED,
+    ProductConfig,
+    SpanConfig,
+    SpanSizes,
+    StreamConfig,
+    product_shapes,
+    span_class,
+)
 from phonograph.models.spec import read_model_spec
 
 WRONG = 0.02
 """Share by which the rows after all layers may differ from those of products apart."""
 
-Variation = Callable[[SpanConfig], list[SpanConfig]]
+MOST_SHARED = 222_000
+"""Bytes that the rings of `stream` may take; some more are for its barriers and exchanges."""
+
+Config = SpanConfig | StreamConfig
+Variation = Callable[[Any], list[Any]]
 
 
 @contextmanager
-def applied(rows_class: int, sizes: SpanSizes, config: SpanConfig | None) -> Iterator[None]:
+def applied(rows_class: int, sizes: SpanSizes, config: Config | None) -> Iterator[None]:
     """Has the decoder run so; None: with a launch for each product."""
     before = dict(MEASURED)
     MEASURED.clear()
@@ -54,9 +68,11 @@ def applied(rows_class: int, sizes: SpanSizes, config: SpanConfig | None) -> Ite
         MEASURED.update(before)
 
 
-def start(rows_class: int) -> SpanConfig:
-    """Eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
+def start(rows_class: int, sizes: SpanSizes, kind: str) -> Config:
+    """Held: eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
     rows = max(8, rows_class)
+    if kind == "streamed":
+        return streamed(StreamConfig(rows, 128, 128, 1, 6 if rows == 32 else 12, (1, 1, 1, 1)), sizes)
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
     return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
@@ -69,6 +85,40 @@ def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
         sums = max(1, product.sums * config.num_warps // num_warps)
         products.append(product._replace(sums=sums, block_k=max(product.block_k, 32 * num_warps * sums)))
     return SpanConfig(config.rows, num_warps, before, ahead, *products)
+
+
+def streamed(config: StreamConfig, sizes: SpanSizes, **changes: Any) -> StreamConfig:
+    """With as much of the weights on its way as fits, and each product in about as many units as there are processors
+    unless `changes` say otherwise."""
+    config = config._replace(**changes)
+    room = MOST_SHARED - config._replace(weight_stages=0).shared_bytes
+    config = config._replace(weight_stages=room // (2 * config.block_k * config.tile))
+    if "splits" in changes:
+        return config
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = [-(-outputs // config.tile) for outputs, _ in product_shapes(sizes, last=False)]
+    output, gate_up, down, qkv = (max(1, processors // count) for count in tiles)
+    return config._replace(splits=(output, gate_up, down, qkv))
+
+
+def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
+    """As `variations`, of `stream`."""
+
+    def tiles(config: StreamConfig) -> list[StreamConfig]:
+        return [streamed(config, sizes, tile=tile, block_k=block_k) for tile in (64, 128) for block_k in (64, 128, 256)]
+
+    def rows(config: StreamConfig) -> list[StreamConfig]:
+        return [streamed(config, sizes, row_stages=count, splits=config.splits) for count in (3, 4, 6, 8, 12, 16)]
+
+    def splits(config: StreamConfig) -> list[StreamConfig]:
+        found: list[StreamConfig] = []
+        for product in range(4):
+            for count in {1, config.splits[product] // 2, config.splits[product] + 1, 2 * config.splits[product]} - {0}:
+                changed = (*config.splits[:product], count, *config.splits[product + 1 :])
+                found.append(config._replace(splits=changed))
+        return found
+
+    return {"tiles": tiles, "rows": rows, "splits": splits, "splits again": splits}
 
 
 def variations() -> dict[str, Variation]:
@@ -101,26 +151,26 @@ def variations() -> dict[str, Variation]:
 class Trial:
     """A chain and the time and rows that configurations of it have."""
 
-    def __init__(self, model: str, rows: int, replays: int) -> None:
+    def __init__(self, model: str, rows: int, replays: int, kind: str) -> None:
         self.rows_class, self.replays = span_class(rows), replays
         spec = read_model_spec(Path(model))
         heads, kv_heads = (count * spec.head_size for count in (spec.num_query_heads, spec.num_kv_heads))
         self.sizes = SpanSizes(heads, spec.hidden_size, spec.intermediate_size, heads + 2 * kv_heads)
         # A decoder lists the weights of launches only if it may choose one.
-        with applied(self.rows_class, self.sizes, start(self.rows_class)):
+        with applied(self.rows_class, self.sizes, start(self.rows_class, self.sizes, kind)):
             self.chain = Chain(model, rows)
         self.num_layers: int = self.chain.decoder.spec.num_layers
         self.compile([None])
         self.wanted: torch.Tensor | None = None
 
-    def compile(self, configs: list[SpanConfig | None]) -> None:
+    def compile(self, configs: list[Config | None]) -> None:
         with torch.inference_mode(), compile_only() as kernels:
             for config in configs:
                 with applied(self.rows_class, self.sizes, config):
                     self.chain.run()
         load_kernels(kernels)
 
-    def milliseconds(self, config: SpanConfig | None) -> float:
+    def milliseconds(self, config: Config | None) -> float:
         """Raises ValueError where the rows are wrong."""
         with applied(self.rows_class, self.sizes, config):
             time_of_one = self.chain.milliseconds({}, self.rows_class, self.replays)
@@ -140,7 +190,7 @@ class Trial:
         return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def in_step(model: str, rows: int, context: int, sizes: SpanSizes, config: SpanConfig | None) -> float:
+def in_step(model: str, rows: int, context: int, sizes: SpanSizes, config: Config | None) -> float:
     """Milliseconds between tokens of an engine."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -159,15 +209,17 @@ def in_step(model: str, rows: int, context: int, sizes: SpanSizes, config: SpanC
     return row.facts["itl_ms"]
 
 
-def sweep(model: str, rows: int, seconds: float, replays: int, finalists: int, context: int) -> dict[str, Any]:
-    trial = Trial(model, rows, replays)
+def sweep(
+    model: str, rows: int, kind: str, seconds: float, replays: int, finalists: int, context: int
+) -> dict[str, Any]:
+    trial = Trial(model, rows, replays, kind)
     apart = trial.milliseconds(None)
-    best = start(trial.rows_class)
+    best = start(trial.rows_class, trial.sizes, kind)
     trial.compile([best])
     now = trial.milliseconds(best)
     print(f"{rows} rows: {apart:.4f} ms apart, {now:.4f} ms with {best}", flush=True)
     end, rounds, known = time.monotonic() + seconds, [], {best: now}
-    for name, vary in variations().items():
+    for name, vary in (variations() if kind == "held" else stream_variations(trial.sizes)).items():
         if time.monotonic() > end:
             print(f"{rows} rows: no time left for {name}", flush=True)
             break
@@ -205,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--kind", choices=("held", "streamed"), default="held", help="of weights")
     parser.add_argument("--seconds", type=float, default=240, help="for each number of rows, compilation included")
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--finalists", type=int, default=3, help="configurations that run in an engine at the end")
@@ -213,7 +266,15 @@ def main() -> None:
     arguments = parser.parse_args()
     origin = provenance()
     results = [
-        sweep(arguments.model, rows, arguments.seconds, arguments.replays, arguments.finalists, arguments.context)
+        sweep(
+            arguments.model,
+            rows,
+            arguments.kind,
+            arguments.seconds,
+            arguments.replays,
+            arguments.finalists,
+            arguments.context,
+        )
         for rows in arguments.rows
     ]
     if arguments.output is not None:

@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 import triton
 from decode_problem import Case, Problem
+from span_layer import Layer, poisoned_scratch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import attention_decode, attention_plan
+from phonograph.kernels.triton import attention_decode, attention_plan, stream
+from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig
 
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -98,7 +100,7 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
-    for module in (attention_decode, attention_plan):
+    for module in (attention_decode, attention_plan, stream):
         module.pdl_usable = lambda: True
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
@@ -122,6 +124,11 @@ def main() -> None:
         name = str(case)
         problem = Problem(case, torch.device("cpu"))
         problem.run(problem.plan())
+    sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
+    for config in (StreamConfig(8, 64, 128, 11, 12, (2, 1, 2, 1)), StreamConfig(32, 128, 128, 5, 6, (2, 2, 4, 1))):
+        name = str(config)
+        layer = Layer(config.rows, sizes, torch.bfloat16, torch.device("cpu"), bias=config.rows == 8)
+        layer.run(config, poisoned_scratch(torch.device("cpu")), 1)
     report = {name: unwritten_reads(kernel.asm["cubin"]) for name, kernel in kernels.items()}
     print(json.dumps(report))
 

@@ -30,7 +30,7 @@ from phonograph.kernels.triton.linear import (
     takes_squares,
 )
 from phonograph.kernels.triton.span import SpanWeights, run_span
-from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, choose_span, has_span
+from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, StreamConfig, choose_span, has_span
 from phonograph.models.decoder import Decoder, DecoderLayer
 from phonograph.models.workspace import Workspace
 
@@ -119,7 +119,9 @@ class FusedDecoder:
             gemv.gemv_add(inner, layer.down.t(), layer.down_bias, hidden)
         return hidden
 
-    def _few(self, input_ids_T: torch.Tensor, attention: FusedAttention, config: SpanConfig) -> torch.Tensor:
+    def _few(
+        self, input_ids_T: torch.Tensor, attention: FusedAttention, config: SpanConfig | StreamConfig
+    ) -> torch.Tensor:
         space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
         hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
         attended, inner = space.attention_TF[:rows], space.inner_TI[:rows]

@@ -48,6 +48,7 @@ from phonograph.kernels.triton.pdl import pdl_usable
 from phonograph.kernels.triton.span_plan import (
     SpanConfig,
     SpanSizes,
+    StreamConfig,
     asked_until,
     make_plan,
     num_products,
@@ -82,7 +83,7 @@ def run_span(
     eps: float,
     *,
     scratch: LinearScratch,
-    config: SpanConfig,
+    config: SpanConfig | StreamConfig,
     num_programs: int | None = None,
 ) -> None:
     """hidden += O(attended); inner = silu(gate) * up of its norm; hidden += down(inner); qkv = QKV of its next norm.
@@ -97,6 +98,14 @@ def run_span(
     processors = _num_processors(hidden_ME.device)
     num_programs = num_programs or processors
     assert num_programs <= processors, "programs that wait for one another must all be on the device"
+    biases = weights.output_bias_E, weights.gate_up_bias_2I, weights.down_bias_E, weights.qkv_bias_F
+    norms = weights.mlp_norm_E, weights.next_norm_E
+    if isinstance(config, StreamConfig):
+        # Here, since it imports what not every Triton has.
+        from phonograph.kernels.triton.stream import run_stream
+
+        run_stream(matrices, biases, norms, rows, eps, scratch=scratch, config=config, num_programs=num_programs)
+        return
     sizes = SpanSizes(*(one.shape[1] for one in (attended_MQ, hidden_ME, inner_MI, qkv_MF)))
     plan = make_plan(sizes, config, num_programs, last=weights.qkv_FE is None)
     assert len(hidden_ME) <= config.rows and all(one.stride(1) == 1 for one in (*matrices, *rows))
@@ -107,8 +116,8 @@ def run_span(
         tuple(one.stride(0) for one in rows),
         tuple(matrices),
         tuple(one.stride(0) for one in matrices),
-        (weights.output_bias_E, weights.gate_up_bias_2I, weights.down_bias_E, weights.qkv_bias_F),
-        (weights.mlp_norm_E, weights.next_norm_E),
+        biases,
+        norms,
         scratch.squares,
         scratch.barrier,
         len(hidden_ME),

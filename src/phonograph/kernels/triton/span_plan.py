@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,26 @@ class SpanConfig(NamedTuple):
     qkv: ProductConfig
 
 
+class StreamConfig(NamedTuple):
+    """Of `stream`: `rows` (8, 16 or 32) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
+    weight rows or of all rows.
+
+    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV.
+    """
+
+    rows: int
+    tile: int
+    block_k: int
+    weight_stages: int
+    row_stages: int
+    splits: tuple[int, int, int, int]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of its rings, of 16-bit elements."""
+        return 2 * self.block_k * (self.weight_stages * self.tile + self.row_stages * self.rows)
+
+
 class SpanSizes(NamedTuple):
     """Q, E, I and F."""
 
@@ -61,7 +82,7 @@ class SpanSizes(NamedTuple):
 
 
 _QWEN3_600M = SpanSizes(attended=2048, hidden=1024, intermediate=3072, qkv=4096)
-MEASURED: dict[tuple[int, SpanSizes], SpanConfig] = {
+MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
     (8, _QWEN3_600M): SpanConfig(
         8, 8, 64, 128, ProductConfig(8, 2048, 4), ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 4),
         ProductConfig(32, 1024, 1),
@@ -79,15 +100,24 @@ def span_class(num_rows: int) -> int:
     return 1 if num_rows == 1 else rows_class(num_rows)
 
 
-def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConfig | None:
+@functools.cache
+def stream_usable() -> bool:
+    """Whether the current device can run `stream`, and this Triton has the language that it is written in."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return find_spec("triton.experimental.gluon") is not None
+
+
+def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConfig | StreamConfig | None:
     """How all products between two attention launches run in one; None: in a launch each.
 
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or num_rows > 16:
+    if dtype != torch.bfloat16 or num_rows > 32:
         return None
-    return MEASURED.get((span_class(num_rows), sizes))
+    config = MEASURED.get((span_class(num_rows), sizes))
+    return None if isinstance(config, StreamConfig) and not stream_usable() else config
 
 
 def has_span(sizes: SpanSizes) -> bool:
@@ -129,8 +159,7 @@ class SpanPlan:
 @functools.cache
 def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: bool) -> SpanPlan:
     """last: no layer follows, so there is no QKV."""
-    attended, hidden, intermediate, qkv = sizes
-    shapes = [(hidden, attended), (intermediate, hidden), (hidden, intermediate), (qkv, hidden)][: 3 if last else 4]
+    shapes = product_shapes(sizes, last=last)
     threads = 32 * config.num_warps
     products: list[Product] = []
     registers: list[int] = []
@@ -155,6 +184,76 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
             until.append(max(asked, until[-1] if until else 0))
     until.append(len(registers))
     return SpanPlan(tuple(products), tuple(until), config.rows, config.num_warps, num_programs)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamProduct:
+    """N outputs in `tiles`, each in `steps` of block_k inputs, of which `splits` programs take a share: `units` in all.
+
+    The rest is the same for all products of a launch; products: how many there are.
+    """
+
+    outputs: int
+    inputs: int
+    tiles: int
+    steps: int
+    splits: int
+    units: int
+    tile: int
+    rows: int
+    weight_stages: int
+    row_stages: int
+    products: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """num_partials, num_squares: float32 values of scratch."""
+
+    products: tuple[StreamProduct, ...]
+    num_partials: int
+    num_squares: int
+
+
+@functools.cache
+def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> StreamPlan:
+    """last: no layer follows, so there is no QKV."""
+    shapes = product_shapes(sizes, last=last)
+    products: list[StreamProduct] = []
+    for (outputs, inputs), splits in zip(shapes, config.splits, strict=False):
+        tiles, steps = -(-outputs // config.tile), -(-inputs // config.block_k)
+        assert splits <= steps, "each program has a step at least"
+        products.append(
+            StreamProduct(
+                outputs=outputs,
+                inputs=inputs,
+                tiles=tiles,
+                steps=steps,
+                splits=splits,
+                units=tiles * splits,
+                tile=config.tile,
+                rows=config.rows,
+                weight_stages=config.weight_stages,
+                row_stages=config.row_stages,
+                products=len(shapes),
+            )
+        )
+    plane = config.tile * config.rows
+    partials = (one.units * plane * (2 if at == 1 else 1) for at, one in enumerate(products) if one.splits > 1)
+    return StreamPlan(
+        tuple(products), max(partials, default=0), max(products[0].tiles, products[2].tiles) * config.rows
+    )
+
+
+def product_shapes(sizes: SpanSizes, *, last: bool) -> list[tuple[int, int]]:
+    """(N, K) of O, of gate-up for each of the two, of down and, where a layer follows, of QKV."""
+    attended, hidden, intermediate, qkv = sizes
+    return [(hidden, attended), (intermediate, hidden), (hidden, intermediate), (qkv, hidden)][: 3 if last else 4]
+
+
+@triton.constexpr_function
+def stream_value(plan, index, name):
+    return getattr(plan.products[index], name)
 
 
 @triton.constexpr_function

@@ -1,0 +1,461 @@
+"""What a step of a large model does between two attention launches, in one launch: for up to 32 rows, on Hopper.
+
+The products are those of `span`, and so are the barriers between them. There a program holds the weights of its next
+product in registers, which is most of a small model's product; here a product takes tens of microseconds, and what is
+lost is that memory stands still while programs meet: four launches a layer drain and start again, some 3 us each.
+
+So weights have a warp of their own. It asks the copy engine for tile after tile of a program's share, of one product
+after another, into a ring in shared memory, and waits for nothing but room in the ring: 180 KB a multiprocessor, which
+is what memory delivers in 5 us. A second warp brings the rows, a tile of them for each tile of weights; it waits at the
+barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
+less is at work on the next product's weights.
+
+A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Where the inputs
+of a tile are shared out, parts are added in a fixed order by the program that comes last, as in `linear`. Norms are
+divided by at the end of the product that takes them, as in `span`.
+
+Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
+language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
+run it on threads (`tests/support/gluon_on_threads.py`).
+
+Shapes: as in `span`.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportRedeclaration=false
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from phonograph.kernels.triton.linear import LinearScratch
+from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig, make_stream_plan, stream_value
+
+
+def run_stream(
+    matrices: list[torch.Tensor],
+    biases: tuple[torch.Tensor | None, ...],
+    norms: tuple[torch.Tensor | None, ...],
+    rows: tuple[torch.Tensor, ...],
+    eps: float,
+    *,
+    scratch: LinearScratch,
+    config: StreamConfig,
+    num_programs: int,
+) -> None:
+    """What `span.run_span` does, in this way.
+
+    Args:
+        matrices: O, gate and up, down and, but for the last layer, QKV; bfloat16, rows at multiples of 16 bytes
+        biases: of the four; norms: the weights of the two
+        rows: attended, hidden, normed, inner, qkv; at most `config.rows`, the inputs at multiples of 16 bytes
+        num_programs: all of which the device runs at once
+    """
+    attended, hidden, normed, inner, qkv = rows
+    sizes = SpanSizes(*(one.shape[1] for one in (attended, hidden, inner, qkv)))
+    plan = make_stream_plan(sizes, config, last=len(matrices) == 3)
+    assert len(hidden) <= config.rows and hidden.dtype == torch.bfloat16
+    assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
+    weight_layout, row_layout = (
+        gl.NVMMASharedLayout.get_default_for([height, config.block_k], gl.bfloat16)
+        for height in (config.tile, config.rows)
+    )
+    weights = [TensorDescriptor.from_tensor(one, [config.tile, config.block_k], weight_layout) for one in matrices]
+    inputs = [
+        TensorDescriptor.from_tensor(one, [config.rows, config.block_k], row_layout)
+        for one in (attended, normed, inner)
+    ]
+    pdl = pdl_usable()
+    _stream_kernel[(num_programs,)](
+        # Of the last layer nothing reads the fourth.
+        *weights,
+        *weights[: 4 - len(weights)],
+        *inputs,
+        (hidden, normed, inner, qkv),
+        tuple(one.stride(0) for one in (hidden, normed, inner, qkv)),
+        biases,
+        norms,
+        scratch.squares,
+        scratch.barrier,
+        scratch.partials,
+        scratch.arrived,
+        len(hidden),
+        eps,
+        PLAN=plan,
+        PROGRAMS=num_programs,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=config.tile // 16,
+        maxnreg=128,
+    )
+
+
+@gluon.jit
+def _wait_for_kernel_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _order_for_copy_engine():
+    """Between what threads wrote to memory and the copy engine's reads of it: by who wrote, and by who asks."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _arrival(PROGRAMS: gl.constexpr):
+    """2^31 in all, so that the last one turns the counter's sign (see `span`)."""
+    return gl.where(gl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
+
+
+@gluon.jit
+def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
+    """Lets the others know that all that the program has written is there."""
+    _order_for_copy_engine()
+    gl.thread_barrier()
+    gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
+
+
+@gluon.jit
+def _wait(barrier_ptr, TURNED: gl.constexpr):
+    """Waits until the counter's sign is set (or is not). The program's first thread asks, for those that multiply."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %wait;
+        .reg .s32 %now;
+        mov.u32 %now, %tid.x;
+        setp.ne.s32 %wait, %now, 0;
+        @%wait bra all_arrived;
+        ask_again:
+        ld.acquire.gpu.global.s32 %now, [$1];
+        xor.b32 %now, %now, $2;
+        setp.ge.s32 %wait, %now, 0;
+        @%wait bra ask_again;
+        all_arrived:
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [barrier_ptr, 0 if TURNED else -1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """Of a unit its tile, which part of the inputs, and that part's first step and the one behind its last."""
+    splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
+    steps: gl.constexpr = stream_value(PLAN, PRODUCT, "steps")
+    part = unit % splits
+    return unit // splits, part, part * steps // splits, (part + 1) * steps // splits
+
+
+@gluon.jit
+def _behind(at, turn, STAGES: gl.constexpr):
+    """The next place in a ring, and the parity of the turn that it belongs to."""
+    wraps = at + 1 == STAGES
+    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
+
+
+@gluon.jit
+def _load_product(
+    descriptor,
+    ring,
+    full,
+    empty,
+    place,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
+    STAGES: gl.constexpr = ring.type.shape[0]
+    block_k: gl.constexpr = ring.type.shape[2]
+    tile_size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
+    halves: gl.constexpr = 2 if PRODUCT == 1 and not ROWS else 1
+    at, turn = place
+    for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
+        tile, _, first, end = _share(unit, PLAN, PRODUCT)
+        for step in range(first, end):
+            for half in gl.static_range(halves):
+                row = 0 if ROWS else tile * tile_size + half * N
+                mbarrier.wait(empty.index(at), turn ^ 1)
+                mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
+                tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
+                at, turn = _behind(at, turn, STAGES)
+    return at, turn
+
+
+@gluon.jit
+def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
+    place = (0, 0)
+    for product in gl.static_range(stream_value(PLAN, 0, "products")):
+        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, False)
+
+
+@gluon.jit
+def _load_rows(descriptors, ring, full, empty, ready, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
+    place = (0, 0)
+    if PDL:
+        _wait_for_kernel_before()
+    for product in gl.static_range(stream_value(PLAN, 0, "products")):
+        # One for each product: a program without units could run ahead, and a parity would be missed.
+        if product > 0:
+            mbarrier.wait(ready.index(product - 1), 0)
+        _order_for_copy_engine()
+        source = descriptors[1 if product == 3 else product]
+        place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, True)
+
+
+@gluon.jit
+def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A unit's sums [tile, rows], of gate and up both; where it leaves the rings."""
+    weights, weights_full, weights_empty, rows, rows_full, rows_empty = rings
+    at, turn, row_at, row_turn = places
+    shape: gl.constexpr = [weights.type.shape[1], rows.type.shape[1]]
+    sums = gl.zeros(shape, gl.float32, LAYOUT)
+    ups = gl.zeros(shape, gl.float32, LAYOUT)
+    for _ in range(first, end):
+        mbarrier.wait(rows_full.index(row_at), row_turn)
+        x = rows.index(row_at).permute((1, 0))
+        for half in gl.static_range(2 if PAIRS else 1):
+            mbarrier.wait(weights_full.index(at), turn)
+            if half == 0:
+                pending = warpgroup_mma(weights.index(at), x, sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=(pending,))
+            else:
+                pending = warpgroup_mma(weights.index(at), x, ups, is_async=True)
+                ups = warpgroup_mma_wait(0, deps=(pending,))
+            # All warps have read it.
+            gl.thread_barrier()
+            mbarrier.arrive(weights_empty.index(at), count=1)
+            at, turn = _behind(at, turn, weights.type.shape[0])
+        mbarrier.arrive(rows_empty.index(row_at), count=1)
+        row_at, row_turn = _behind(row_at, row_turn, rows.type.shape[0])
+    return sums, ups, (at, turn, row_at, row_turn)
+
+
+@gluon.jit
+def _add_parts(part_ptrs, part, arrived_ptr, sums, ups, SPLITS: gl.constexpr, PLANE: gl.constexpr, PAIRS: gl.constexpr):
+    """The sums over all parts, for the program that comes last; whether this is it."""
+    stride: gl.constexpr = 2 * PLANE if PAIRS else PLANE
+    gl.store(part_ptrs + part * stride, sums)
+    if PAIRS:
+        gl.store(part_ptrs + part * stride + PLANE, ups)
+    gl.thread_barrier()
+    before = gl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    gl.thread_barrier()
+    is_last = before == SPLITS - 1
+    if is_last:
+        sums = gl.load(part_ptrs, cache_modifier=".cg")
+        if PAIRS:
+            ups = gl.load(part_ptrs + PLANE, cache_modifier=".cg")
+        for other in gl.static_range(1, SPLITS):
+            sums += gl.load(part_ptrs + other * stride, cache_modifier=".cg")
+            if PAIRS:
+                ups += gl.load(part_ptrs + other * stride + PLANE, cache_modifier=".cg")
+        gl.store(arrived_ptr, 0)
+    return sums, ups, is_last
+
+
+@gluon.jit
+def _run_product(
+    rings,
+    places,
+    ready,
+    target_ptr,
+    target_stride,
+    normed_ptr,
+    normed_stride,
+    bias_ptr,
+    norm_ptr,
+    squares_ptr,
+    barrier_ptr,
+    partials_ptr,
+    arrived_ptr,
+    M,
+    eps,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    """Waits for its input, multiplies, and arrives at the barrier behind it."""
+    # O and down add to the residual stream and leave a norm, gate-up (in pairs) and QKV take one.
+    ADD: gl.constexpr = PRODUCT % 2 == 0
+    PAIRS: gl.constexpr = PRODUCT == 1
+    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
+    splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
+    tile_size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
+    LEAVES_NORM: gl.constexpr = ADD and stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1
+    plane: gl.constexpr = tile_size * ROWS
+    planes: gl.constexpr = 2 * plane if PAIRS else plane
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[tile_size // 16, 1], instr_shape=[16, ROWS, 16]
+    )
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    output = gl.arange(0, tile_size, layout=gl.SliceLayout(1, LAYOUT))
+    if PRODUCT > 0:
+        _wait(barrier_ptr, PRODUCT % 2 == 1)
+        mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
+    if not ADD:
+        square_tiles: gl.constexpr = stream_value(PLAN, PRODUCT - 1, "tiles")
+        places_of_squares: gl.constexpr = triton.next_power_of_2(max(square_tiles, tile_size))
+        square_tile = gl.arange(0, places_of_squares, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        square_mask = (square_tile < square_tiles) & (m[None, :] < ROWS)
+        square_ptrs = squares_ptr + square_tile * ROWS + m[None, :]
+        squares = gl.load(square_ptrs, mask=square_mask, other=0.0, cache_modifier=".cg")
+        factor = gl.rsqrt(gl.sum(squares, 0) / stream_value(PLAN, PRODUCT, "inputs") + eps)[None, :]
+    for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
+        tile, part, first, end = _share(unit, PLAN, PRODUCT)
+        n = tile * tile_size + output
+        mask = (n < N)[:, None] & (m < M)[None, :]
+        out_ptrs = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
+        if ADD:
+            residual = gl.load(out_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(gl.float32)
+        sums, ups, places = _multiply(rings, places, first, end, PAIRS, LAYOUT)
+        is_last = True
+        if splits > 1:
+            part_ptrs = partials_ptr + tile * (splits * planes) + output[:, None] * ROWS + m[None, :]
+            sums, ups, is_last = _add_parts(part_ptrs, part, arrived_ptr + tile, sums, ups, splits, plane, PAIRS)
+        if is_last:
+            if not ADD:
+                sums *= factor
+                ups *= factor
+            if bias_ptr is not None:
+                sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+                if PAIRS:
+                    ups += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+            if ADD:
+                sums += residual
+            if PAIRS:
+                sums = sums / (1.0 + gl.exp(-sums)) * ups
+            rounded = sums.to(gl.bfloat16)
+            gl.store(out_ptrs, rounded, mask=mask)
+            if LEAVES_NORM:
+                value = gl.where(mask, rounded.to(gl.float32), 0.0)
+                gl.store(squares_ptr + tile * ROWS + m, gl.sum(value * value, 0))
+                value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+                normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
+                gl.store(normed_ptrs, value.to(gl.bfloat16), mask=mask)
+    if stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
+        _arrive(barrier_ptr, PROGRAMS)
+    return places
+
+
+@gluon.jit
+def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
+    """What those warps do that multiply."""
+    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, arrived_ptr = tensors
+    if PDL:
+        _wait_for_kernel_before()
+    places = (0, 0, 0, 0)
+    for product in gl.static_range(stream_value(PLAN, 0, "products")):
+        places = _run_product(
+            rings,
+            places,
+            ready,
+            row_ptrs[0 if product % 2 == 0 else product // 2 + 2],
+            row_strides[0 if product % 2 == 0 else product // 2 + 2],
+            row_ptrs[1],
+            row_strides[1],
+            bias_ptrs[product],
+            norm_ptrs[product // 2],
+            squares_ptr,
+            barrier_ptr,
+            partials_ptr,
+            arrived_ptr,
+            M,
+            eps,
+            PLAN,
+            product,
+            PROGRAMS,
+        )
+    if stream_value(PLAN, 0, "products") == 4:
+        # An odd number of turns so far. No one waits for this one.
+        gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="relaxed", scope="gpu")
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _stream_kernel(
+    output_weights,
+    gate_up_weights,
+    down_weights,
+    qkv_weights,
+    attended,
+    normed,
+    inner,
+    row_ptrs,
+    row_strides,
+    bias_ptrs,
+    norm_ptrs,
+    squares_ptr,
+    barrier_ptr,
+    partials_ptr,
+    arrived_ptr,
+    M,
+    eps,
+    PLAN: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """row_ptrs: hidden, normed, inner, qkv; descriptors of what the copy engine reads."""
+    if PDL:
+        _let_next_kernel_start()
+    W: gl.constexpr = stream_value(PLAN, 0, "weight_stages")
+    X: gl.constexpr = stream_value(PLAN, 0, "row_stages")
+    block_k: gl.constexpr = output_weights.block_type.shape[1]
+    weights = gl.allocate_shared_memory(
+        gl.bfloat16, [W, output_weights.block_type.shape[0], block_k], output_weights.layout
+    )
+    rows = gl.allocate_shared_memory(gl.bfloat16, [X, attended.block_type.shape[0], block_k], attended.layout)
+    weights_full = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
+    weights_empty = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
+    rows_full = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
+    rows_empty = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(W):
+        mbarrier.init(weights_full.index(stage), count=1)
+        mbarrier.init(weights_empty.index(stage), count=1)
+    for stage in gl.static_range(X):
+        mbarrier.init(rows_full.index(stage), count=1)
+        mbarrier.init(rows_empty.index(stage), count=1)
+    for product in gl.static_range(3):
+        mbarrier.init(ready.index(product), count=1)
+    fence_async_shared()
+    rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
+    tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, arrived_ptr)
+    matrices = (output_weights, gate_up_weights, down_weights, qkv_weights)
+    gl.warp_specialize(
+        [
+            (_run, (rings, ready, tensors, M, eps, PLAN, PROGRAMS, PDL)),
+            (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN, PROGRAMS)),
+            (_load_rows, ((attended, normed, inner), rows, rows_full, rows_empty, ready, PLAN, PROGRAMS, PDL)),
+        ],
+        [1, 1],
+        [24, 24],
+    )

@@ -1,0 +1,146 @@
+"""The products between two attention launches with weights on their way all the time, against torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gluon_on_threads
+import pytest
+import torch
+from span_layer import Layer, poisoned_scratch
+
+from phonograph.kernels.triton import span_plan
+from phonograph.kernels.triton.linear import LinearScratch, linear
+from phonograph.kernels.triton.span_plan import MEASURED, SpanSizes, StreamConfig, choose_span, make_stream_plan
+
+stream = pytest.importorskip("phonograph.kernels.triton.stream")
+
+LLAMA3_8B = SpanSizes(attended=4096, hidden=4096, intermediate=14336, qkv=6144)
+SMALL = SpanSizes(attended=200, hidden=136, intermediate=264, qkv=328)
+"""No multiple of a tile or a step."""
+NARROW = SpanSizes(attended=64, hidden=64, intermediate=72, qkv=64)
+"""Fewer units than programs, in each product."""
+CASES = [
+    (1, SMALL, StreamConfig(8, 64, 64, 3, 2, (1, 1, 1, 1)), False),
+    (8, SMALL, StreamConfig(8, 64, 128, 2, 5, (2, 1, 2, 1)), True),
+    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 3, 2)), True),
+    (16, SMALL, StreamConfig(16, 128, 64, 3, 4, (4, 3, 5, 1)), False),
+    (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (3, 1, 1, 2)), True),
+    (5, NARROW, StreamConfig(8, 64, 64, 3, 3, (1, 1, 2, 1)), False),
+    (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1)), True),
+]
+"""rows, sizes, config, bias"""
+
+
+def real_config(rows: int, tile: int = 128) -> StreamConfig:
+    rows = max(8, 1 << (rows - 1).bit_length())
+    splits = (4, 1, 4, 2) if tile == 128 else (2, 1, 2, 1)
+    return StreamConfig(rows, tile, 128, 5 * 128 // tile, 6 if rows > 16 else 12, splits)
+
+
+def check(
+    rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, device: torch.device, num_programs: int | None
+) -> None:
+    scratch = poisoned_scratch(device)
+    for last in (False, True, False):  # the next finds what the one before left in the scratch
+        layer = Layer(rows, sizes, torch.bfloat16, device, bias=bias, seed=rows)
+        layer.run(config, scratch, num_programs, last=last)
+        layer.check(last=last)
+        assert not scratch.barrier.any() and not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "sizes", "config", "bias"), CASES)
+def test_on_threads(
+    rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares, rings and barriers as they are written, but not layouts or the visibility of writes."""
+    monkeypatch.setattr(stream, "_stream_kernel", gluon_on_threads.launcher(stream, "_stream_kernel"))
+    monkeypatch.setattr("phonograph.kernels.triton.span._num_processors", lambda device: num_programs)
+    check(rows, sizes, config, bias, torch.device("cpu"), num_programs)
+
+
+@pytest.mark.parametrize("broken", ["arrive", "wait"])
+def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring whose places are never free stops; one that is overwritten too soon gives wrong sums."""
+    monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 0.5)
+    if broken == "arrive":
+        monkeypatch.setattr(gluon_on_threads._Mbarrier, "arrive", lambda barrier, *, count: None)
+    else:
+        monkeypatch.setattr(gluon_on_threads._Mbarrier, "wait", lambda barrier, parity: None)
+    with pytest.raises((AssertionError, gluon_on_threads._Stuck)):
+        test_on_threads(11, *CASES[2][1:], 3, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [3, 100])
+@pytest.mark.parametrize(("rows", "sizes", "config", "bias"), CASES)
+def test_small_sizes(
+    rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, num_programs: int, device: torch.device
+) -> None:
+    check(rows, sizes, config, bias, device, num_programs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize(("rows", "bias"), [(2, True), (5, False), (8, False), (11, True), (16, False), (32, True)])
+def test_real_sizes(rows: int, bias: bool, tile: int, device: torch.device) -> None:
+    check(rows, LLAMA3_8B, real_config(rows, tile), bias, device, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 32])
+def test_launches_in_a_row(rows: int, device: torch.device) -> None:
+    """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
+    attention between them; after a pause nothing overlaps."""
+    config, scratch = real_config(rows), poisoned_scratch(device)
+    layers = [Layer(rows, LLAMA3_8B, torch.bfloat16, device, bias=False, seed=seed) for seed in range(3)]
+    layer, weights = layers[0], [one.weights for one in layers]
+    generator = torch.Generator().manual_seed(9)
+    mix = (torch.randn(4096, 6144, generator=generator) / 80).to(torch.bfloat16).to(device)
+    start = layer.attended.clone()
+
+    def chain(pause: bool) -> None:
+        for index in range(60):
+            layer.weights = weights[index % 3]
+            layer.run(config, scratch)
+            if pause:
+                torch.cuda.synchronize()
+            linear(layer.qkv, mix, None, layer.attended, scratch=scratch)
+            if pause:
+                torch.cuda.synchronize()
+
+    def again(run: Callable[[], None]) -> list[torch.Tensor]:
+        layer.attended.copy_(start)
+        layer.hidden.copy_(layer.residual)
+        for one in (layer.normed, layer.inner, layer.qkv, scratch.squares):
+            one.fill_(float("nan"))
+        run()
+        assert not scratch.barrier.any()
+        return [layer.hidden.clone(), layer.inner.clone(), layer.qkv.clone()]
+
+    wanted = again(lambda: chain(pause=True))
+    assert all(one.isfinite().all() for one in wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(pause=False)
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(again(graph.replay), wanted, strict=True))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_scratch_is_large_enough(rows: int, last: bool) -> None:
+    scratch: LinearScratch = poisoned_scratch(torch.device("cpu"))
+    for tile in (64, 128):
+        plan = make_stream_plan(LLAMA3_8B, real_config(rows, tile), last=last)
+        assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
+        assert real_config(rows, tile).shared_bytes < 220_000
+
+
+def test_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = real_config(8)
+    monkeypatch.setitem(MEASURED, (8, NARROW), config)
+    for usable in (True, False):
+        monkeypatch.setattr(span_plan, "stream_usable", lambda usable=usable: usable)
+        assert choose_span(5, NARROW, torch.bfloat16) == (config if usable else None)

@@ -1,0 +1,265 @@
+"""Runs Gluon kernels without a GPU: each group of warps of each program is a thread, its tensors are torch's.
+
+Triton's interpreter does not know Gluon. This knows what `kernels/triton/stream.py` uses of it, with the waits, counts
+and parities of its barriers and the copy engine's tiles, so that shares, rings and barriers are tried as they are
+written. Not tried here: layouts, and the order in which writes become visible. Threads change places at random.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+_PATIENCE = 60.0
+"""Seconds that a wait may take; more is a deadlock."""
+_here = threading.local()
+_memory = threading.Lock()
+
+
+class _Stuck(Exception):
+    pass
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not holds():
+        if _here.failed or time.monotonic() > end:
+            raise _Stuck(f"{threading.current_thread().name} waits for {what}")
+        time.sleep(random.random() * 1e-4)
+
+
+@dataclass
+class Pointer:
+    """Elements of a tensor's storage, counted from its start."""
+
+    memory: torch.Tensor
+    at: Any = 0
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Pointer:
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # pyright: ignore[reportArgumentType]
+        return cls(whole, tensor.storage_offset())
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.at + other)
+
+
+class Shared:
+    """A tensor in shared memory, poisoned."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.type = types.SimpleNamespace(shape=list(values.shape))
+
+    def index(self, at: Any) -> Shared:
+        return Shared(self.values[int(at)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.values.permute(order))
+
+
+class Barrier:
+    """Of shared memory: a phase ends when all have arrived and all bytes have."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phase = 0
+        self.lock = threading.Lock()
+
+    def arrive(self, *, bytes_expected: int = 0, arrivals: int = 0, bytes_come: int = 0) -> None:
+        with self.lock:
+            self.left -= arrivals
+            self.bytes += bytes_expected - bytes_come
+            assert self.left >= 0, "more arrivals than the barrier counts"
+            if self.left == 0 and self.bytes == 0:
+                self.phase, self.left = self.phase + 1, self.count
+
+
+class _Barriers:
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, at: Any) -> Barrier:
+        return self.all[int(at)]
+
+
+class _Mbarrier:
+    @staticmethod
+    def MBarrierLayout() -> str:
+        return "barriers"
+
+    @staticmethod
+    def init(barrier: Barrier, *, count: int) -> None:
+        barrier.count = barrier.left = count
+
+    @staticmethod
+    def expect(barrier: Barrier, size: int) -> None:
+        barrier.arrive(arrivals=1, bytes_expected=size)
+
+    @staticmethod
+    def arrive(barrier: Barrier, *, count: int = 1) -> None:
+        barrier.arrive(arrivals=count)
+
+    @staticmethod
+    def wait(barrier: Barrier, parity: Any) -> None:
+        _until(lambda: barrier.phase % 2 != int(parity), f"a barrier at phase {barrier.phase}, {barrier.left} missing")
+
+
+class Descriptor:
+    """What the copy engine knows of a tensor: tiles beyond its edges have zeros there."""
+
+    def __init__(self, given: Any) -> None:
+        self.tensor, self.layout = given.base, given.layout
+        size = given.block_shape[0] * given.block_shape[1] * given.base.element_size()
+        self.block_type = types.SimpleNamespace(shape=given.block_shape, nbytes=size)
+
+
+class _Tma:
+    @staticmethod
+    def async_copy_global_to_shared(descriptor: Descriptor, place: list[Any], barrier: Barrier, to: Shared) -> None:
+        row, column = map(int, place)
+        height, width = descriptor.block_type.shape
+        to.values.zero_()
+        found = descriptor.tensor[row : row + height, column : column + width]
+        to.values[: found.shape[0], : found.shape[1]] = found
+        barrier.arrive(bytes_come=descriptor.block_type.nbytes)
+
+
+class _Language:
+    """Stands for `triton.experimental.gluon.language`."""
+
+    int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+    static_range = range
+    NVMMADistributedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
+    rsqrt, exp = staticmethod(torch.rsqrt), staticmethod(torch.exp)
+
+    @staticmethod
+    def thread_barrier() -> None:
+        time.sleep(random.random() * 1e-5)
+
+    @staticmethod
+    def program_id(axis: int) -> int:
+        assert axis == 0
+        return _here.program
+
+    @staticmethod
+    def arange(first: int, end: int, *, layout: Any) -> torch.Tensor:
+        return torch.arange(first, end)
+
+    @staticmethod
+    def zeros(shape: list[int], dtype: torch.dtype, layout: Any) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def sum(values: torch.Tensor, axis: int) -> torch.Tensor:
+        return values.sum(axis)
+
+    @staticmethod
+    def where(condition: Any, left: Any, right: Any) -> Any:
+        if isinstance(condition, bool):
+            return left if condition else right
+        return torch.where(condition, left, right)
+
+    @staticmethod
+    def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> torch.Tensor:
+        at = torch.as_tensor(pointer.at)
+        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
+        with _memory:
+            return torch.where(mask, pointer.memory[torch.where(mask, at, 0)], other)
+
+    @staticmethod
+    def store(pointer: Pointer, values: Any, *, mask: Any = None) -> None:
+        at = torch.as_tensor(pointer.at)
+        values = torch.as_tensor(values, dtype=pointer.memory.dtype).expand_as(at)
+        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
+        with _memory:
+            pointer.memory[at[mask]] = values[mask]
+
+    @staticmethod
+    def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> int:
+        with _memory:
+            before = int(pointer.memory[pointer.at])
+            pointer.memory[pointer.at] = (before + value + 2**31) % 2**32 - 2**31
+        return before
+
+    @staticmethod
+    def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> None:
+        if "ld.acquire" not in text:
+            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
+            return
+        pointer, turned = arguments
+        _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")
+
+    @staticmethod
+    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if layout == "barriers":
+            return _Barriers(shape[0])
+        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+    @staticmethod
+    def warp_specialize(groups: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        threads = [_Thread(_here.program, _here.failed, work, arguments) for work, arguments in groups]
+        _run_all(threads)
+
+
+class _Thread(threading.Thread):
+    def __init__(self, program: int, failed: list[BaseException], work: Any, arguments: tuple[Any, ...]) -> None:
+        super().__init__(name=f"program {program}, {work.__name__}", daemon=True)
+        self.program, self.failed, self.work, self.arguments = program, failed, work, arguments
+
+    def run(self) -> None:
+        _here.program, _here.failed = self.program, self.failed
+        try:
+            self.work(*self.arguments)
+        except BaseException as error:
+            self.failed.append(error)
+
+
+def _run_all(threads: list[_Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def launcher(module: types.ModuleType, name: str) -> Any:
+    """In place of the module's kernel of this name, what runs it so.
+
+    Raises (at the launch) what a thread raised first; a deadlock is one too.
+    """
+    names: dict[str, Any] = dict(vars(module))
+    names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
+    names["warpgroup_mma"] = lambda a, b, sums, *, is_async: sums + a.values.float() @ b.values.float()
+    names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0]
+    for key, value in vars(module).items():
+        if isinstance(value, JITFunction):
+            names[key] = types.FunctionType(value.fn.__code__, names, key, value.fn.__defaults__)
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        if isinstance(value, torch.Tensor):
+            return Pointer.to(value)
+        return Descriptor(value) if hasattr(value, "block_shape") else value
+
+    class Grid:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def launch(*arguments: Any, **keywords: Any) -> None:
+                given = tuple(map(convert, arguments))
+                constants = [keywords[key] for key in ("PLAN", "PROGRAMS", "PDL")]
+                failed: list[BaseException] = []
+                threads = [_Thread(program, failed, names[name], (*given, *constants)) for program in range(grid[0])]
+                _run_all(threads)
+                if failed:
+                    raise failed[0]
+
+            return launch
+
+    return Grid()
