@@ -104,7 +104,7 @@ def run_all(device: torch.device) -> None:
         span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, True, device, programs)
     if stream_usable():
         for case in (stream.CASES[2], stream.CASES[4]):
-            stream.check(*case, device, 3)
+            stream.check(*case, device, 4)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)

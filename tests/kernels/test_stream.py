@@ -23,9 +23,11 @@ NARROW = SpanSizes(attended=64, hidden=64, intermediate=72, qkv=64)
 CASES = [
     (1, SMALL, StreamConfig(8, 64, 64, 3, 2, (1, 1, 1, 1)), False),
     (8, SMALL, StreamConfig(8, 64, 128, 2, 5, (2, 1, 2, 1)), True),
-    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 3, 2)), True),
-    (16, SMALL, StreamConfig(16, 128, 64, 3, 4, (4, 3, 5, 1)), False),
-    (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (3, 1, 1, 2)), True),
+    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 4, 2)), True),
+    (16, SMALL, StreamConfig(16, 128, 64, 3, 4, (4, 2, 4, 1)), False),
+    (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (4, 1, 1, 2)), True),
+    (50, SMALL, StreamConfig(64, 64, 64, 3, 2, (2, 2, 4, 1)), False),
+    (128, SMALL, StreamConfig(128, 128, 64, 3, 2, (2, 1, 4, 2)), True),
     (5, NARROW, StreamConfig(8, 64, 64, 3, 3, (1, 1, 2, 1)), False),
     (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1)), True),
 ]
@@ -35,6 +37,8 @@ CASES = [
 def real_config(rows: int, tile: int = 128) -> StreamConfig:
     rows = max(8, 1 << (rows - 1).bit_length())
     splits = (4, 1, 4, 2) if tile == 128 else (2, 1, 2, 1)
+    if rows > 32:
+        return StreamConfig(rows, tile, 64, 8 * 128 // tile, 5, splits)
     return StreamConfig(rows, tile, 128, 5 * 128 // tile, 6 if rows > 16 else 12, splits)
 
 
@@ -49,7 +53,7 @@ def check(
         assert not scratch.barrier.any() and not scratch.arrived.any()
 
 
-@pytest.mark.parametrize("num_programs", [1, 3, 8])
+@pytest.mark.parametrize("num_programs", [4, 5, 9])
 @pytest.mark.parametrize(("rows", "sizes", "config", "bias"), CASES)
 def test_on_threads(
     rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, num_programs: int, monkeypatch: pytest.MonkeyPatch
@@ -69,11 +73,11 @@ def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setattr(gluon_on_threads._Mbarrier, "wait", lambda barrier, parity: None)
     with pytest.raises((AssertionError, gluon_on_threads._Stuck)):
-        test_on_threads(11, *CASES[2][1:], 3, monkeypatch)
+        test_on_threads(11, *CASES[2][1:], 4, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_programs", [3, 100])
+@pytest.mark.parametrize("num_programs", [4, 100])
 @pytest.mark.parametrize(("rows", "sizes", "config", "bias"), CASES)
 def test_small_sizes(
     rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, num_programs: int, device: torch.device
@@ -83,13 +87,16 @@ def test_small_sizes(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize(("rows", "bias"), [(2, True), (5, False), (8, False), (11, True), (16, False), (32, True)])
+@pytest.mark.parametrize(
+    ("rows", "bias"),
+    [(2, True), (5, False), (8, False), (11, True), (16, False), (32, True), (64, False), (100, True), (128, False)],
+)
 def test_real_sizes(rows: int, bias: bool, tile: int, device: torch.device) -> None:
     check(rows, LLAMA3_8B, real_config(rows, tile), bias, device, None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rows", [8, 32, 128])
 def test_launches_in_a_row(rows: int, device: torch.device) -> None:
     """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
     attention between them; after a pause nothing overlaps."""
@@ -129,7 +136,7 @@ def test_launches_in_a_row(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rows", [8, 32, 64, 128])
 def test_scratch_is_large_enough(rows: int, last: bool) -> None:
     scratch: LinearScratch = poisoned_scratch(torch.device("cpu"))
     for tile in (64, 128):

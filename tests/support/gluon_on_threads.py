@@ -137,7 +137,8 @@ class _Language:
 
     int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
     static_range = range
-    NVMMADistributedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
+    NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
+    convert_layout = staticmethod(lambda values, layout: values)
     rsqrt, exp = staticmethod(torch.rsqrt), staticmethod(torch.exp)
 
     @staticmethod

@@ -62,12 +62,13 @@ class LinearConfig(NamedTuple):
 class LinearScratch(NamedTuple):
     """Where programs that share a tile leave partial sums and count who has arrived, where sums of squares lie, and the
     counter at which all programs of a `span` meet. Products that share it must follow one another on one stream;
-    counters are zero between them."""
+    counters are zero between them, but for those of `stream`, of which a sign may be set."""
 
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
     barrier: torch.Tensor
+    signs: torch.Tensor
 
 
 class RowSquares(NamedTuple):
@@ -88,6 +89,7 @@ def make_scratch(device: torch.device) -> LinearScratch:
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
         torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
+        torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
     )
 
 

@@ -53,10 +53,10 @@ class SpanConfig(NamedTuple):
 
 
 class StreamConfig(NamedTuple):
-    """Of `stream`: `rows` (8, 16 or 32) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
+    """Of `stream`: `rows` (8 to 128) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
     weight rows or of all rows.
 
-    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV.
+    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV: powers of two, as many as rows at most.
     """
 
     rows: int
@@ -114,7 +114,7 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or num_rows > 32:
+    if dtype != torch.bfloat16 or num_rows > 128:
         return None
     config = MEASURED.get((span_class(num_rows), sizes))
     return None if isinstance(config, StreamConfig) and not stream_usable() else config
@@ -223,6 +223,7 @@ def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> S
     for (outputs, inputs), splits in zip(shapes, config.splits, strict=False):
         tiles, steps = -(-outputs // config.tile), -(-inputs // config.block_k)
         assert splits <= steps, "each program has a step at least"
+        assert splits & (splits - 1) == 0 and splits <= config.rows, config
         products.append(
             StreamProduct(
                 outputs=outputs,

@@ -1,4 +1,4 @@
-"""What a step of a large model does between two attention launches, in one launch: for up to 32 rows, on Hopper.
+"""What a step of a large model does between two attention launches, in one launch: for up to 128 rows, on Hopper.
 
 The products are those of `span`, and so are the barriers between them. There a program holds the weights of its next
 product in registers, which is most of a small model's product; here a product takes tens of microseconds, and what is
@@ -10,9 +10,10 @@ is what memory delivers in 5 us. A second warp brings the rows, a tile of them f
 barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
 less is at work on the next product's weights.
 
-A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Where the inputs
-of a tile are shared out, parts are added in a fixed order by the program that comes last, as in `linear`. Norms are
-divided by at the end of the product that takes them, as in `span`.
+A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Programs that share
+a tile wait for one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are
+so large that one program would take 3 us to read them. Norms are divided by at the end of the product that takes them,
+as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
@@ -67,6 +68,8 @@ def run_stream(
     sizes = SpanSizes(*(one.shape[1] for one in (attended, hidden, inner, qkv)))
     plan = make_stream_plan(sizes, config, last=len(matrices) == 3)
     assert len(hidden) <= config.rows and hidden.dtype == torch.bfloat16
+    # A program must not wait for its own next unit.
+    assert max(config.splits) <= num_programs, "as many programs as share a tile"
     assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
     weight_layout, row_layout = (
         gl.NVMMASharedLayout.get_default_for([height, config.block_k], gl.bfloat16)
@@ -90,7 +93,7 @@ def run_stream(
         scratch.squares,
         scratch.barrier,
         scratch.partials,
-        scratch.arrived,
+        scratch.signs,
         len(hidden),
         eps,
         PLAN=plan,
@@ -98,7 +101,8 @@ def run_stream(
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=config.tile // 16,
-        maxnreg=128,
+        # Of each thread before the warps that multiply take over what the others leave.
+        maxnreg=128 if config.rows <= 64 else 168,
     )
 
 
@@ -260,26 +264,102 @@ def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def _add_parts(part_ptrs, part, arrived_ptr, sums, ups, SPLITS: gl.constexpr, PLANE: gl.constexpr, PAIRS: gl.constexpr):
-    """The sums over all parts, for the program that comes last; whether this is it."""
-    stride: gl.constexpr = 2 * PLANE if PAIRS else PLANE
-    gl.store(part_ptrs + part * stride, sums)
-    if PAIRS:
-        gl.store(part_ptrs + part * stride + PLANE, ups)
+def _wait_for_parts(counter_ptr, before):
+    """Until the counter's sign is not what it was when the program arrived."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %wait;
+        .reg .s32 %now;
+        mov.u32 %now, %tid.x;
+        setp.ne.s32 %wait, %now, 0;
+        @%wait bra all_arrived;
+        ask_again:
+        ld.acquire.gpu.global.s32 %now, [$1];
+        xor.b32 %now, %now, $2;
+        setp.ge.s32 %wait, %now, 0;
+        @%wait bra ask_again;
+        all_arrived:
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [counter_ptr, before],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     gl.thread_barrier()
-    before = gl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
-    gl.thread_barrier()
-    is_last = before == SPLITS - 1
-    if is_last:
-        sums = gl.load(part_ptrs, cache_modifier=".cg")
+
+
+@gluon.jit
+def _finish(
+    sums,
+    ups,
+    tile,
+    first_row,
+    residual,
+    target_ptr,
+    target_stride,
+    normed_ptr,
+    normed_stride,
+    bias_ptr,
+    norm_ptr,
+    squares_ptr,
+    M,
+    eps,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """What comes behind the sums [tile, r] of r rows, and is written."""
+    ADD: gl.constexpr = PRODUCT % 2 == 0
+    PAIRS: gl.constexpr = PRODUCT == 1
+    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
+    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
+    n, m, mask = _places(tile, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
+    if not ADD:
+        factor = _norm_factor(first_row, squares_ptr, eps, PLAN, PRODUCT, sums.shape[1])
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, LAYOUT))[None, :]
+        sums *= factor
         if PAIRS:
-            ups = gl.load(part_ptrs + PLANE, cache_modifier=".cg")
-        for other in gl.static_range(1, SPLITS):
-            sums += gl.load(part_ptrs + other * stride, cache_modifier=".cg")
-            if PAIRS:
-                ups += gl.load(part_ptrs + other * stride + PLANE, cache_modifier=".cg")
-        gl.store(arrived_ptr, 0)
-    return sums, ups, is_last
+            ups *= factor
+    if bias_ptr is not None:
+        sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if PAIRS:
+            ups += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if ADD:
+        sums += residual.to(gl.float32)
+    if PAIRS:
+        sums = sums / (1.0 + gl.exp(-sums)) * ups
+    rounded = sums.to(gl.bfloat16)
+    gl.store(target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None], rounded, mask=mask)
+    if ADD and stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
+        value = gl.where(mask, rounded.to(gl.float32), 0.0)
+        gl.store(squares_ptr + tile * ROWS + m, gl.sum(value * value, 0))
+        value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        gl.store(normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None], value.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _places(tile, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Outputs, rows, and whether both are there."""
+    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    n = tile * size + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
+    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    return n, m, (n < stream_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
+
+
+@gluon.jit
+def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr):
+    """One over the root mean square of each of the rows."""
+    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
+    tiles: gl.constexpr = stream_value(PLAN, PRODUCT - 1, "tiles")
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [stream_value(PLAN, PRODUCT, "tile") // 16, 1], [1, 0])
+    tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
+    return gl.rsqrt(gl.sum(squares, 0) / stream_value(PLAN, PRODUCT, "inputs") + eps)
 
 
 @gluon.jit
@@ -296,7 +376,7 @@ def _run_product(
     squares_ptr,
     barrier_ptr,
     partials_ptr,
-    arrived_ptr,
+    counters_ptr,
     M,
     eps,
     PLAN: gl.constexpr,
@@ -307,61 +387,73 @@ def _run_product(
     # O and down add to the residual stream and leave a norm, gate-up (in pairs) and QKV take one.
     ADD: gl.constexpr = PRODUCT % 2 == 0
     PAIRS: gl.constexpr = PRODUCT == 1
-    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
     splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
-    tile_size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
     ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
-    LEAVES_NORM: gl.constexpr = ADD and stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1
-    plane: gl.constexpr = tile_size * ROWS
-    planes: gl.constexpr = 2 * plane if PAIRS else plane
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[tile_size // 16, 1], instr_shape=[16, ROWS, 16]
+    COUNT: gl.constexpr = ROWS // splits
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[size // 16, 1], instr_shape=[16, ROWS, 16]
     )
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    output = gl.arange(0, tile_size, layout=gl.SliceLayout(1, LAYOUT))
+    # Outputs lie in a row in memory.
+    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, size // 16], [0, 1])
+    LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
         _wait(barrier_ptr, PRODUCT % 2 == 1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
-    if not ADD:
-        square_tiles: gl.constexpr = stream_value(PLAN, PRODUCT - 1, "tiles")
-        places_of_squares: gl.constexpr = triton.next_power_of_2(max(square_tiles, tile_size))
-        square_tile = gl.arange(0, places_of_squares, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        square_mask = (square_tile < square_tiles) & (m[None, :] < ROWS)
-        square_ptrs = squares_ptr + square_tile * ROWS + m[None, :]
-        squares = gl.load(square_ptrs, mask=square_mask, other=0.0, cache_modifier=".cg")
-        factor = gl.rsqrt(gl.sum(squares, 0) / stream_value(PLAN, PRODUCT, "inputs") + eps)[None, :]
     for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, part, first, end = _share(unit, PLAN, PRODUCT)
-        n = tile * tile_size + output
-        mask = (n < N)[:, None] & (m < M)[None, :]
-        out_ptrs = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
+        residual = 0.0
         if ADD:
-            residual = gl.load(out_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(gl.float32)
-        sums, ups, places = _multiply(rings, places, first, end, PAIRS, LAYOUT)
-        is_last = True
+            n, m, mask = _places(tile, part * COUNT, M, PLAN, PRODUCT, COUNT, LAYOUT)
+            residual_ptrs = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
+            residual = gl.load(residual_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        sums, ups, places = _multiply(rings, places, first, end, PAIRS, MMA)
         if splits > 1:
-            part_ptrs = partials_ptr + tile * (splits * planes) + output[:, None] * ROWS + m[None, :]
-            sums, ups, is_last = _add_parts(part_ptrs, part, arrived_ptr + tile, sums, ups, splits, plane, PAIRS)
-        if is_last:
-            if not ADD:
-                sums *= factor
-                ups *= factor
-            if bias_ptr is not None:
-                sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-                if PAIRS:
-                    ups += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-            if ADD:
-                sums += residual
+            # Each adds the parts of its share of the rows, always in the same order.
+            plane: gl.constexpr = size * ROWS
+            stride: gl.constexpr = 2 * plane if PAIRS else plane
+            tile_ptr = partials_ptr + tile * (splits * stride)
+            output = gl.arange(0, size, layout=gl.SliceLayout(1, MMA))[:, None]
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
+            own_ptrs = tile_ptr + part * stride + row * size + output
+            gl.store(own_ptrs, sums)
             if PAIRS:
-                sums = sums / (1.0 + gl.exp(-sums)) * ups
-            rounded = sums.to(gl.bfloat16)
-            gl.store(out_ptrs, rounded, mask=mask)
-            if LEAVES_NORM:
-                value = gl.where(mask, rounded.to(gl.float32), 0.0)
-                gl.store(squares_ptr + tile * ROWS + m, gl.sum(value * value, 0))
-                value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-                normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
-                gl.store(normed_ptrs, value.to(gl.bfloat16), mask=mask)
+                gl.store(own_ptrs + plane, ups)
+            gl.thread_barrier()
+            # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
+            arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
+            before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
+            _wait_for_parts(counters_ptr + tile, before)
+            output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
+            row = part * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
+            part_ptrs = tile_ptr + row * size + output
+            sums = gl.load(part_ptrs, cache_modifier=".cg")
+            ups = sums
+            if PAIRS:
+                ups = gl.load(part_ptrs + plane, cache_modifier=".cg")
+            for other in gl.static_range(1, splits):
+                sums += gl.load(part_ptrs + other * stride, cache_modifier=".cg")
+                if PAIRS:
+                    ups += gl.load(part_ptrs + other * stride + plane, cache_modifier=".cg")
+        _finish(
+            sums,
+            ups,
+            tile,
+            part * COUNT,
+            residual,
+            target_ptr,
+            target_stride,
+            normed_ptr,
+            normed_stride,
+            bias_ptr,
+            norm_ptr,
+            squares_ptr,
+            M,
+            eps,
+            PLAN,
+            PRODUCT,
+            LAYOUT,
+        )
     if stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
         _arrive(barrier_ptr, PROGRAMS)
     return places
@@ -370,7 +462,7 @@ def _run_product(
 @gluon.jit
 def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
     """What those warps do that multiply."""
-    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, arrived_ptr = tensors
+    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     if PDL:
         _wait_for_kernel_before()
     places = (0, 0, 0, 0)
@@ -388,7 +480,7 @@ def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constex
             squares_ptr,
             barrier_ptr,
             partials_ptr,
-            arrived_ptr,
+            counters_ptr,
             M,
             eps,
             PLAN,
@@ -416,7 +508,7 @@ def _stream_kernel(
     squares_ptr,
     barrier_ptr,
     partials_ptr,
-    arrived_ptr,
+    counters_ptr,
     M,
     eps,
     PLAN: gl.constexpr,
@@ -448,7 +540,7 @@ def _stream_kernel(
         mbarrier.init(ready.index(product), count=1)
     fence_async_shared()
     rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
-    tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, arrived_ptr)
+    tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr)
     matrices = (output_weights, gate_up_weights, down_weights, qkv_weights)
     gl.warp_specialize(
         [
