@@ -56,7 +56,7 @@ class StreamConfig(NamedTuple):
     """Of `stream`: `rows` (8 to 128) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
     weight rows or of all rows.
 
-    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV: powers of two, as many as rows at most.
+    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV: powers of two, at most the rows.
     """
 
     rows: int

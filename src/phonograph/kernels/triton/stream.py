@@ -10,10 +10,10 @@ is what memory delivers in 5 us. A second warp brings the rows, a tile of them f
 barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
 less is at work on the next product's weights.
 
-A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Programs that share
-a tile wait for one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are
-so large that one program would take 3 us to read them. Norms are divided by at the end of the product that takes them,
-as in `span`.
+A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Programs that
+share a tile wait for one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the
+parts are so large that one program would take 3 us to read them. Norms are divided by at the end of the product that
+takes them, as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
