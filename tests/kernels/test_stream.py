@@ -69,7 +69,7 @@ def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatc
     """A ring whose places are never free stops; one that is overwritten too soon gives wrong sums."""
     monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 0.5)
     if broken == "arrive":
-        monkeypatch.setattr(gluon_on_threads._Mbarrier, "arrive", lambda barrier, *, count: None)
+        monkeypatch.setattr(gluon_on_threads._Mbarrier, "arrive", lambda barrier, **_: None)
     else:
         monkeypatch.setattr(gluon_on_threads._Mbarrier, "wait", lambda barrier, parity: None)
     with pytest.raises((AssertionError, gluon_on_threads._Stuck)):

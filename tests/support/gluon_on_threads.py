@@ -104,8 +104,9 @@ class _Mbarrier:
         barrier.arrive(arrivals=1, bytes_expected=size)
 
     @staticmethod
-    def arrive(barrier: Barrier, *, count: int = 1) -> None:
-        barrier.arrive(arrivals=count)
+    def arrive(barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            barrier.arrive(arrivals=count)
 
     @staticmethod
     def wait(barrier: Barrier, parity: Any) -> None:
@@ -238,6 +239,7 @@ def launcher(module: types.ModuleType, name: str) -> Any:
     names: dict[str, Any] = dict(vars(module))
     names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
     names["warpgroup_mma"] = lambda a, b, sums, *, is_async: sums + a.values.float() @ b.values.float()
+    names["warpgroup_mma_init"] = lambda sums: sums
     names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0]
     for key, value in vars(module).items():
         if isinstance(value, JITFunction):

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -237,29 +238,44 @@ def _load_rows(descriptors, ring, full, empty, ready, PLAN: gl.constexpr, PROGRA
 
 @gluon.jit
 def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A unit's sums [tile, rows], of gate and up both; where it leaves the rings."""
+    """A unit's sums [tile, rows], of gate and up both; where it leaves the rings.
+
+    A product is under way while the next tile is waited for, and places are free once the product behind it has begun.
+    """
     weights, weights_full, weights_empty, rows, rows_full, rows_empty = rings
     at, turn, row_at, row_turn = places
     shape: gl.constexpr = [weights.type.shape[1], rows.type.shape[1]]
-    sums = gl.zeros(shape, gl.float32, LAYOUT)
-    ups = gl.zeros(shape, gl.float32, LAYOUT)
-    for _ in range(first, end):
+    sums = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
+    ups = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
+    read, row_read = at, row_at
+    for step in range(first, end):
         mbarrier.wait(rows_full.index(row_at), row_turn)
         x = rows.index(row_at).permute((1, 0))
         for half in gl.static_range(2 if PAIRS else 1):
             mbarrier.wait(weights_full.index(at), turn)
             if half == 0:
-                pending = warpgroup_mma(weights.index(at), x, sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=(pending,))
+                if PAIRS:
+                    ups = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(ups,)))
+                else:
+                    sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
+                sums = warpgroup_mma(weights.index(at), x, sums, is_async=True)
             else:
-                pending = warpgroup_mma(weights.index(at), x, ups, is_async=True)
-                ups = warpgroup_mma_wait(0, deps=(pending,))
-            # All warps have read it.
+                sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
+                ups = warpgroup_mma(weights.index(at), x, ups, is_async=True)
+            # All warps have waited for what is before it.
             gl.thread_barrier()
-            mbarrier.arrive(weights_empty.index(at), count=1)
+            mbarrier.arrive(weights_empty.index(read), count=1, pred=(step > first) | (half > 0))
+            if half == 0:
+                mbarrier.arrive(rows_empty.index(row_read), count=1, pred=step > first)
+            read = at
             at, turn = _behind(at, turn, weights.type.shape[0])
-        mbarrier.arrive(rows_empty.index(row_at), count=1)
+        row_read = row_at
         row_at, row_turn = _behind(row_at, row_turn, rows.type.shape[0])
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    ups = warpgroup_mma_wait(0, deps=(ups,))
+    gl.thread_barrier()
+    mbarrier.arrive(weights_empty.index(read), count=1)
+    mbarrier.arrive(rows_empty.index(row_read), count=1)
     return sums, ups, (at, turn, row_at, row_turn)
 
 
