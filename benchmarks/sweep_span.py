@@ -72,7 +72,8 @@ def start(rows_class: int, sizes: SpanSizes, kind: str) -> Config:
     """Held: eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
     rows = max(8, rows_class)
     if kind == "streamed":
-        return streamed(StreamConfig(rows, 128, 128, 1, 6 if rows == 32 else 12, (1, 1, 1, 1)), sizes)
+        tile, block_k = 64 if rows > 128 else 128, 128 if rows <= 32 else 64
+        return streamed(StreamConfig(rows, tile, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1)), sizes)
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
     return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
@@ -96,29 +97,59 @@ def streamed(config: StreamConfig, sizes: SpanSizes, **changes: Any) -> StreamCo
     if "splits" in changes:
         return config
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    tiles = [-(-outputs // config.tile) for outputs, _ in product_shapes(sizes, last=False)]
-    output, gate_up, down, qkv = (max(1, processors // count) for count in tiles)
-    return config._replace(splits=(output, gate_up, down, qkv))
+    splits: list[int] = []
+    for at, ((outputs, inputs), halves) in enumerate(
+        zip(product_shapes(sizes, last=False), config.halves, strict=True)
+    ):
+        units = -(-outputs // (config.tile * (1 if at == 1 else halves)))
+        most = min(max(1, processors // units), config.rows, -(-inputs // config.block_k))
+        splits.append(1 << (most.bit_length() - 1))
+    return config._replace(splits=tuple(splits))
 
 
 def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
     """As `variations`, of `stream`."""
 
+    def fits(config: StreamConfig) -> bool:
+        steps = [-(-inputs // config.block_k) for _, inputs in product_shapes(sizes, last=False)]
+        split = all(1 <= count <= min(step, config.rows) for count, step in zip(config.splits, steps, strict=True))
+        return config.weight_stages >= 3 and split
+
     def tiles(config: StreamConfig) -> list[StreamConfig]:
-        return [streamed(config, sizes, tile=tile, block_k=block_k) for tile in (64, 128) for block_k in (64, 128, 256)]
+        choices = itertools.product((64,) if config.rows > 128 else (64, 128), (64, 128, 256), (1, 2))
+        found = (
+            streamed(config, sizes, tile=tile, block_k=block_k, halves=(halves, 2, halves, halves))
+            for tile, block_k, halves in choices
+        )
+        return [one for one in found if fits(one)]
 
     def rows(config: StreamConfig) -> list[StreamConfig]:
-        return [streamed(config, sizes, row_stages=count, splits=config.splits) for count in (3, 4, 6, 8, 12, 16)]
+        found = (streamed(config, sizes, row_stages=count, splits=config.splits) for count in (2, 3, 4, 6, 8, 12, 16))
+        return [one for one in found if fits(one)]
 
     def splits(config: StreamConfig) -> list[StreamConfig]:
         found: list[StreamConfig] = []
         for product in range(4):
-            for count in {1, config.splits[product] // 2, config.splits[product] + 1, 2 * config.splits[product]} - {0}:
+            for count in (config.splits[product] // 2, 2 * config.splits[product]):
                 changed = (*config.splits[:product], count, *config.splits[product + 1 :])
                 found.append(config._replace(splits=changed))
-        return found
+        return [one for one in found if fits(one)]
 
-    return {"tiles": tiles, "rows": rows, "splits": splits, "splits again": splits}
+    def halves(config: StreamConfig) -> list[StreamConfig]:
+        found: list[StreamConfig] = []
+        for product in (0, 2, 3):
+            # As many units as before.
+            count, other = config.halves[product], 3 - config.halves[product]
+            split = config.splits[product] * other // count
+            found.append(
+                config._replace(
+                    halves=(*config.halves[:product], other, *config.halves[product + 1 :]),
+                    splits=(*config.splits[:product], split, *config.splits[product + 1 :]),
+                )
+            )
+        return [one for one in found if fits(one)]
+
+    return {"tiles": tiles, "rows": rows, "splits": splits, "halves": halves, "splits again": splits}
 
 
 def variations() -> dict[str, Variation]:

@@ -28,18 +28,25 @@ CASES = [
     (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (4, 1, 1, 2)), True),
     (50, SMALL, StreamConfig(64, 64, 64, 3, 2, (2, 2, 4, 1)), False),
     (128, SMALL, StreamConfig(128, 128, 64, 3, 2, (2, 1, 4, 2)), True),
+    (30, SMALL, StreamConfig(32, 64, 64, 3, 2, (1, 2, 4, 2), (2, 2, 2, 2)), True),
+    (90, SMALL, StreamConfig(128, 128, 64, 5, 3, (1, 1, 2, 1), (2, 2, 1, 2)), False),
+    (200, SMALL, StreamConfig(256, 64, 64, 5, 3, (2, 1, 2, 1), (1, 2, 2, 2)), True),
     (5, NARROW, StreamConfig(8, 64, 64, 3, 3, (1, 1, 2, 1)), False),
     (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1)), True),
 ]
 """rows, sizes, config, bias"""
 
 
-def real_config(rows: int, tile: int = 128) -> StreamConfig:
+def real_config(rows: int, tile: int = 128, halves: int = 1) -> StreamConfig:
+    """As full as shared memory can be."""
     rows = max(8, 1 << (rows - 1).bit_length())
-    splits = (4, 1, 4, 2) if tile == 128 else (2, 1, 2, 1)
-    if rows > 32:
-        return StreamConfig(rows, tile, 64, 8 * 128 // tile, 5, splits)
-    return StreamConfig(rows, tile, 128, 5 * 128 // tile, 6 if rows > 16 else 12, splits)
+    tile = 64 if rows > 128 else tile
+    splits = 256 // tile * halves
+    block_k, row_stages = (128, 12 if rows <= 16 else 6) if rows <= 32 else (64, 5 if rows <= 128 else 4)
+    config = StreamConfig(
+        rows, tile, block_k, 0, row_stages, (splits, 1, splits, splits // 2), (halves, 2, halves, halves)
+    )
+    return config._replace(weight_stages=(222_000 - config.shared_bytes) // (2 * block_k * tile))
 
 
 def check(
@@ -89,10 +96,21 @@ def test_small_sizes(
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize(
     ("rows", "bias"),
-    [(2, True), (5, False), (8, False), (11, True), (16, False), (32, True), (64, False), (100, True), (128, False)],
+    [
+        (2, True),
+        (5, False),
+        (8, False),
+        (11, True),
+        (16, False),
+        (32, True),
+        (64, False),
+        (100, True),
+        (128, False),
+        (200, True),
+    ],
 )
-def test_real_sizes(rows: int, bias: bool, tile: int, device: torch.device) -> None:
-    check(rows, LLAMA3_8B, real_config(rows, tile), bias, device, None)
+def test_real_sizes(rows: int, bias: bool, tile: int, halves: int, device: torch.device) -> None:
+    check(rows, LLAMA3_8B, real_config(rows, tile, halves), bias, device, None)
 
 
 @pytest.mark.gpu
@@ -136,13 +154,14 @@ def test_launches_in_a_row(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("rows", [8, 32, 64, 128])
+@pytest.mark.parametrize("rows", [8, 32, 64, 128, 256])
 def test_scratch_is_large_enough(rows: int, last: bool) -> None:
     scratch: LinearScratch = poisoned_scratch(torch.device("cpu"))
-    for tile in (64, 128):
-        plan = make_stream_plan(LLAMA3_8B, real_config(rows, tile), last=last)
+    for tile, halves in ((64, 1), (128, 1), (128, 2)):
+        config = real_config(rows, tile, halves)
+        plan = make_stream_plan(LLAMA3_8B, config, last=last)
         assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
-        assert real_config(rows, tile).shared_bytes < 220_000
+        assert config.weight_stages >= 3
 
 
 def test_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

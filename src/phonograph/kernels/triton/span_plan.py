@@ -53,10 +53,11 @@ class SpanConfig(NamedTuple):
 
 
 class StreamConfig(NamedTuple):
-    """Of `stream`: `rows` (8 to 128) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
+    """Of `stream`: `rows` (8 to 256) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
     weight rows or of all rows.
 
-    splits: programs that share the inputs of a tile, of O, gate-up, down and QKV: powers of two, at most the rows.
+    splits: programs that share the inputs of a unit, of O, gate-up, down and QKV: powers of two, at most the rows.
+    halves: tiles of a unit, 1 or 2, of the four; gate-up always has two.
     """
 
     rows: int
@@ -65,6 +66,12 @@ class StreamConfig(NamedTuple):
     weight_stages: int
     row_stages: int
     splits: tuple[int, int, int, int]
+    halves: tuple[int, int, int, int] = (1, 2, 1, 1)
+
+    @property
+    def num_warps(self) -> int:
+        """That multiply: a thread has room for 64 sums of each half."""
+        return 8 if self.tile == 128 or self.rows > 128 else 4
 
     @property
     def shared_bytes(self) -> int:
@@ -114,7 +121,7 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or num_rows > 128:
+    if dtype != torch.bfloat16 or num_rows > 256:
         return None
     config = MEASURED.get((span_class(num_rows), sizes))
     return None if isinstance(config, StreamConfig) and not stream_usable() else config
@@ -188,7 +195,8 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
 
 @dataclass(frozen=True, slots=True)
 class StreamProduct:
-    """N outputs in `tiles`, each in `steps` of block_k inputs, of which `splits` programs take a share: `units` in all.
+    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is `halves` tiles, `width` outputs (of gate-up as
+    many gates), and a share of the inputs; there are `units`.
 
     The rest is the same for all products of a launch; products: how many there are.
     """
@@ -198,9 +206,12 @@ class StreamProduct:
     tiles: int
     steps: int
     splits: int
+    halves: int
+    width: int
     units: int
     tile: int
     rows: int
+    num_warps: int
     weight_stages: int
     row_stages: int
     products: int
@@ -220,10 +231,12 @@ def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> S
     """last: no layer follows, so there is no QKV."""
     shapes = product_shapes(sizes, last=last)
     products: list[StreamProduct] = []
-    for (outputs, inputs), splits in zip(shapes, config.splits, strict=False):
+    assert config.halves[1] == 2, "a gate needs its up"
+    for at, ((outputs, inputs), splits, halves) in enumerate(zip(shapes, config.splits, config.halves, strict=False)):
         tiles, steps = -(-outputs // config.tile), -(-inputs // config.block_k)
         assert splits <= steps, "each program has a step at least"
         assert splits & (splits - 1) == 0 and splits <= config.rows, config
+        width = config.tile * (1 if at == 1 else halves)
         products.append(
             StreamProduct(
                 outputs=outputs,
@@ -231,9 +244,12 @@ def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> S
                 tiles=tiles,
                 steps=steps,
                 splits=splits,
-                units=tiles * splits,
+                halves=halves,
+                width=width,
+                units=-(-outputs // width) * splits,
                 tile=config.tile,
                 rows=config.rows,
+                num_warps=config.num_warps,
                 weight_stages=config.weight_stages,
                 row_stages=config.row_stages,
                 products=len(shapes),

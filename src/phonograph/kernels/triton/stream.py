@@ -1,4 +1,4 @@
-"""What a step of a large model does between two attention launches, in one launch: for up to 128 rows, on Hopper.
+"""What a step of a large model does between two attention launches, in one launch: for up to 256 rows, on Hopper.
 
 The products are those of `span`, and so are the barriers between them. There a program holds the weights of its next
 product in registers, which is most of a small model's product; here a product takes tens of microseconds, and what is
@@ -10,10 +10,10 @@ is what memory delivers in 5 us. A second warp brings the rows, a tile of them f
 barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
 less is at work on the next product's weights.
 
-A unit is a tile of 64 or 128 outputs over a share of the inputs; of gate and up it is a tile of each. Programs that
-share a tile wait for one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the
-parts are so large that one program would take 3 us to read them. Norms are divided by at the end of the product that
-takes them, as in `span`.
+A unit is a tile of 64 or 128 outputs, or two, over a share of the inputs; of gate and up it is a tile of each. A second
+tile spares the multiprocessor reading the rows again, which from 32 rows on counts. Programs that share a tile wait for
+one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are so large that
+one program would take 3 us to read them. Norms are divided by at the end of the product that takes them, as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
@@ -101,7 +101,7 @@ def run_stream(
         PROGRAMS=num_programs,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=config.tile // 16,
+        num_warps=config.num_warps,
         # Of each thread before the warps that multiply take over what the others leave.
         maxnreg=128 if config.rows <= 64 else 168,
     )
@@ -199,15 +199,17 @@ def _load_product(
     """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
     STAGES: gl.constexpr = ring.type.shape[0]
     block_k: gl.constexpr = ring.type.shape[2]
-    tile_size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
-    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
-    halves: gl.constexpr = 2 if PRODUCT == 1 and not ROWS else 1
+    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    HALVES: gl.constexpr = 1 if ROWS else stream_value(PLAN, PRODUCT, "halves")
+    # The ups follow the gates, elsewhere the second half of a unit is its neighbour.
+    APART: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
+    WIDTH: gl.constexpr = stream_value(PLAN, PRODUCT, "width")
     at, turn = place
     for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, _, first, end = _share(unit, PLAN, PRODUCT)
         for step in range(first, end):
-            for half in gl.static_range(halves):
-                row = 0 if ROWS else tile * tile_size + half * N
+            for half in gl.static_range(HALVES):
+                row = 0 if ROWS else tile * WIDTH + half * APART
                 mbarrier.wait(empty.index(at), turn ^ 1)
                 mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
                 tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
@@ -237,8 +239,8 @@ def _load_rows(descriptors, ring, full, empty, ready, PLAN: gl.constexpr, PROGRA
 
 
 @gluon.jit
-def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A unit's sums [tile, rows], of gate and up both; where it leaves the rings.
+def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """A unit's sums [tile, rows], of both its halves; where it leaves the rings.
 
     A product is under way while the next tile is waited for, and places are free once the product behind it has begun.
     """
@@ -246,22 +248,21 @@ def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constex
     at, turn, row_at, row_turn = places
     shape: gl.constexpr = [weights.type.shape[1], rows.type.shape[1]]
     sums = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
-    ups = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
+    others = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
     read, row_read = at, row_at
     for step in range(first, end):
         mbarrier.wait(rows_full.index(row_at), row_turn)
         x = rows.index(row_at).permute((1, 0))
-        for half in gl.static_range(2 if PAIRS else 1):
+        for half in gl.static_range(HALVES):
             mbarrier.wait(weights_full.index(at), turn)
+            if half == 1 or HALVES == 1:
+                sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
+            else:
+                others = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(others,)))
             if half == 0:
-                if PAIRS:
-                    ups = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(ups,)))
-                else:
-                    sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
                 sums = warpgroup_mma(weights.index(at), x, sums, is_async=True)
             else:
-                sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
-                ups = warpgroup_mma(weights.index(at), x, ups, is_async=True)
+                others = warpgroup_mma(weights.index(at), x, others, is_async=True)
             # All warps have waited for what is before it.
             gl.thread_barrier()
             mbarrier.arrive(weights_empty.index(read), count=1, pred=(step > first) | (half > 0))
@@ -272,11 +273,11 @@ def _multiply(rings, places, first, end, PAIRS: gl.constexpr, LAYOUT: gl.constex
         row_read = row_at
         row_at, row_turn = _behind(row_at, row_turn, rows.type.shape[0])
     sums = warpgroup_mma_wait(0, deps=(sums,))
-    ups = warpgroup_mma_wait(0, deps=(ups,))
+    others = warpgroup_mma_wait(0, deps=(others,))
     gl.thread_barrier()
     mbarrier.arrive(weights_empty.index(read), count=1)
     mbarrier.arrive(rows_empty.index(row_read), count=1)
-    return sums, ups, (at, turn, row_at, row_turn)
+    return sums, others, (at, turn, row_at, row_turn)
 
 
 @gluon.jit
@@ -312,7 +313,7 @@ def _wait_for_parts(counter_ptr, before):
 def _finish(
     sums,
     ups,
-    tile,
+    first_output,
     first_row,
     residual,
     target_ptr,
@@ -328,42 +329,70 @@ def _finish(
     PRODUCT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """What comes behind the sums [tile, r] of r rows, and is written."""
+    """What comes behind the sums [tile, r] of r rows, and is written. ups: of gates."""
     ADD: gl.constexpr = PRODUCT % 2 == 0
-    PAIRS: gl.constexpr = PRODUCT == 1
+    GATED: gl.constexpr = PRODUCT == 1
+    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
     N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
     ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
-    n, m, mask = _places(tile, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
+    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
     if not ADD:
         factor = _norm_factor(first_row, squares_ptr, eps, PLAN, PRODUCT, sums.shape[1])
         factor = gl.convert_layout(factor, gl.SliceLayout(0, LAYOUT))[None, :]
         sums *= factor
-        if PAIRS:
+        if GATED:
             ups *= factor
     if bias_ptr is not None:
         sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        if PAIRS:
+        if GATED:
             ups += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     if ADD:
         sums += residual.to(gl.float32)
-    if PAIRS:
+    if GATED:
         sums = sums / (1.0 + gl.exp(-sums)) * ups
     rounded = sums.to(gl.bfloat16)
     gl.store(target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None], rounded, mask=mask)
     if ADD and stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
         value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        gl.store(squares_ptr + tile * ROWS + m, gl.sum(value * value, 0))
+        gl.store(squares_ptr + first_output // size * ROWS + m, gl.sum(value * value, 0))
         value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         gl.store(normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None], value.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
-def _places(tile, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def _places(
+    first_output, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Outputs, rows, and whether both are there."""
     size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
-    n = tile * size + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
+    n = first_output + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
     return n, m, (n < stream_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
+
+
+@gluon.jit
+def _residual(
+    target_ptr,
+    target_stride,
+    first_output,
+    first_row,
+    M,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+    pointers = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
+    return gl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _add_parts(part_ptrs, SPLITS: gl.constexpr, APART: gl.constexpr):
+    sums = gl.load(part_ptrs, cache_modifier=".cg")
+    for other in gl.static_range(1, SPLITS):
+        sums += gl.load(part_ptrs + other * APART, cache_modifier=".cg")
+    return sums
 
 
 @gluon.jit
@@ -371,7 +400,7 @@ def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.co
     """One over the root mean square of each of the rows."""
     ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
     tiles: gl.constexpr = stream_value(PLAN, PRODUCT - 1, "tiles")
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [stream_value(PLAN, PRODUCT, "tile") // 16, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [stream_value(PLAN, PRODUCT, "num_warps"), 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
@@ -400,76 +429,80 @@ def _run_product(
     PROGRAMS: gl.constexpr,
 ):
     """Waits for its input, multiplies, and arrives at the barrier behind it."""
-    # O and down add to the residual stream and leave a norm, gate-up (in pairs) and QKV take one.
+    # O and down add to the residual stream and leave a norm, gate-up and QKV take one.
     ADD: gl.constexpr = PRODUCT % 2 == 0
-    PAIRS: gl.constexpr = PRODUCT == 1
+    GATED: gl.constexpr = PRODUCT == 1
+    HALVES: gl.constexpr = stream_value(PLAN, PRODUCT, "halves")
+    WIDTH: gl.constexpr = stream_value(PLAN, PRODUCT, "width")
     splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
     size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
     ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
+    WARPS: gl.constexpr = stream_value(PLAN, PRODUCT, "num_warps")
     COUNT: gl.constexpr = ROWS // splits
+    # Four warps take 64 outputs; of a tile so small eight share the rows.
+    ACROSS: gl.constexpr = WARPS * 16 // size
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[size // 16, 1], instr_shape=[16, ROWS, 16]
+        version=[3, 0], warps_per_cta=[WARPS // ACROSS, ACROSS], instr_shape=[16, ROWS // ACROSS, 16]
     )
     # Outputs lie in a row in memory.
-    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, size // 16], [0, 1])
+    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
         _wait(barrier_ptr, PRODUCT % 2 == 1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
     for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, part, first, end = _share(unit, PLAN, PRODUCT)
-        residual = 0.0
+        first_output, first_row = tile * WIDTH, part * COUNT
+        residual, other_residual = 0.0, 0.0
         if ADD:
-            n, m, mask = _places(tile, part * COUNT, M, PLAN, PRODUCT, COUNT, LAYOUT)
-            residual_ptrs = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
-            residual = gl.load(residual_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        sums, ups, places = _multiply(rings, places, first, end, PAIRS, MMA)
+            residual = _residual(target_ptr, target_stride, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+            if HALVES == 2:
+                other_residual = _residual(
+                    target_ptr, target_stride, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT
+                )
+        sums, others, places = _multiply(rings, places, first, end, HALVES, MMA)
         if splits > 1:
             # Each adds the parts of its share of the rows, always in the same order.
             plane: gl.constexpr = size * ROWS
-            stride: gl.constexpr = 2 * plane if PAIRS else plane
-            tile_ptr = partials_ptr + tile * (splits * stride)
+            tile_ptr = partials_ptr + tile * (splits * HALVES * plane)
             output = gl.arange(0, size, layout=gl.SliceLayout(1, MMA))[:, None]
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
-            own_ptrs = tile_ptr + part * stride + row * size + output
+            own_ptrs = tile_ptr + part * (HALVES * plane) + row * size + output
             gl.store(own_ptrs, sums)
-            if PAIRS:
-                gl.store(own_ptrs + plane, ups)
+            if HALVES == 2:
+                gl.store(own_ptrs + plane, others)
             gl.thread_barrier()
             # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
             arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
             before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
             _wait_for_parts(counters_ptr + tile, before)
             output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
-            row = part * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
+            row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
             part_ptrs = tile_ptr + row * size + output
-            sums = gl.load(part_ptrs, cache_modifier=".cg")
-            ups = sums
-            if PAIRS:
-                ups = gl.load(part_ptrs + plane, cache_modifier=".cg")
-            for other in gl.static_range(1, splits):
-                sums += gl.load(part_ptrs + other * stride, cache_modifier=".cg")
-                if PAIRS:
-                    ups += gl.load(part_ptrs + other * stride + plane, cache_modifier=".cg")
-        _finish(
-            sums,
-            ups,
-            tile,
-            part * COUNT,
-            residual,
-            target_ptr,
-            target_stride,
-            normed_ptr,
-            normed_stride,
-            bias_ptr,
-            norm_ptr,
-            squares_ptr,
-            M,
-            eps,
-            PLAN,
-            PRODUCT,
-            LAYOUT,
-        )
+            sums = _add_parts(part_ptrs, splits, HALVES * plane)
+            others = sums
+            if HALVES == 2:
+                others = _add_parts(part_ptrs + plane, splits, HALVES * plane)
+        for half in gl.static_range(1 if GATED else HALVES):
+            _finish(
+                sums if half == 0 else others,
+                others,
+                first_output + half * size,
+                first_row,
+                residual if half == 0 else other_residual,
+                target_ptr,
+                target_stride,
+                normed_ptr,
+                normed_stride,
+                bias_ptr,
+                norm_ptr,
+                squares_ptr,
+                M,
+                eps,
+                PLAN,
+                PRODUCT,
+                LAYOUT,
+            )
     if stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
         _arrive(barrier_ptr, PROGRAMS)
     return places
