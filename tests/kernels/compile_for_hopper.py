@@ -21,6 +21,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import prefill_problem
 import torch
 import triton
 from decode_problem import Case, Problem
@@ -30,7 +31,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import attention_decode, attention_plan, span, stream
+from phonograph.kernels.triton import (
+    attention_decode,
+    attention_plan,
+    attention_prefill,
+    attention_prefill_hopper,
+    span,
+    stream,
+)
 from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig
 
 _ZERO = 63
@@ -100,7 +108,7 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
-    for module in (attention_decode, attention_plan, stream):
+    for module in (attention_decode, attention_plan, attention_prefill_hopper, stream):
         module.pdl_usable = lambda: True
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
@@ -130,6 +138,15 @@ def main() -> None:
         layer = Layer(config.rows, sizes, torch.bfloat16, torch.device("cpu"), bias=config.rows == 8)
         span._num_processors = lambda device: 132
         layer.run(config, poisoned_scratch(torch.device("cpu")))
+    attention_prefill._ON_HOPPER = True
+    attention_prefill.gluon_usable = lambda: True
+    for head_size, window, sinks in ((128, (-1, -1), False), (64, (100, -1), True)):
+        long = prefill_problem.Case(
+            num_heads=8, head_size=head_size, block_size=64, window=window, sinks=sinks, dtype=torch.bfloat16
+        )
+        name = str(long)
+        device = torch.device("cpu")
+        prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
     report = {name: unwritten_reads(kernel.asm["cubin"]) for name, kernel in kernels.items()}
     print(json.dumps(report))
 

@@ -25,8 +25,9 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import prefill_problem as prefill
 import test_attention_decode as decode
-import test_attention_prefill as prefill
+import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_masked_sampling as masked
 import test_page_indices as page_indices
@@ -42,7 +43,9 @@ import test_words as words
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
-from phonograph.kernels.triton.span_plan import stream_usable
+from phonograph.kernels.triton.pdl import gluon_usable
+
+HOPPER_PREFILL = "attention_prefill_hopper._prefill_kernel"
 
 
 def find_kernels() -> dict[int, str]:
@@ -52,9 +55,9 @@ def find_kernels() -> dict[int, str]:
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, KernelInterface) and name.endswith("_kernel"):
                 found[id(value)] = f"{info.name.rpartition('.')[2]}.{name}"
-    if not stream_usable():
-        print("left out: stream._stream_kernel, which needs a Hopper GPU")
-        del found[id(stream.stream._stream_kernel)]
+    if not gluon_usable():
+        hopper = [key for key, name in found.items() if name in ("stream._stream_kernel", HOPPER_PREFILL)]
+        print(f"left out, since they need a Hopper GPU: {', '.join(found.pop(key) for key in hopper)}")
     return found
 
 
@@ -102,7 +105,8 @@ def run_all(device: torch.device) -> None:
     for rows in (5, 9):
         programs = 3 if device.type == "cuda" else 1
         span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, True, device, programs)
-    if stream_usable():
+    if gluon_usable():
+        hopper_prefill.check(hopper_prefill.CASES["cut"], device)
         for case in (stream.CASES[2], stream.CASES[4]):
             stream.check(*case, device, 4)
     test_prepare.test_steps_of_mixed_batches(device)

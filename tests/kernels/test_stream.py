@@ -168,5 +168,5 @@ def test_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = real_config(8)
     monkeypatch.setitem(MEASURED, (8, NARROW), config)
     for usable in (True, False):
-        monkeypatch.setattr(span_plan, "stream_usable", lambda usable=usable: usable)
+        monkeypatch.setattr(span_plan, "gluon_usable", lambda usable=usable: usable)
         assert choose_span(5, NARROW, torch.bfloat16) == (config if usable else None)

@@ -1,8 +1,8 @@
 """Runs Gluon kernels without a GPU: each group of warps of each program is a thread, its tensors are torch's.
 
-Triton's interpreter does not know Gluon. This knows what `kernels/triton/stream.py` uses of it, with the waits, counts
-and parities of its barriers and the copy engine's tiles, so that shares, rings and barriers are tried as they are
-written. Not tried here: layouts, and the order in which writes become visible. Threads change places at random.
+Triton's interpreter does not know Gluon. This knows what our kernels use of it, with the waits, counts and parities of
+its barriers and the copy engine's tiles, so that shares, rings and barriers are tried as they are written. Not tried
+here: layouts, and the order in which writes become visible. Threads change places at random.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 _PATIENCE = 60.0
@@ -64,6 +65,12 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.values.clone()
+
+    def store(self, values: torch.Tensor) -> None:
+        self.values.copy_(values)
 
 
 class Barrier:
@@ -117,7 +124,7 @@ class Descriptor:
     """What the copy engine knows of a tensor: tiles beyond its edges have zeros there."""
 
     def __init__(self, given: Any) -> None:
-        self.tensor, self.layout = given.base, given.layout
+        self.tensor, self.layout, self.dtype = given.base, given.layout, given.base.dtype
         size = given.block_shape[0] * given.block_shape[1] * given.base.element_size()
         self.block_type = types.SimpleNamespace(shape=given.block_shape, nbytes=size)
 
@@ -139,8 +146,9 @@ class _Language:
     int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
     static_range = range
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
+    DotOperandLayout = staticmethod(lambda *args, **keywords: None)
     convert_layout = staticmethod(lambda values, layout: values)
-    rsqrt, exp = staticmethod(torch.rsqrt), staticmethod(torch.exp)
+    rsqrt, exp, exp2, log2 = (staticmethod(one) for one in (torch.rsqrt, torch.exp, torch.exp2, torch.log2))
 
     @staticmethod
     def thread_barrier() -> None:
@@ -164,23 +172,40 @@ class _Language:
         return values.sum(axis)
 
     @staticmethod
+    def full(shape: list[int], value: float, dtype: torch.dtype, layout: Any) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype)
+
+    @staticmethod
+    def max(values: torch.Tensor, axis: int) -> torch.Tensor:
+        return values.amax(axis)
+
+    @staticmethod
+    def maximum(left: Any, right: Any) -> Any:
+        return torch.maximum(left, right) if isinstance(left, torch.Tensor) and left.dim() else max(left, right)
+
+    @staticmethod
+    def minimum(left: Any, right: Any) -> Any:
+        return min(left, right)
+
+    @staticmethod
     def where(condition: Any, left: Any, right: Any) -> Any:
-        if isinstance(condition, bool):
+        if isinstance(condition, bool) or not condition.dim():
             return left if condition else right
         return torch.where(condition, left, right)
 
     @staticmethod
     def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> torch.Tensor:
         at = torch.as_tensor(pointer.at)
-        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
+        mask = torch.as_tensor(True if mask is None else mask).expand_as(at)
         with _memory:
-            return torch.where(mask, pointer.memory[torch.where(mask, at, 0)], other)
+            found = torch.where(mask, pointer.memory[torch.where(mask, at, 0)], other).to(pointer.memory.dtype)
+        return found
 
     @staticmethod
     def store(pointer: Pointer, values: Any, *, mask: Any = None) -> None:
         at = torch.as_tensor(pointer.at)
         values = torch.as_tensor(values, dtype=pointer.memory.dtype).expand_as(at)
-        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.expand_as(at)
+        mask = torch.as_tensor(True if mask is None else mask).expand_as(at)
         with _memory:
             pointer.memory[at[mask]] = values[mask]
 
@@ -192,12 +217,15 @@ class _Language:
         return before
 
     @staticmethod
-    def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> None:
+    def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> Any:
+        if "%never" in text:
+            return arguments[0]
         if "ld.acquire" not in text:
             assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
-            return
+            return None
         pointer, turned = arguments
         _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")
+        return None
 
     @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -231,6 +259,11 @@ def _run_all(threads: list[_Thread]) -> None:
         thread.join()
 
 
+def _multiply(a: Any, b: Shared, sums: torch.Tensor, *, is_async: bool) -> torch.Tensor:
+    left = a.values if isinstance(a, Shared) else a
+    return sums + left.float() @ b.values.float()
+
+
 def launcher(module: types.ModuleType, name: str) -> Any:
     """In place of the module's kernel of this name, what runs it so.
 
@@ -238,11 +271,13 @@ def launcher(module: types.ModuleType, name: str) -> Any:
     """
     names: dict[str, Any] = dict(vars(module))
     names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
-    names["warpgroup_mma"] = lambda a, b, sums, *, is_async: sums + a.values.float() @ b.values.float()
+    names["warpgroup_mma"] = _multiply
     names["warpgroup_mma_init"] = lambda sums: sums
-    names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0]
+    names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps
     for key, value in vars(module).items():
-        if isinstance(value, JITFunction):
+        if isinstance(value, constexpr):
+            names[key] = value.value
+        elif isinstance(value, JITFunction):
             names[key] = types.FunctionType(value.fn.__code__, names, key, value.fn.__defaults__)
 
     def convert(value: Any) -> Any:
@@ -255,10 +290,14 @@ def launcher(module: types.ModuleType, name: str) -> Any:
     class Grid:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             def launch(*arguments: Any, **keywords: Any) -> None:
-                given = tuple(map(convert, arguments))
-                constants = [keywords[key] for key in ("PLAN", "PROGRAMS", "PDL")]
+                kernel = names[name]
+                given = list(map(convert, arguments))
+                # The rest are constants, in the kernel's order, or options of the launch.
+                given += [
+                    keywords[key] for key in kernel.__code__.co_varnames[len(given) : kernel.__code__.co_argcount]
+                ]
                 failed: list[BaseException] = []
-                threads = [_Thread(program, failed, names[name], (*given, *constants)) for program in range(grid[0])]
+                threads = [_Thread(program, failed, kernel, tuple(given)) for program in range(grid[0])]
                 _run_all(threads)
                 if failed:
                     raise failed[0]

@@ -29,7 +29,7 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     tile_keys,
 )
 from phonograph.kernels.triton.fp8 import at_width_of
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable
 
 __all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
 
@@ -37,6 +37,8 @@ _BLOCK_N = 64
 _MERGE_ROWS = 16
 # Padded tokens of a step, fixed with its graph.
 _FEW_TOKENS = 2560
+_ON_HOPPER = False
+"""Whether `attention_prefill_hopper` runs what it can: not until it was measured."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -82,6 +84,34 @@ def prefill_attention(
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     heads_outside = num_kv_heads > 1 and stride_slot == head_size
     tma = _fits_tma(kv_cache, width, heads_outside)
+    features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
+    if (
+        _ON_HOPPER
+        and tma
+        and not features
+        and width in (64, 128)
+        and kv_cache.dtype == query_THD.dtype
+        and gluon_usable()
+    ):
+        # Here, since it imports what not every Triton has.
+        from phonograph.kernels.triton.attention_prefill_hopper import attend_on_hopper
+
+        attend_on_hopper(
+            plan,
+            query_THD,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            out_THD,
+            lse_HT,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            causal=causal,
+        )
+        _merge(plan, query_start_loc, out_THD, lse_HT, sinks)
+        return
     num_warps, num_stages, share = _configuration(width, tma, few=plan.cuts and num_tokens <= _FEW_TOKENS)
     pdl = pdl_usable()
     cache = kv_cache
@@ -137,8 +167,19 @@ def prefill_attention(
         # A logit must have the same bits in a tile with masks and in one without.
         enable_fp_fusion=plan.cuts,
     )
+    _merge(plan, query_start_loc, out_THD, lse_HT, sinks)
+
+
+def _merge(
+    plan: PrefillPlan,
+    query_start_loc: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
     if not plan.cuts:
         return
+    pdl = pdl_usable()
     _merge_kernel[(plan.num_sms,)](
         query_start_loc,
         out_THD,
@@ -150,10 +191,10 @@ def prefill_attention(
         plan.partial_lse,
         lse_HT.stride(0) if lse_HT is not None else 0,
         PROGRAMS=plan.num_sms,
-        KV_HEADS=num_kv_heads,
+        KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
-        HEAD_SIZE=head_size,
-        WIDTH=width,
+        HEAD_SIZE=out_THD.shape[2],
+        WIDTH=plan.partial_out.shape[-1],
         BLOCK_M=BLOCK_M,
         ROWS=_MERGE_ROWS,
         PDL=pdl,

@@ -10,6 +10,7 @@ waiting for the one before is waiting for all.
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import torch
 import triton
@@ -21,6 +22,14 @@ from triton.language.extra import cuda as tl_cuda
 def pdl_usable() -> bool:
     """Whether the current device has it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@functools.cache
+def gluon_usable() -> bool:
+    """Whether the current device is a Hopper GPU, and this Triton has the language of kernels for it alone."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return find_spec("triton.experimental.gluon") is not None
 
 
 @triton.jit

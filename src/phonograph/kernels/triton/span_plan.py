@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 import triton
 
 from phonograph.kernels.triton.linear import rows_class
+from phonograph.kernels.triton.pdl import gluon_usable
 
 _MOST_HELD = 96
 """Registers of a thread for rows. Those of a product that need no more are read once for all its tiles."""
@@ -107,14 +107,6 @@ def span_class(num_rows: int) -> int:
     return 1 if num_rows == 1 else rows_class(num_rows)
 
 
-@functools.cache
-def stream_usable() -> bool:
-    """Whether the current device can run `stream`, and this Triton has the language that it is written in."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    return find_spec("triton.experimental.gluon") is not None
-
-
 def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConfig | StreamConfig | None:
     """How all products between two attention launches run in one; None: in a launch each.
 
@@ -124,7 +116,7 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     if dtype != torch.bfloat16 or num_rows > 256:
         return None
     config = MEASURED.get((span_class(num_rows), sizes))
-    return None if isinstance(config, StreamConfig) and not stream_usable() else config
+    return None if isinstance(config, StreamConfig) and not gluon_usable() else config
 
 
 def has_span(sizes: SpanSizes) -> bool:

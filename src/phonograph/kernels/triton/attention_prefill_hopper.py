@@ -1,0 +1,599 @@
+"""The attention kernel of prefills for Hopper: what `attention_prefill` does, by warps with work of their own.
+
+There a program's products, its softmax and its loads wait for each other, and only a second program on the
+multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp has the copy engine bring keys
+and values, and two groups of four warps take half of a tile's rows each. A group's products of the next keys run while
+it makes weights of the last ones, and the groups take turns at the tensor cores, so that one's softmax runs beside the
+other's products.
+
+A program takes every PROGRAMS-th piece of the plan's list, in turn from the front and from the back of each round: the
+list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another.
+
+Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
+(`tests/support/gluon_on_threads.py`).
+
+Shapes: M rows of a group, N keys of a tile (two pieces of 64, each in one block), D head size; the rest as in
+`attention_prefill`.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportRedeclaration=false, reportPossiblyUnbound=false
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M, ENTRY_WORDS, PrefillPlan
+from phonograph.kernels.triton.pdl import pdl_usable
+
+PIECE = 64
+"""Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
+_STAGES = 4
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_WORDS = gl.constexpr(ENTRY_WORDS.value)
+_INFINITY = gl.constexpr(float("inf"))
+
+
+def attend_on_hopper(
+    plan: PrefillPlan,
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor | None,
+    *,
+    scale: float,
+    window: tuple[int, int],
+    sinks: torch.Tensor | None,
+    causal: bool,
+) -> None:
+    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, and where the cache is a matrix for the copy
+    engine (`attention_prefill.fits_tma`) of heads of 64 or 128."""
+    _, _, block_size, num_kv_heads, head_size = kv_cache.shape
+    stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
+    heads_outside = num_kv_heads > 1 and stride_slot == head_size
+    columns = head_size if heads_outside else num_kv_heads * head_size
+    rows = 2 * stride_kv // columns
+    kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([PIECE, head_size], kind)
+    matrix = torch.as_strided(kv_cache, (rows, columns), (columns, 1))
+    pdl = pdl_usable()
+    _prefill_kernel[(plan.num_sms,)](
+        query_THD,
+        TensorDescriptor.from_tensor(matrix, [PIECE, head_size], layout),
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out_THD,
+        lse_HT,
+        sinks,
+        plan.header,
+        plan.entries,
+        plan.partial_out,
+        plan.partial_lse,
+        query_THD.stride(0),
+        rows // 2,
+        stride_block // stride_head if heads_outside else 1,
+        block_table.stride(0),
+        lse_HT.stride(0) if lse_HT is not None else 0,
+        scale,
+        PROGRAMS=plan.num_sms,
+        KV_HEADS=num_kv_heads,
+        GROUP=plan.group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        ROWS=BLOCK_M // 2,
+        LEFT=window[0],
+        RIGHT=0 if causal else window[1],
+        HEADS_OUTSIDE=heads_outside,
+        STAGES=_STAGES,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+        maxnreg=168,
+        # A logit must have the same bits in a tile with masks and in one without.
+        enable_fp_fusion=plan.cuts,
+    )
+
+
+@gluon.jit
+def _wait_for_kernel_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _item(turn, PROGRAMS: gl.constexpr):
+    """Which item of the list is the program's in this turn: rounds alternate their direction."""
+    program = gl.program_id(0)
+    return turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
+
+
+@gluon.jit
+def _behind(at, turn, STAGES: gl.constexpr):
+    """The next place in a ring, and the parity of the turn that it belongs to."""
+    wraps = at + 1 == STAGES
+    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
+
+
+@gluon.jit
+def _load(
+    cache,
+    rings,
+    block_table,
+    header,
+    entries,
+    values_row,
+    blocks_of_heads,
+    stride_table,
+    PROGRAMS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEADS_OUTSIDE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Has the copy engine bring the keys and values of the program's items, piece after piece, two to a tile."""
+    keys, keys_full, keys_empty, values, values_full, values_empty = rings
+    STAGES: gl.constexpr = keys.type.shape[0]
+    SIZE: gl.constexpr = keys.type.shape[1]
+    if PDL:
+        _wait_for_kernel_before()
+    num_items = gl.load(header) * KV_HEADS
+    at, turn = 0, 0
+    for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
+        item = _item(number, PROGRAMS)
+        if item < num_items:
+            entry = entries + item // KV_HEADS * _WORDS
+            kv_head = item % KV_HEADS
+            table = block_table + gl.load(entry).to(gl.int64) * stride_table
+            start = gl.load(entry + 2)
+            stop = gl.load(entry + 3)
+            pieces = (stop - start + 2 * SIZE - 1) // (2 * SIZE) * 2
+            for piece in range(0, pieces):
+                key = start + piece * SIZE
+                # What is behind the last key is any block: it is masked.
+                block = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
+                if HEADS_OUTSIDE:
+                    row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+                    column = 0
+                else:
+                    row = block * BLOCK_SIZE + key % BLOCK_SIZE
+                    column = kv_head * HEAD_SIZE
+                mbarrier.wait(keys_empty.index(at), turn ^ 1)
+                mbarrier.expect(keys_full.index(at), cache.block_type.nbytes)
+                tma.async_copy_global_to_shared(cache, [row, column], keys_full.index(at), keys.index(at))
+                mbarrier.wait(values_empty.index(at), turn ^ 1)
+                mbarrier.expect(values_full.index(at), cache.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    cache, [row + values_row, column], values_full.index(at), values.index(at)
+                )
+                at, turn = _behind(at, turn, STAGES)
+
+
+@gluon.jit
+def _logits(query_MD, keys, keys_full, at, turn, LAYOUT: gl.constexpr):
+    """Asks for the products of a piece of keys."""
+    mbarrier.wait(keys_full.index(at), turn)
+    M: gl.constexpr = query_MD.shape[0]
+    N: gl.constexpr = keys.type.shape[1]
+    zeros = gl.zeros([M, N], gl.float32, LAYOUT)
+    return warpgroup_mma(query_MD, keys.index(at).permute((1, 0)), zeros, is_async=True)
+
+
+@gluon.jit
+def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a piece: minus infinity for keys that are not there or not seen."""
+    N: gl.constexpr = logits_MN.shape[1]
+    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    seen = (key_N >= low) & (key_N < high)
+    if LEFT >= 0:
+        seen = seen & (key_N >= position_M[:, None] - LEFT)
+    if RIGHT >= 0:
+        seen = seen & (key_N <= position_M[:, None] + RIGHT)
+    return gl.where(seen, logits_MN, -_INFINITY)
+
+
+@gluon.jit
+def _clear(values, first_key, low, high):
+    """Zeros for values of keys that are not there: slots that nobody wrote may hold NaN, which no weight takes away."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    N: gl.constexpr = values.type.shape[0]
+    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
+    values.store(gl.where((key_N >= low) & (key_N < high), values.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def _weigh(left_MN, right_MN, max_M, sum_M, unit):
+    """Weights of a tile's two pieces, what earlier sums are to be multiplied by, the new largest logit and sum."""
+    new_max_M = gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
+    shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
+    left_MN = gl.exp2(left_MN * unit - shift_M[:, None])
+    right_MN = gl.exp2(right_MN * unit - shift_M[:, None])
+    decay_M = gl.exp2(max_M - shift_M)
+    return left_MN, right_MN, decay_M, new_max_M, sum_M * decay_M + gl.sum(left_MN + right_MN, 1)
+
+
+@gluon.jit
+def _before_what_follows(sum_M):
+    """The same sums. What makes them comes before what follows: ptxas puts a wait in front of work that needs none, but
+    not in front of a store that takes its result, and which never happens: sums of powers are not below zero."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %never;
+        .reg .b32 %place;
+        mov.b32 %place, 0;
+        setp.lt.f32 %never, $1, 0f00000000;
+        @%never st.volatile.shared.f32 [%place], $1;
+        mov.f32 $0, $1;
+        }
+        """,
+        "=f,f",
+        [sum_M],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _take_turn(turns, taken, GROUP_OF_WARPS: gl.constexpr):
+    """Waits for the other group of warps; the first begins."""
+    mbarrier.wait(turns.index(GROUP_OF_WARPS), (taken & 1) ^ (1 - GROUP_OF_WARPS))
+    return taken + 1
+
+
+@gluon.jit
+def _free(empty, at, STAGES: gl.constexpr):
+    """Two places of a ring, once all warps are past reading them."""
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(at), count=1)
+    mbarrier.arrive(empty.index(gl.where(at + 1 == STAGES, 0, at + 1)), count=1)
+
+
+@gluon.jit
+def _attend(
+    query_MD,
+    rings,
+    turns,
+    places,
+    start,
+    stop,
+    low,
+    high,
+    first,
+    last,
+    position_M,
+    unit,
+    GROUP_OF_WARPS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    OUT: gl.constexpr,
+):
+    """All keys of an item: sums [M, D], the weights' sum and the largest logit; where it leaves the rings.
+
+    first, last: positions of the first and the last row, which decide what tiles need masks.
+    """
+    keys, keys_full, keys_empty, values, values_full, values_empty = rings
+    STAGES: gl.constexpr = keys.type.shape[0]
+    SIZE: gl.constexpr = keys.type.shape[1]
+    M: gl.constexpr = query_MD.shape[0]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    at, turn, value_at, value_turn, taken = places
+    sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
+    sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, LAYOUT))
+    max_M = gl.full([M], -_INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
+    tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
+    # All rows see all keys from `plain` to `edge`.
+    plain = start
+    if LEFT >= 0:
+        plain = last - LEFT
+    edge = stop
+    if RIGHT >= 0:
+        edge = gl.minimum(stop, first + RIGHT + 1)
+    if tiles > 0:
+        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+        next_at, next_turn = _behind(at, turn, STAGES)
+        left_MN = _logits(query_MD, keys, keys_full, at, turn, LAYOUT)
+        right_MN = _logits(query_MD, keys, keys_full, next_at, next_turn, LAYOUT)
+        mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
+        left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
+        _free(keys_empty, at, STAGES)
+        at, turn = _behind(next_at, next_turn, STAGES)
+        masked = (start < plain) | (start + 2 * SIZE > edge)
+        if masked:
+            left_MN = _masked(left_MN, start, position_M, low, high, LEFT, RIGHT, LAYOUT)
+            right_MN = _masked(right_MN, start + SIZE, position_M, low, high, LEFT, RIGHT, LAYOUT)
+        left_MN, right_MN, decay_M, max_M, sum_M = _weigh(left_MN, right_MN, max_M, sum_M, unit)
+        left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
+        right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
+        for tile in range(1, tiles):
+            key = start + tile * (2 * SIZE)
+            next_at, next_turn = _behind(at, turn, STAGES)
+            value_next, value_next_turn = _behind(value_at, value_turn, STAGES)
+            mbarrier.wait(values_full.index(value_at), value_turn)
+            mbarrier.wait(values_full.index(value_next), value_next_turn)
+            if masked:
+                _clear(values.index(value_at), key - 2 * SIZE, low, high)
+                _clear(values.index(value_next), key - SIZE, low, high)
+                fence_async_shared()
+                gl.thread_barrier()
+            taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+            left_MN = _logits(query_MD, keys, keys_full, at, turn, LAYOUT)
+            right_MN = _logits(query_MD, keys, keys_full, next_at, next_turn, LAYOUT)
+            sums_MD = warpgroup_mma(left_weights, values.index(value_at), sums_MD, is_async=True)
+            sums_MD = warpgroup_mma(right_weights, values.index(value_next), sums_MD, is_async=True)
+            mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
+            left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
+            _free(keys_empty, at, STAGES)
+            at, turn = _behind(next_at, next_turn, STAGES)
+            masked = (key < plain) | (key + 2 * SIZE > edge)
+            if masked:
+                left_MN = _masked(left_MN, key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+                right_MN = _masked(right_MN, key + SIZE, position_M, low, high, LEFT, RIGHT, LAYOUT)
+            left_MN, right_MN, decay_M, max_M, sum_M = _weigh(left_MN, right_MN, max_M, sum_M, unit)
+            sum_M = _before_what_follows(sum_M)
+            new_left = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
+            new_right = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
+            # The new weights too, or the compiler would make them behind the wait.
+            done_MD, _, _, left_weights, right_weights = warpgroup_mma_wait(
+                0, deps=(sums_MD, left_weights, right_weights, new_left, new_right)
+            )
+            _free(values_empty, value_at, STAGES)
+            value_at, value_turn = _behind(value_next, value_next_turn, STAGES)
+            done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
+            sums_MD = warpgroup_mma_init(done_MD)
+        value_next, value_next_turn = _behind(value_at, value_turn, STAGES)
+        mbarrier.wait(values_full.index(value_at), value_turn)
+        mbarrier.wait(values_full.index(value_next), value_next_turn)
+        if masked:
+            key = start + tiles * (2 * SIZE)
+            _clear(values.index(value_at), key - 2 * SIZE, low, high)
+            _clear(values.index(value_next), key - SIZE, low, high)
+            fence_async_shared()
+            gl.thread_barrier()
+        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+        sums_MD = warpgroup_mma(left_weights, values.index(value_at), sums_MD, is_async=True)
+        sums_MD = warpgroup_mma(right_weights, values.index(value_next), sums_MD, is_async=True)
+        mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
+        done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
+        _free(values_empty, value_at, STAGES)
+        value_at, value_turn = _behind(value_next, value_next_turn, STAGES)
+        sums_MD = warpgroup_mma_init(done_MD)
+    return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, value_at, value_turn, taken)
+
+
+@gluon.jit
+def _run(
+    rings,
+    turns,
+    tensors,
+    strides,
+    scale,
+    GROUP_OF_WARPS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A group of four warps: its half of the rows of each of the program's items."""
+    query_THD, query_start_loc, seq_lens, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
+    stride_token, stride_lse = strides
+    SIZE: gl.constexpr = rings[0].type.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_SIZE, 16])
+    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    # Sixteen bytes a thread, along a row.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
+    if PDL:
+        _wait_for_kernel_before()
+    num_items = gl.load(header) * KV_HEADS
+    places = (0, 0, 0, 0, 0)
+    for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
+        item = _item(number, PROGRAMS)
+        if item < num_items:
+            entry = entries + item // KV_HEADS * _WORDS
+            kv_head = item % KV_HEADS
+            seq = gl.load(entry)
+            tile = gl.load(entry + 1)
+            start = gl.load(entry + 2)
+            stop = gl.load(entry + 3)
+            slot = gl.load(entry + 4)
+            query_start = gl.load(query_start_loc + seq)
+            query_len = gl.load(query_start_loc + seq + 1) - query_start
+            seq_len = gl.load(seq_lens + seq)
+            context = seq_len - query_len
+            # Of the whole tile, as its two groups of warps share tiles of keys.
+            first = context + tile * (2 * ROWS) // GROUP
+            last = context + (gl.minimum(tile * (2 * ROWS) + 2 * ROWS, query_len * GROUP) - 1) // GROUP
+            high = seq_len
+            if RIGHT >= 0:
+                high = gl.maximum(gl.minimum(seq_len, last + RIGHT + 1), 0)
+            low = 0
+            if LEFT >= 0:
+                low = gl.minimum(gl.maximum(first - LEFT, 0), high)
+            first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+
+            row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+            dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
+            token_M = row_M // GROUP
+            head_M = kv_head * GROUP + row_M % GROUP
+            query = query_THD + query_start.to(gl.int64) * stride_token
+            query_ptrs = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+            query_MD = gl.load(query_ptrs, mask=(token_M < query_len)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+            query_MD = gl.convert_layout(query_MD, QUERY)
+            position_M = context + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
+
+            sums_MD, sum_M, max_M, places = _attend(
+                query_MD,
+                rings,
+                turns,
+                places,
+                start,
+                stop,
+                low,
+                high,
+                first,
+                last,
+                position_M,
+                scale * _LOG2_E,
+                GROUP_OF_WARPS,
+                HEAD_SIZE,
+                LEFT,
+                RIGHT,
+                LAYOUT,
+                OUT,
+            )
+
+            row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+            token_M = row_M // GROUP
+            head_M = kv_head * GROUP + row_M % GROUP
+            factor_M = gl.where(sum_M > 0, 1.0, 0.0)
+            if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+                if slot < 0:
+                    sink_M = gl.load(sinks + head_M) * _LOG2_E
+                    new_max_M = gl.maximum(max_M, sink_M)
+                    factor_M = gl.exp2(max_M - new_max_M)
+                    sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
+                    max_M = new_max_M
+            factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
+            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
+            sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
+            if slot < 0:
+                if lse_HT is not None:
+                    lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
+                    gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
+                rounded_MD = gl.convert_layout(sums_MD.to(query_MD.dtype), COPY)
+                copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+                place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
+                out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+                mask_MD = (copied_M // GROUP < query_len)[:, None] & (dim < HEAD_SIZE)[None, :]
+                gl.store(out + place_M[:, None] * HEAD_SIZE + dim[None, :], rounded_MD, mask=mask_MD)
+            else:
+                own = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+                gl.store(partial_lse + own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)
+                partial_M = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+                partial_ptrs = partial_out + partial_M.to(gl.int64)[:, None] * HEAD_SIZE
+                gl.store(partial_ptrs + gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))[None, :], sums_MD)
+
+
+@gluon.jit(do_not_specialize=["stride_table", "stride_lse"])
+def _prefill_kernel(
+    query_THD,
+    cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out_THD,
+    lse_HT,
+    sinks,
+    header,
+    entries,
+    partial_out,
+    partial_lse,
+    stride_token,
+    values_row,
+    blocks_of_heads,
+    stride_table,
+    stride_lse,
+    scale,
+    PROGRAMS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    HEADS_OUTSIDE: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
+    if PDL:
+        _let_next_kernel_start()
+    shape: gl.constexpr = [STAGES, cache.block_type.shape[0], HEAD_SIZE]
+    keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
+    values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
+    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_full.index(stage), count=1)
+        mbarrier.init(values_full.index(stage), count=1)
+        # Both groups of warps read it.
+        mbarrier.init(keys_empty.index(stage), count=2)
+        mbarrier.init(values_empty.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    fence_async_shared()
+    rings = (keys, keys_full, keys_empty, values, values_full, values_empty)
+    tensors = (
+        query_THD,
+        query_start_loc,
+        seq_lens,
+        out_THD,
+        lse_HT,
+        sinks,
+        header,
+        entries,
+        partial_out,
+        partial_lse,
+    )
+    strides = (stride_token, stride_lse)
+    gl.warp_specialize(
+        [
+            (
+                _run,
+                (
+                    rings, turns, tensors, strides, scale, 0, PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT,
+                    PDL,
+                ),
+            ),
+            (
+                _run,
+                (
+                    rings, turns, tensors, strides, scale, 1, PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT,
+                    PDL,
+                ),
+            ),
+            (
+                _load,
+                (
+                    cache, rings, block_table, header, entries, values_row, blocks_of_heads, stride_table, PROGRAMS,
+                    KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

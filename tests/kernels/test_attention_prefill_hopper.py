@@ -1,0 +1,74 @@
+"""Prefill attention by warps with work of their own, against its definition in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gluon_on_threads
+import pytest
+import torch
+from prefill_problem import Case, run
+
+from phonograph.kernels.triton import attention_prefill
+
+hopper = pytest.importorskip("phonograph.kernels.triton.attention_prefill_hopper")
+
+PLAIN = Case(head_size=64, block_size=64)
+LONG = ((1, 9), (20, 1100), (33, 150), (0, 0))
+CASES = {
+    "plain": PLAIN,
+    "heads of 128": replace(PLAIN, head_size=128),
+    "one query head for each KV head": replace(PLAIN, num_heads=2),
+    "three query heads": replace(PLAIN, num_heads=6),
+    "blocks of 128, heads outside": replace(PLAIN, block_size=128, heads_outside=True),
+    "one KV head": replace(PLAIN, num_heads=4, num_kv_heads=1),
+    "all see all": replace(PLAIN, causal=False),
+    "window": replace(PLAIN, window=(20, 0), head_size=128),
+    "window on both sides": replace(PLAIN, window=(20, 11), causal=False),
+    "window to the right": replace(PLAIN, window=(-1, 3), causal=False),
+    "long window, sinks": replace(PLAIN, batch=LONG, window=(600, -1), sinks=True),
+    "cut": replace(PLAIN, batch=LONG, num_heads=2, num_kv_heads=1, num_sms=4),
+    "cut, sinks": replace(PLAIN, batch=LONG, num_heads=2, num_kv_heads=1, num_sms=4, sinks=True, head_size=128),
+    "many tiles": replace(PLAIN, batch=((300, 300), (17, 80), (150, 222)), num_sms=3),
+}
+
+
+def check(case: Case, device: torch.device) -> None:
+    launch, launched = hopper.attend_on_hopper, list[int]()
+
+    def noting(plan: object, *args: object, **keywords: object) -> None:
+        launched.append(1)
+        launch(plan, *args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_prefill, "_ON_HOPPER", True)
+        patch.setattr(hopper, "attend_on_hopper", noting)
+        run(case, device, 1e-2 if case.dtype == torch.bfloat16 else 2e-3)
+    assert launched
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items, rings, turns and masks as they are written, but not layouts or the visibility of writes."""
+    monkeypatch.setattr(hopper, "_prefill_kernel", gluon_on_threads.launcher(hopper, "_prefill_kernel"))
+    monkeypatch.setattr(attention_prefill, "gluon_usable", lambda: True)
+    check(CASES[name], torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_device(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if not attention_prefill.gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+    check(replace(CASES[name], dtype=dtype), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("batch", [((2048, 2048),), ((512, 6000), (1, 3000), (333, 333), (2000, 2100))], ids=str)
+def test_real_sizes(batch: tuple[tuple[int, int], ...], head_size: int, device: torch.device) -> None:
+    if not attention_prefill.gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+    case = Case(batch=batch, num_heads=32, num_kv_heads=8, head_size=head_size, block_size=64, dtype=torch.bfloat16)
+    check(replace(case, num_sms=132), device)
