@@ -18,7 +18,7 @@ Shapes: M rows of a group, N keys of a tile (two pieces of 64, each in one block
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false, reportRedeclaration=false, reportPossiblyUnbound=false
+# pyright: reportOperatorIssue=false, reportRedeclaration=false
 from __future__ import annotations
 
 import torch
