@@ -10,7 +10,8 @@ import torch
 from checkpoints import make_checkpoint
 
 from phonograph.kernels.triton import span_plan
-from phonograph.kernels.triton.span_plan import ProductConfig, SpanConfig
+from phonograph.kernels.triton.pdl import gluon_usable
+from phonograph.kernels.triton.span_plan import ProductConfig, SpanConfig, StreamConfig
 from phonograph.models import fused
 from phonograph.models.decoder import Decoder
 from phonograph.models.fused import FusedDecoder
@@ -21,6 +22,7 @@ LARGE = SpanConfig(
     8, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
     ProductConfig(32, 1024, 1),
 )  # fmt: skip
+STREAMED = StreamConfig(8, 64, 128, 11, 6, (8, 2, 8, 2), (1, 2, 1, 1))
 
 
 @pytest.fixture
@@ -54,7 +56,13 @@ def run(model: FusedDecoder, num_tokens: int, device: torch.device, rows: torch.
     return hidden
 
 
-def compare(model: FusedDecoder, num_tokens: int, config: SpanConfig, device: torch.device, patch: pytest.MonkeyPatch):
+def compare(
+    model: FusedDecoder,
+    num_tokens: int,
+    config: SpanConfig | StreamConfig,
+    device: torch.device,
+    patch: pytest.MonkeyPatch,
+) -> None:
     wanted = run(model, num_tokens, device)
     calls, run_span = [], fused.run_span
     patch.setattr(fused, "run_span", lambda *args, **keywords: (calls.append(1), run_span(*args, **keywords)))
@@ -78,10 +86,13 @@ def test_one_launch_between_attentions(
 
 @pytest.mark.gpu
 @torch.inference_mode()
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 13])
 def test_one_launch_between_attentions_of_a_real_size(
-    num_tokens: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, streamed: bool, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if streamed and not gluon_usable():
+        pytest.skip("needs a Hopper GPU")
     make_checkpoint("qwen3", tmp_path)
     spec = replace(
         read_model_spec(tmp_path),
@@ -94,7 +105,7 @@ def test_one_launch_between_attentions_of_a_real_size(
         head_size=128,
         rope_frequencies=(1.0,) * 64,
     )
-    config = LARGE._replace(gate_up=ProductConfig(8, 1024, 2 if num_tokens <= 8 else 1))
+    config = STREAMED if streamed else LARGE._replace(gate_up=ProductConfig(8, 1024, 2 if num_tokens <= 8 else 1))
     compare(make_fused(spec, device, monkeypatch), num_tokens, config, device, monkeypatch)
 
 

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M, ENTRY_WORDS, PrefillPlan
+from phonograph.kernels.triton.hopper import behind, let_next_kernel_start, wait_for_kernel_before
 from phonograph.kernels.triton.pdl import pdl_usable
 
 PIECE = 64
@@ -111,29 +112,10 @@ def attend_on_hopper(
 
 
 @gluon.jit
-def _wait_for_kernel_before():
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _item(turn, PROGRAMS: gl.constexpr):
     """Which item of the list is the program's in this turn: rounds alternate their direction."""
     program = gl.program_id(0)
     return turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
-
-
-@gluon.jit
-def _behind(at, turn, STAGES: gl.constexpr):
-    """The next place in a ring, and the parity of the turn that it belongs to."""
-    wraps = at + 1 == STAGES
-    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
 
 
 @gluon.jit
@@ -158,7 +140,7 @@ def _load(
     STAGES: gl.constexpr = keys.type.shape[0]
     SIZE: gl.constexpr = keys.type.shape[1]
     if PDL:
-        _wait_for_kernel_before()
+        wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     at, turn = 0, 0
     for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
@@ -188,7 +170,7 @@ def _load(
                 tma.async_copy_global_to_shared(
                     cache, [row + values_row, column], values_full.index(at), values.index(at)
                 )
-                at, turn = _behind(at, turn, STAGES)
+                at, turn = behind(at, turn, STAGES)
 
 
 @gluon.jit
@@ -316,13 +298,13 @@ def _attend(
         edge = gl.minimum(stop, first + RIGHT + 1)
     if tiles > 0:
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        next_at, next_turn = _behind(at, turn, STAGES)
+        next_at, next_turn = behind(at, turn, STAGES)
         left_MN = _logits(query_MD, keys, keys_full, at, turn, LAYOUT)
         right_MN = _logits(query_MD, keys, keys_full, next_at, next_turn, LAYOUT)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
         _free(keys_empty, at, STAGES)
-        at, turn = _behind(next_at, next_turn, STAGES)
+        at, turn = behind(next_at, next_turn, STAGES)
         masked = (start < plain) | (start + 2 * SIZE > edge)
         if masked:
             left_MN = _masked(left_MN, start, position_M, low, high, LEFT, RIGHT, LAYOUT)
@@ -332,8 +314,8 @@ def _attend(
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         for tile in range(1, tiles):
             key = start + tile * (2 * SIZE)
-            next_at, next_turn = _behind(at, turn, STAGES)
-            value_next, value_next_turn = _behind(value_at, value_turn, STAGES)
+            next_at, next_turn = behind(at, turn, STAGES)
+            value_next, value_next_turn = behind(value_at, value_turn, STAGES)
             mbarrier.wait(values_full.index(value_at), value_turn)
             mbarrier.wait(values_full.index(value_next), value_next_turn)
             if masked:
@@ -349,7 +331,7 @@ def _attend(
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
             left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
             _free(keys_empty, at, STAGES)
-            at, turn = _behind(next_at, next_turn, STAGES)
+            at, turn = behind(next_at, next_turn, STAGES)
             masked = (key < plain) | (key + 2 * SIZE > edge)
             if masked:
                 left_MN = _masked(left_MN, key, position_M, low, high, LEFT, RIGHT, LAYOUT)
@@ -363,10 +345,10 @@ def _attend(
                 0, deps=(sums_MD, left_weights, right_weights, new_left, new_right)
             )
             _free(values_empty, value_at, STAGES)
-            value_at, value_turn = _behind(value_next, value_next_turn, STAGES)
+            value_at, value_turn = behind(value_next, value_next_turn, STAGES)
             done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
             sums_MD = warpgroup_mma_init(done_MD)
-        value_next, value_next_turn = _behind(value_at, value_turn, STAGES)
+        value_next, value_next_turn = behind(value_at, value_turn, STAGES)
         mbarrier.wait(values_full.index(value_at), value_turn)
         mbarrier.wait(values_full.index(value_next), value_next_turn)
         if masked:
@@ -381,7 +363,7 @@ def _attend(
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
         _free(values_empty, value_at, STAGES)
-        value_at, value_turn = _behind(value_next, value_next_turn, STAGES)
+        value_at, value_turn = behind(value_next, value_next_turn, STAGES)
         sums_MD = warpgroup_mma_init(done_MD)
     return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, value_at, value_turn, taken)
 
@@ -413,7 +395,7 @@ def _run(
     # Sixteen bytes a thread, along a row.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     if PDL:
-        _wait_for_kernel_before()
+        wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     places = (0, 0, 0, 0, 0)
     for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
@@ -538,7 +520,7 @@ def _prefill_kernel(
 ):
     """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
     if PDL:
-        _let_next_kernel_start()
+        let_next_kernel_start()
     shape: gl.constexpr = [STAGES, cache.block_type.shape[0], HEAD_SIZE]
     keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)

@@ -10,7 +10,6 @@ waiting for the one before is waiting for all.
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 
 import torch
 import triton
@@ -26,10 +25,11 @@ def pdl_usable() -> bool:
 
 @functools.cache
 def gluon_usable() -> bool:
-    """Whether the current device is a Hopper GPU, and this Triton has the language of kernels for it alone."""
+    """Whether the current device is a Hopper GPU, and this Triton is one whose Gluon our kernels for Hopper are written
+    in: it is experimental, and changes from version to version."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
-    return find_spec("triton.experimental.gluon") is not None
+    return triton.__version__.startswith("3.6.")
 
 
 @triton.jit

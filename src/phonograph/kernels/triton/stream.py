@@ -41,6 +41,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.triton.hopper import (
+    behind,
+    let_next_kernel_start,
+    order_for_copy_engine,
+    wait_for_kernel_before,
+    wait_for_other_sign,
+)
 from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
 from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig, make_stream_plan, stream_value
@@ -108,24 +115,6 @@ def run_stream(
 
 
 @gluon.jit
-def _wait_for_kernel_before():
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _order_for_copy_engine():
-    """Between what threads wrote to memory and the copy engine's reads of it: by who wrote, and by who asks."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _arrival(PROGRAMS: gl.constexpr):
     """2^31 in all, so that the last one turns the counter's sign (see `span`)."""
     return gl.where(gl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
@@ -134,38 +123,9 @@ def _arrival(PROGRAMS: gl.constexpr):
 @gluon.jit
 def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
     """Lets the others know that all that the program has written is there."""
-    _order_for_copy_engine()
+    order_for_copy_engine()
     gl.thread_barrier()
     gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
-
-
-@gluon.jit
-def _wait(barrier_ptr, TURNED: gl.constexpr):
-    """Waits until the counter's sign is set (or is not). The program's first thread asks, for those that multiply."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %wait;
-        .reg .s32 %now;
-        mov.u32 %now, %tid.x;
-        setp.ne.s32 %wait, %now, 0;
-        @%wait bra all_arrived;
-        ask_again:
-        ld.acquire.gpu.global.s32 %now, [$1];
-        xor.b32 %now, %now, $2;
-        setp.ge.s32 %wait, %now, 0;
-        @%wait bra ask_again;
-        all_arrived:
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [barrier_ptr, 0 if TURNED else -1],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -175,13 +135,6 @@ def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
     steps: gl.constexpr = stream_value(PLAN, PRODUCT, "steps")
     part = unit % splits
     return unit // splits, part, part * steps // splits, (part + 1) * steps // splits
-
-
-@gluon.jit
-def _behind(at, turn, STAGES: gl.constexpr):
-    """The next place in a ring, and the parity of the turn that it belongs to."""
-    wraps = at + 1 == STAGES
-    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
 
 
 @gluon.jit
@@ -213,7 +166,7 @@ def _load_product(
                 mbarrier.wait(empty.index(at), turn ^ 1)
                 mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
                 tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
-                at, turn = _behind(at, turn, STAGES)
+                at, turn = behind(at, turn, STAGES)
     return at, turn
 
 
@@ -228,12 +181,12 @@ def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: 
 def _load_rows(descriptors, ring, full, empty, ready, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
     place = (0, 0)
     if PDL:
-        _wait_for_kernel_before()
+        wait_for_kernel_before()
     for product in gl.static_range(stream_value(PLAN, 0, "products")):
         # One for each product: a program without units could run ahead, and a parity would be missed.
         if product > 0:
             mbarrier.wait(ready.index(product - 1), 0)
-        _order_for_copy_engine()
+        order_for_copy_engine()
         source = descriptors[1 if product == 3 else product]
         place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, True)
 
@@ -269,44 +222,15 @@ def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.conste
             if half == 0:
                 mbarrier.arrive(rows_empty.index(row_read), count=1, pred=step > first)
             read = at
-            at, turn = _behind(at, turn, weights.type.shape[0])
+            at, turn = behind(at, turn, weights.type.shape[0])
         row_read = row_at
-        row_at, row_turn = _behind(row_at, row_turn, rows.type.shape[0])
+        row_at, row_turn = behind(row_at, row_turn, rows.type.shape[0])
     sums = warpgroup_mma_wait(0, deps=(sums,))
     others = warpgroup_mma_wait(0, deps=(others,))
     gl.thread_barrier()
     mbarrier.arrive(weights_empty.index(read), count=1)
     mbarrier.arrive(rows_empty.index(row_read), count=1)
     return sums, others, (at, turn, row_at, row_turn)
-
-
-@gluon.jit
-def _wait_for_parts(counter_ptr, before):
-    """Until the counter's sign is not what it was when the program arrived."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %wait;
-        .reg .s32 %now;
-        mov.u32 %now, %tid.x;
-        setp.ne.s32 %wait, %now, 0;
-        @%wait bra all_arrived;
-        ask_again:
-        ld.acquire.gpu.global.s32 %now, [$1];
-        xor.b32 %now, %now, $2;
-        setp.ge.s32 %wait, %now, 0;
-        @%wait bra ask_again;
-        all_arrived:
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [counter_ptr, before],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -448,7 +372,7 @@ def _run_product(
     BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
-        _wait(barrier_ptr, PRODUCT % 2 == 1)
+        wait_for_other_sign(barrier_ptr, 0 if PRODUCT % 2 == 1 else -1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
     for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, part, first, end = _share(unit, PLAN, PRODUCT)
@@ -475,7 +399,7 @@ def _run_product(
             # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
             arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
             before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
-            _wait_for_parts(counters_ptr + tile, before)
+            wait_for_other_sign(counters_ptr + tile, before)
             output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
             row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
             part_ptrs = tile_ptr + row * size + output
@@ -513,7 +437,7 @@ def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constex
     """What those warps do that multiply."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     if PDL:
-        _wait_for_kernel_before()
+        wait_for_kernel_before()
     places = (0, 0, 0, 0)
     for product in gl.static_range(stream_value(PLAN, 0, "products")):
         places = _run_product(
@@ -566,7 +490,7 @@ def _stream_kernel(
 ):
     """row_ptrs: hidden, normed, inner, qkv; descriptors of what the copy engine reads."""
     if PDL:
-        _let_next_kernel_start()
+        let_next_kernel_start()
     W: gl.constexpr = stream_value(PLAN, 0, "weight_stages")
     X: gl.constexpr = stream_value(PLAN, 0, "row_stages")
     block_k: gl.constexpr = output_weights.block_type.shape[1]

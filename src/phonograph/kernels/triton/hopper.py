@@ -1,0 +1,67 @@
+"""What kernels in Gluon share: waiting for kernels and programs, and places in a ring.
+
+Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this is
+imported only where it is to run.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Until the kernel before has ended and its writes are visible; each group of warps for itself."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def order_for_copy_engine():
+    """Between what threads wrote to memory and the copy engine's reads of it: by who wrote, and by who asks."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_other_sign(counter_ptr, known):
+    """Until the counter's sign is another than that of `known`. The program's first thread asks, so this is for the
+    warps that it is of; what it saw holds for all behind their barrier."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %wait;
+        .reg .s32 %now;
+        mov.u32 %now, %tid.x;
+        setp.ne.s32 %wait, %now, 0;
+        @%wait bra all_arrived;
+        ask_again:
+        ld.acquire.gpu.global.s32 %now, [$1];
+        xor.b32 %now, %now, $2;
+        setp.ge.s32 %wait, %now, 0;
+        @%wait bra ask_again;
+        all_arrived:
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [counter_ptr, known],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.thread_barrier()
+
+
+@gluon.jit
+def behind(at, turn, STAGES: gl.constexpr):
+    """The next place in a ring, and the parity of the turn that it belongs to."""
+    wraps = at + 1 == STAGES
+    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
