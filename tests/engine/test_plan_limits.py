@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine.plan import make_plan
@@ -15,3 +20,24 @@ def test_no_graph_is_captured_for_more_tokens_than_requests_can_have() -> None:
     limits = {**limits, "num_kv_blocks": 7}
     plan = make_plan(EngineConfig(model="demo", **limits), read_model_spec("demo"), known_device("cpu"))
     assert max(key.num_tokens for key in plan.captures.largest_first()) == 72 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_size", "size"),
+    [
+        ({"attention_backend": "flash_attn"}, 128, 128),
+        ({"attention_backend": "flash_attn"}, 64, 64),
+        ({"attention_backend": "flash_attn", "block_size": 32}, 128, 32),
+        # A number of blocks is one of blocks as they are by default.
+        ({"attention_backend": "flash_attn", "num_kv_blocks": 400}, 128, 64),
+        ({"attention_backend": "flash_attn", "kv_cache_dtype": "fp8"}, 128, 64),
+        ({"attention_backend": "flash_attn", "flash_attn_version": 2}, 128, 64),
+        ({"attention_backend": "triton"}, 128, 64),
+        ({"attention_backend": "prefill=flash_attn,decode=triton"}, 128, 64),
+    ],
+)
+def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: int, size: int) -> None:
+    model = replace(read_model_spec("demo"), head_size=head_size, rope_frequencies=(1.0,) * (head_size // 2))
+    plan = make_plan(EngineConfig(model="demo", **settings), model, known_device("h200"))
+    assert plan.limits.block_size == plan.attention.block_size == size
+    assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)

@@ -106,6 +106,10 @@ class Capabilities(ABC):
         """
         return self.graph_support(spec, device)
 
+    def preferred_block_size(self, spec: AttentionSpec) -> tuple[int, str] | None:
+        """Tokens in a block with which it is fastest, and why, for who leaves that open; None: the device's default."""
+        return None
+
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
     ) -> int:

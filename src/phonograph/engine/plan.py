@@ -101,6 +101,13 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
         )
     selection = select(config.attention_backend, _version(config), attention, device)
+    preferred = selection.capabilities.preferred_block_size(attention)
+    # A number of blocks is one of blocks as they are by default.
+    if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
+        resized = replace(attention, block_size=preferred[0])
+        if not selection.capabilities.why_not(resized, device):
+            attention, limits = resized, replace(limits, block_size=preferred[0])
+            notes.append(f"block_size {preferred[0]}: {preferred[1]}")
     asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
     resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)

@@ -16,6 +16,8 @@ from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64
 _FP8_HEAD_SIZE_MULTIPLE = 16
+_WHOLE_TILE = 128
+"""Keys in a tile of version 3 for causal 16-bit attention with heads of as many (record `attention_fa3.jsonl`)."""
 _OF_THE_CONTRACT = {
     AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
     "our backends are not given",
@@ -139,6 +141,14 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
                 f"head size {spec.head_size} with an FP8 cache; its kernels take multiples of {_FP8_HEAD_SIZE_MULTIPLE}"
             )
         return found
+
+    def preferred_block_size(self, spec: AttentionSpec) -> tuple[int, str] | None:
+        if spec.head_size != _WHOLE_TILE or spec.dtype != spec.kv_cache_dtype:
+            return None
+        return _WHOLE_TILE, (
+            f"flash_attn 3 loads keys by the copy engine where a block holds a whole tile of {_WHOLE_TILE}; on an H200 "
+            "prefills take 3 to 9% less time than with blocks of 16, decodes 1 to 3%"
+        )
 
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
