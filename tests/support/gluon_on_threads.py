@@ -52,6 +52,10 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.memory, self.at + other)
 
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
 
 class Shared:
     """A tensor in shared memory, poisoned."""

@@ -369,6 +369,38 @@ def _attend(
 
 
 @gluon.jit
+def _load_query(
+    query_THD,
+    query_start_loc,
+    entries,
+    item,
+    num_items,
+    stride_token,
+    GROUP_OF_WARPS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    """The group's rows of an item, [M, D]; of none, zeros."""
+    known = gl.maximum(gl.minimum(item, num_items - 1), 0)
+    entry = entries + known // KV_HEADS * _WORDS
+    seq = gl.load(entry)
+    query_start = gl.load(query_start_loc + seq)
+    query_len = gl.load(query_start_loc + seq + 1) - query_start
+    first_row = gl.load(entry + 1) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+    row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
+    token_M = row_M // GROUP
+    head_M = known % KV_HEADS * GROUP + row_M % GROUP
+    query = query_THD + query_start.to(gl.int64) * stride_token
+    pointers = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+    there_M = (token_M < query_len) & (item < num_items)
+    return gl.load(pointers, mask=there_M[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+
+
+@gluon.jit
 def _run(
     rings,
     turns,
@@ -397,7 +429,12 @@ def _run(
     if PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
+    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     places = (0, 0, 0, 0, 0)
+    query_MD = _load_query(
+        query_THD, query_start_loc, entries, _item(0, PROGRAMS), num_items, stride_token,
+        GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
+    )  # fmt: skip
     for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
         item = _item(number, PROGRAMS)
         if item < num_items:
@@ -423,18 +460,11 @@ def _run(
                 low = gl.minimum(gl.maximum(first - LEFT, 0), high)
             first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
 
-            row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-            dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-            token_M = row_M // GROUP
-            head_M = kv_head * GROUP + row_M % GROUP
-            query = query_THD + query_start.to(gl.int64) * stride_token
-            query_ptrs = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
-            query_MD = gl.load(query_ptrs, mask=(token_M < query_len)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
-            query_MD = gl.convert_layout(query_MD, QUERY)
+            operand_MD = gl.convert_layout(query_MD, QUERY)
             position_M = context + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
 
             sums_MD, sum_M, max_M, places = _attend(
-                query_MD,
+                operand_MD,
                 rings,
                 turns,
                 places,
@@ -453,6 +483,11 @@ def _run(
                 LAYOUT,
                 OUT,
             )
+            # The next item's are on their way while this one's rows are written.
+            query_MD = _load_query(
+                query_THD, query_start_loc, entries, _item(number + 1, PROGRAMS), num_items, stride_token,
+                GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
+            )  # fmt: skip
 
             row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
             token_M = row_M // GROUP
@@ -472,7 +507,7 @@ def _run(
                 if lse_HT is not None:
                     lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
                     gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
-                rounded_MD = gl.convert_layout(sums_MD.to(query_MD.dtype), COPY)
+                rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
                 copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
                 place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
                 out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
