@@ -178,8 +178,16 @@ def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: 
 
 
 @gluon.jit
-def _load_rows(descriptors, ring, full, empty, ready, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
+def _load_rows(
+    descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr
+):
     place = (0, 0)
+    # The copy engine reads a descriptor when it first meets it, which is better done now than behind each barrier. What
+    # it brings is of no use.
+    mbarrier.expect(known, 3 * descriptors[0].block_type.nbytes)
+    for source in gl.static_range(3):
+        tma.async_copy_global_to_shared(descriptors[source], [0, 0], known, ring.index(0))
+    mbarrier.wait(known, 0)
     if PDL:
         wait_for_kernel_before()
     for product in gl.static_range(stream_value(PLAN, 0, "products")):
@@ -511,6 +519,8 @@ def _stream_kernel(
         mbarrier.init(rows_empty.index(stage), count=1)
     for product in gl.static_range(3):
         mbarrier.init(ready.index(product), count=1)
+    known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(known.index(0), count=1)
     fence_async_shared()
     rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
     tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr)
@@ -519,7 +529,10 @@ def _stream_kernel(
         [
             (_run, (rings, ready, tensors, M, eps, PLAN, PROGRAMS, PDL)),
             (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN, PROGRAMS)),
-            (_load_rows, ((attended, normed, inner), rows, rows_full, rows_empty, ready, PLAN, PROGRAMS, PDL)),
+            (
+                _load_rows,
+                ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PROGRAMS, PDL),
+            ),
         ],
         [1, 1],
         [24, 24],
