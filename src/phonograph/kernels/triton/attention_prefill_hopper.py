@@ -174,9 +174,8 @@ def _load(
 
 
 @gluon.jit
-def _logits(query_MD, keys, keys_full, at, turn, LAYOUT: gl.constexpr):
+def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
     """Asks for the products of a piece of keys."""
-    mbarrier.wait(keys_full.index(at), turn)
     M: gl.constexpr = query_MD.shape[0]
     N: gl.constexpr = keys.type.shape[1]
     zeros = gl.zeros([M, N], gl.float32, LAYOUT)
@@ -297,10 +296,13 @@ def _attend(
     if RIGHT >= 0:
         edge = gl.minimum(stop, first + RIGHT + 1)
     if tiles > 0:
-        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
         next_at, next_turn = behind(at, turn, STAGES)
-        left_MN = _logits(query_MD, keys, keys_full, at, turn, LAYOUT)
-        right_MN = _logits(query_MD, keys, keys_full, next_at, next_turn, LAYOUT)
+        # What is waited for is there before the turn, which keeps the other group waiting.
+        mbarrier.wait(keys_full.index(at), turn)
+        mbarrier.wait(keys_full.index(next_at), next_turn)
+        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+        left_MN = _logits(query_MD, keys, at, LAYOUT)
+        right_MN = _logits(query_MD, keys, next_at, LAYOUT)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
         _free(keys_empty, at, STAGES)
@@ -323,9 +325,11 @@ def _attend(
                 _clear(values.index(value_next), key - SIZE, low, high)
                 fence_async_shared()
                 gl.thread_barrier()
+            mbarrier.wait(keys_full.index(at), turn)
+            mbarrier.wait(keys_full.index(next_at), next_turn)
             taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-            left_MN = _logits(query_MD, keys, keys_full, at, turn, LAYOUT)
-            right_MN = _logits(query_MD, keys, keys_full, next_at, next_turn, LAYOUT)
+            left_MN = _logits(query_MD, keys, at, LAYOUT)
+            right_MN = _logits(query_MD, keys, next_at, LAYOUT)
             sums_MD = warpgroup_mma(left_weights, values.index(value_at), sums_MD, is_async=True)
             sums_MD = warpgroup_mma(right_weights, values.index(value_next), sums_MD, is_async=True)
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
