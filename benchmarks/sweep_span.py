@@ -31,6 +31,7 @@ from phonograph.engine.llm import LLM
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import bench_decode
 from phonograph.evaluation.record import provenance, write_result
+from phonograph.kernels.triton.linear import MAX_PARTIALS
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 from phonograph.kernels.triton.span_plan import (
@@ -39,6 +40,7 @@ from phonograph.kernels.triton.span_plan import (
     SpanConfig,
     SpanSizes,
     StreamConfig,
+    make_stream_plan,
     product_shapes,
     span_class,
 )
@@ -113,7 +115,9 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
     def fits(config: StreamConfig) -> bool:
         steps = [-(-inputs // config.block_k) for _, inputs in product_shapes(sizes, last=False)]
         split = all(1 <= count <= min(step, config.rows) for count, step in zip(config.splits, steps, strict=True))
-        return config.weight_stages >= 3 and split
+        if config.weight_stages < 3 or not split:
+            return False
+        return make_stream_plan(sizes, config, last=False).num_partials <= MAX_PARTIALS
 
     def tiles(config: StreamConfig) -> list[StreamConfig]:
         choices = itertools.product((64,) if config.rows > 128 else (64, 128), (64, 128, 256), (1, 2))

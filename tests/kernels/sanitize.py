@@ -45,7 +45,7 @@ from triton.runtime.jit import KernelInterface
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.pdl import gluon_usable
 
-HOPPER_PREFILL = "attention_prefill_hopper._prefill_kernel"
+FOR_HOPPER = ("stream._stream_kernel", "attention_prefill_hopper._prefill_kernel")
 
 
 def find_kernels() -> dict[int, str]:
@@ -56,7 +56,7 @@ def find_kernels() -> dict[int, str]:
             if isinstance(value, KernelInterface) and name.endswith("_kernel"):
                 found[id(value)] = f"{info.name.rpartition('.')[2]}.{name}"
     if not gluon_usable():
-        hopper = [key for key, name in found.items() if name in ("stream._stream_kernel", HOPPER_PREFILL)]
+        hopper = [key for key, name in found.items() if name in FOR_HOPPER]
         print(f"left out, since they need a Hopper GPU: {', '.join(found.pop(key) for key in hopper)}")
     return found
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from span_layer import EPS, Layer, poisoned_scratch
+from span_layer import EPS, Layer, check_launches_in_a_row, poisoned_scratch
 
 from phonograph.kernels.triton.layers import silu_and_mul
 from phonograph.kernels.triton.linear import LinearScratch, linear, linear_add_norm, takes_squares
@@ -126,41 +124,7 @@ def test_real_sizes(rows: int, bias: bool, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 16])
 def test_launches_in_a_row(rows: int, device: torch.device) -> None:
-    """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
-    attention between them; after a pause nothing overlaps."""
-    config, scratch = real_config(rows), poisoned_scratch(device)
-    layers = [Layer(rows, QWEN3_600M, torch.bfloat16, device, bias=False, seed=seed) for seed in range(4)]
-    layer, weights = layers[0], [one.weights for one in layers]
-    generator = torch.Generator().manual_seed(9)
-    mix = (torch.randn(2048, 4096, generator=generator) / 64).to(torch.bfloat16).to(device)
-    start = layer.attended.clone()
-
-    def chain(pause: bool) -> None:
-        for index in range(200):
-            layer.weights = weights[index % 4]
-            layer.run(config, scratch)
-            if pause:
-                torch.cuda.synchronize()
-            linear(layer.qkv, mix, None, layer.attended, scratch=scratch)
-            if pause:
-                torch.cuda.synchronize()
-
-    def again(run: Callable[[], None]) -> list[torch.Tensor]:
-        layer.attended.copy_(start)
-        layer.hidden.copy_(layer.residual)
-        for one in (layer.normed, layer.inner, layer.qkv, scratch.squares):
-            one.fill_(float("nan"))
-        run()
-        assert not scratch.barrier.any()
-        return [layer.hidden.clone(), layer.inner.clone(), layer.qkv.clone()]
-
-    wanted = again(lambda: chain(pause=True))
-    assert all(one.isfinite().all() for one in wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(pause=False)
-    for _ in range(5):
-        assert all(torch.equal(*pair) for pair in zip(again(graph.replay), wanted, strict=True))
+    check_launches_in_a_row(QWEN3_600M, real_config(rows), rows, device, num_layers=4, launches=200)
 
 
 def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import gluon_on_threads
 import pytest
 import torch
-from span_layer import Layer, poisoned_scratch
+from span_layer import Layer, check_launches_in_a_row, poisoned_scratch
 
 from phonograph.kernels.triton import span_plan
-from phonograph.kernels.triton.linear import LinearScratch, linear
+from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.span_plan import MEASURED, SpanSizes, StreamConfig, choose_span, make_stream_plan
 
 stream = pytest.importorskip("phonograph.kernels.triton.stream")
@@ -41,7 +39,7 @@ def real_config(rows: int, tile: int = 128, halves: int = 1) -> StreamConfig:
     """As full as shared memory can be."""
     rows = max(8, 1 << (rows - 1).bit_length())
     tile = 64 if rows > 128 else tile
-    splits = 256 // tile * halves
+    splits = tile * halves // 32  # about a unit for each processor
     block_k, row_stages = (128, 12 if rows <= 16 else 6) if rows <= 32 else (64, 5 if rows <= 128 else 4)
     config = StreamConfig(
         rows, tile, block_k, 0, row_stages, (splits, 1, splits, splits // 2), (halves, 2, halves, halves)
@@ -116,41 +114,7 @@ def test_real_sizes(rows: int, bias: bool, tile: int, halves: int, device: torch
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 32, 128])
 def test_launches_in_a_row(rows: int, device: torch.device) -> None:
-    """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
-    attention between them; after a pause nothing overlaps."""
-    config, scratch = real_config(rows), poisoned_scratch(device)
-    layers = [Layer(rows, LLAMA3_8B, torch.bfloat16, device, bias=False, seed=seed) for seed in range(3)]
-    layer, weights = layers[0], [one.weights for one in layers]
-    generator = torch.Generator().manual_seed(9)
-    mix = (torch.randn(4096, 6144, generator=generator) / 80).to(torch.bfloat16).to(device)
-    start = layer.attended.clone()
-
-    def chain(pause: bool) -> None:
-        for index in range(60):
-            layer.weights = weights[index % 3]
-            layer.run(config, scratch)
-            if pause:
-                torch.cuda.synchronize()
-            linear(layer.qkv, mix, None, layer.attended, scratch=scratch)
-            if pause:
-                torch.cuda.synchronize()
-
-    def again(run: Callable[[], None]) -> list[torch.Tensor]:
-        layer.attended.copy_(start)
-        layer.hidden.copy_(layer.residual)
-        for one in (layer.normed, layer.inner, layer.qkv, scratch.squares):
-            one.fill_(float("nan"))
-        run()
-        assert not scratch.barrier.any()
-        return [layer.hidden.clone(), layer.inner.clone(), layer.qkv.clone()]
-
-    wanted = again(lambda: chain(pause=True))
-    assert all(one.isfinite().all() for one in wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(pause=False)
-    for _ in range(5):
-        assert all(torch.equal(*pair) for pair in zip(again(graph.replay), wanted, strict=True))
+    check_launches_in_a_row(LLAMA3_8B, real_config(rows), rows, device, num_layers=3, launches=60)
 
 
 @pytest.mark.parametrize("last", [False, True])

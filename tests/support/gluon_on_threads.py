@@ -268,21 +268,30 @@ def _multiply(a: Any, b: Shared, sums: torch.Tensor, *, is_async: bool) -> torch
     return sums + left.float() @ b.values.float()
 
 
+def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """What a module's kernels see, as plain Python; those of modules that it imports have their own."""
+    if id(given) in known:
+        return known[id(given)]
+    names = known[id(given)] = dict(given)
+    for key, value in given.items():
+        if isinstance(value, constexpr):
+            names[key] = value.value
+        elif isinstance(value, JITFunction):
+            around = _surroundings(value.fn.__globals__, known)
+            names[key] = types.FunctionType(value.fn.__code__, around, key, value.fn.__defaults__)
+    names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
+    names["warpgroup_mma"] = _multiply
+    names["warpgroup_mma_init"] = lambda sums: sums
+    names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps
+    return names
+
+
 def launcher(module: types.ModuleType, name: str) -> Any:
     """In place of the module's kernel of this name, what runs it so.
 
     Raises (at the launch) what a thread raised first; a deadlock is one too.
     """
-    names: dict[str, Any] = dict(vars(module))
-    names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
-    names["warpgroup_mma"] = _multiply
-    names["warpgroup_mma_init"] = lambda sums: sums
-    names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps
-    for key, value in vars(module).items():
-        if isinstance(value, constexpr):
-            names[key] = value.value
-        elif isinstance(value, JITFunction):
-            names[key] = types.FunctionType(value.fn.__code__, names, key, value.fn.__defaults__)
+    names = _surroundings(vars(module), {})
 
     def convert(value: Any) -> Any:
         if isinstance(value, tuple):

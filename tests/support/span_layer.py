@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.triton.linear import LinearScratch, make_scratch
+from phonograph.kernels.triton.linear import LinearScratch, linear, make_scratch
 from phonograph.kernels.triton.span import SpanWeights, run_span
 from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, StreamConfig
 
@@ -91,3 +93,50 @@ def poisoned_scratch(device: torch.device) -> LinearScratch:
     scratch.squares.fill_(float("nan"))
     scratch.partials.fill_(float("nan"))
     return scratch
+
+
+def check_launches_in_a_row(
+    sizes: SpanSizes,
+    config: SpanConfig | StreamConfig,
+    rows: int,
+    device: torch.device,
+    *,
+    num_layers: int,
+    launches: int,
+) -> None:
+    """In a graph each begins before the one before has ended, and must do what it does alone. A product stands in for
+    attention between them; after a pause nothing overlaps."""
+    scratch = poisoned_scratch(device)
+    layers = [Layer(rows, sizes, torch.bfloat16, device, bias=False, seed=seed) for seed in range(num_layers)]
+    layer, weights = layers[0], [one.weights for one in layers]
+    generator = torch.Generator().manual_seed(9)
+    mix = torch.randn(sizes.attended, sizes.qkv, generator=generator) / sizes.qkv**0.5
+    mix = mix.to(torch.bfloat16).to(device)
+    start = layer.attended.clone()
+
+    def chain(pause: bool) -> None:
+        for index in range(launches):
+            layer.weights = weights[index % num_layers]
+            layer.run(config, scratch)
+            if pause:
+                torch.cuda.synchronize()
+            linear(layer.qkv, mix, None, layer.attended, scratch=scratch)
+            if pause:
+                torch.cuda.synchronize()
+
+    def again(run: Callable[[], None]) -> list[torch.Tensor]:
+        layer.attended.copy_(start)
+        layer.hidden.copy_(layer.residual)
+        for one in (layer.normed, layer.inner, layer.qkv, scratch.squares):
+            one.fill_(float("nan"))
+        run()
+        assert not scratch.barrier.any()
+        return [layer.hidden.clone(), layer.inner.clone(), layer.qkv.clone()]
+
+    wanted = again(lambda: chain(pause=True))
+    assert all(one.isfinite().all() for one in wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(pause=False)
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(again(graph.replay), wanted, strict=True))

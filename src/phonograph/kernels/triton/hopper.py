@@ -1,14 +1,17 @@
-"""What kernels in Gluon share: waiting for kernels and programs, and places in a ring.
+"""What kernels in Gluon share: waiting for kernels and programs, barriers of warps, and places in a ring.
 
 Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this is
 imported only where it is to run.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from phonograph.kernels.triton.signs import UNTIL_OTHER_SIGN
 
 
 @gluon.jit
@@ -34,30 +37,17 @@ def order_for_copy_engine():
 def wait_for_other_sign(counter_ptr, known):
     """Until the counter's sign is another than that of `known`. The program's first thread asks, so this is for the
     warps that it is of; what it saw holds for all behind their barrier."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %wait;
-        .reg .s32 %now;
-        mov.u32 %now, %tid.x;
-        setp.ne.s32 %wait, %now, 0;
-        @%wait bra all_arrived;
-        ask_again:
-        ld.acquire.gpu.global.s32 %now, [$1];
-        xor.b32 %now, %now, $2;
-        setp.ge.s32 %wait, %now, 0;
-        @%wait bra ask_again;
-        all_arrived:
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [counter_ptr, known],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    gl.inline_asm_elementwise(UNTIL_OTHER_SIGN, "=r,l,r", [counter_ptr, known], dtype=gl.int32, is_pure=False, pack=1)
     gl.thread_barrier()
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """In shared memory; a phase of each ends with COUNT arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(at), count=COUNT)
+    return barriers
 
 
 @gluon.jit

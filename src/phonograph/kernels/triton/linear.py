@@ -34,7 +34,7 @@ from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
-_MAX_PARTIALS = 1 << 22
+MAX_PARTIALS = 1 << 22
 _MAX_SQUARES = 1 << 16
 # Of them in a row: each program that takes the row reads them all.
 _MAX_SQUARE_TILES = 256
@@ -85,7 +85,7 @@ class RowSquares(NamedTuple):
 def make_scratch(device: torch.device) -> LinearScratch:
     """16 MiB for partial sums, zeroed counters, 256 KiB for sums of squares."""
     return LinearScratch(
-        torch.zeros(_MAX_PARTIALS, dtype=torch.float32, device=device),
+        torch.zeros(MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
         torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
@@ -343,7 +343,7 @@ def _launch(
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > _MAX_PARTIALS:
+    if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > MAX_PARTIALS:
         splits = 1
     partials, arrived = scratch[:2] if scratch is not None and splits > 1 else (None, None)
     norm_weight, normed, made = norm or (None, None, None)

@@ -45,6 +45,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.signs import UNTIL_OTHER_SIGN
 from phonograph.kernels.triton.span_plan import (
     SpanConfig,
     SpanSizes,
@@ -284,22 +285,7 @@ def _wait(barrier_ptr, TURNED: tl.constexpr):
     """Waits until the counter's sign is set (or is not). One thread asks; what it saw holds for all behind the
     program's own barrier."""
     tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred %wait;
-        .reg .s32 %now;
-        mov.u32 %now, %tid.x;
-        setp.ne.s32 %wait, %now, 0;
-        @%wait bra all_arrived;
-        ask_again:
-        ld.acquire.gpu.global.s32 %now, [$1];
-        xor.b32 %now, %now, $2;
-        setp.ge.s32 %wait, %now, 0;
-        @%wait bra ask_again;
-        all_arrived:
-        mov.u32 $0, 0;
-        }
-        """,
+        UNTIL_OTHER_SIGN,
         "=r,l,r",
         [barrier_ptr, 0 if TURNED else -1],
         dtype=tl.int32,

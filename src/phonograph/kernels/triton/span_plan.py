@@ -188,10 +188,7 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
 @dataclass(frozen=True, slots=True)
 class StreamProduct:
     """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is `halves` tiles, `width` outputs (of gate-up as
-    many gates), and a share of the inputs; there are `units`.
-
-    The rest is the same for all products of a launch; products: how many there are.
-    """
+    many gates), and a share of the inputs; there are `units`."""
 
     outputs: int
     inputs: int
@@ -201,19 +198,18 @@ class StreamProduct:
     halves: int
     width: int
     units: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """num_partials, num_squares: float32 values of scratch. The rest is the configuration's."""
+
+    products: tuple[StreamProduct, ...]
     tile: int
     rows: int
     num_warps: int
     weight_stages: int
     row_stages: int
-    products: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """num_partials, num_squares: float32 values of scratch."""
-
-    products: tuple[StreamProduct, ...]
     num_partials: int
     num_squares: int
 
@@ -239,18 +235,21 @@ def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> S
                 halves=halves,
                 width=width,
                 units=-(-outputs // width) * splits,
-                tile=config.tile,
-                rows=config.rows,
-                num_warps=config.num_warps,
-                weight_stages=config.weight_stages,
-                row_stages=config.row_stages,
-                products=len(shapes),
             )
         )
     plane = config.tile * config.rows
-    partials = (one.units * plane * (2 if at == 1 else 1) for at, one in enumerate(products) if one.splits > 1)
+    partials = (one.units * plane * one.halves for one in products if one.splits > 1)
+    # A unit's second tile may have no outputs, but leaves squares.
+    squares = max(products[0].tiles, products[2].tiles) + 1
     return StreamPlan(
-        tuple(products), max(partials, default=0), max(products[0].tiles, products[2].tiles) * config.rows
+        products=tuple(products),
+        tile=config.tile,
+        rows=config.rows,
+        num_warps=config.num_warps,
+        weight_stages=config.weight_stages,
+        row_stages=config.row_stages,
+        num_partials=max(partials, default=0),
+        num_squares=squares * config.rows,
     )
 
 
@@ -258,11 +257,6 @@ def product_shapes(sizes: SpanSizes, *, last: bool) -> list[tuple[int, int]]:
     """(N, K) of O, of gate-up for each of the two, of down and, where a layer follows, of QKV."""
     attended, hidden, intermediate, qkv = sizes
     return [(hidden, attended), (intermediate, hidden), (hidden, intermediate), (qkv, hidden)][: 3 if last else 4]
-
-
-@triton.constexpr_function
-def stream_value(plan, index, name):
-    return getattr(plan.products[index], name)
 
 
 @triton.constexpr_function

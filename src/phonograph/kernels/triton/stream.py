@@ -44,13 +44,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from phonograph.kernels.triton.hopper import (
     behind,
     let_next_kernel_start,
+    make_barriers,
     order_for_copy_engine,
     wait_for_kernel_before,
     wait_for_other_sign,
 )
 from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig, make_stream_plan, stream_value
+from phonograph.kernels.triton.span_plan import (
+    SpanSizes,
+    StreamConfig,
+    make_stream_plan,
+    num_products,
+    plan_value,
+    product_value,
+)
 
 
 def run_stream(
@@ -131,8 +139,8 @@ def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
 @gluon.jit
 def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
     """Of a unit its tile, which part of the inputs, and that part's first step and the one behind its last."""
-    splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
-    steps: gl.constexpr = stream_value(PLAN, PRODUCT, "steps")
+    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
+    steps: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
     part = unit % splits
     return unit // splits, part, part * steps // splits, (part + 1) * steps // splits
 
@@ -152,13 +160,13 @@ def _load_product(
     """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
     STAGES: gl.constexpr = ring.type.shape[0]
     block_k: gl.constexpr = ring.type.shape[2]
-    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
-    HALVES: gl.constexpr = 1 if ROWS else stream_value(PLAN, PRODUCT, "halves")
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    HALVES: gl.constexpr = 1 if ROWS else product_value(PLAN, PRODUCT, "halves")
     # The ups follow the gates, elsewhere the second half of a unit is its neighbour.
-    APART: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
-    WIDTH: gl.constexpr = stream_value(PLAN, PRODUCT, "width")
+    APART: gl.constexpr = product_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
+    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
     at, turn = place
-    for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
+    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, _, first, end = _share(unit, PLAN, PRODUCT)
         for step in range(first, end):
             for half in gl.static_range(HALVES):
@@ -173,7 +181,7 @@ def _load_product(
 @gluon.jit
 def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
     place = (0, 0)
-    for product in gl.static_range(stream_value(PLAN, 0, "products")):
+    for product in gl.static_range(num_products(PLAN)):
         place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, False)
 
 
@@ -190,7 +198,7 @@ def _load_rows(
     mbarrier.wait(known, 0)
     if PDL:
         wait_for_kernel_before()
-    for product in gl.static_range(stream_value(PLAN, 0, "products")):
+    for product in gl.static_range(num_products(PLAN)):
         # One for each product: a program without units could run ahead, and a parity would be missed.
         if product > 0:
             mbarrier.wait(ready.index(product - 1), 0)
@@ -248,13 +256,7 @@ def _finish(
     first_output,
     first_row,
     residual,
-    target_ptr,
-    target_stride,
-    normed_ptr,
-    normed_stride,
-    bias_ptr,
-    norm_ptr,
-    squares_ptr,
+    tensors,
     M,
     eps,
     PLAN: gl.constexpr,
@@ -262,11 +264,14 @@ def _finish(
     LAYOUT: gl.constexpr,
 ):
     """What comes behind the sums [tile, r] of r rows, and is written. ups: of gates."""
+    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
+    TARGET: gl.constexpr = _target(PRODUCT)
+    bias_ptr, norm_ptr = bias_ptrs[PRODUCT], norm_ptrs[PRODUCT // 2]
     ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
-    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
-    N: gl.constexpr = stream_value(PLAN, PRODUCT, "outputs")
-    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    N: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
     n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
     if not ADD:
         factor = _norm_factor(first_row, squares_ptr, eps, PLAN, PRODUCT, sums.shape[1])
@@ -283,12 +288,12 @@ def _finish(
     if GATED:
         sums = sums / (1.0 + gl.exp(-sums)) * ups
     rounded = sums.to(gl.bfloat16)
-    gl.store(target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None], rounded, mask=mask)
-    if ADD and stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
+    gl.store(_pointers(row_ptrs[TARGET], row_strides[TARGET], m, n), rounded, mask=mask)
+    if ADD and num_products(PLAN) > PRODUCT + 1:
         value = gl.where(mask, rounded.to(gl.float32), 0.0)
         gl.store(squares_ptr + first_output // size * ROWS + m, gl.sum(value * value, 0))
         value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        gl.store(normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None], value.to(gl.bfloat16), mask=mask)
+        gl.store(_pointers(row_ptrs[1], row_strides[1], m, n), value.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
@@ -296,16 +301,27 @@ def _places(
     first_output, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Outputs, rows, and whether both are there."""
-    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
+    size: gl.constexpr = plan_value(PLAN, "tile")
     n = first_output + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    return n, m, (n < stream_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
+    return n, m, (n < product_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
+
+
+@gluon.constexpr_function
+def _target(product):
+    """Of hidden, normed, inner and qkv, what a product writes."""
+    return 0 if product % 2 == 0 else product // 2 + 2
+
+
+@gluon.jit
+def _pointers(rows_ptr, stride, m, n):
+    """To outputs n of rows m, [n, m]."""
+    return rows_ptr + m.to(gl.int64)[None, :] * stride + n[:, None]
 
 
 @gluon.jit
 def _residual(
-    target_ptr,
-    target_stride,
+    tensors,
     first_output,
     first_row,
     M,
@@ -315,8 +331,7 @@ def _residual(
     LAYOUT: gl.constexpr,
 ):
     n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
-    pointers = target_ptr + m.to(gl.int64)[None, :] * target_stride + n[:, None]
-    return gl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+    return gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -330,13 +345,13 @@ def _add_parts(part_ptrs, SPLITS: gl.constexpr, APART: gl.constexpr):
 @gluon.jit
 def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr):
     """One over the root mean square of each of the rows."""
-    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
-    tiles: gl.constexpr = stream_value(PLAN, PRODUCT - 1, "tiles")
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [stream_value(PLAN, PRODUCT, "num_warps"), 1], [1, 0])
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
+    tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "tiles")
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [plan_value(PLAN, "num_warps"), 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
-    return gl.rsqrt(gl.sum(squares, 0) / stream_value(PLAN, PRODUCT, "inputs") + eps)
+    return gl.rsqrt(gl.sum(squares, 0) / product_value(PLAN, PRODUCT, "inputs") + eps)
 
 
 @gluon.jit
@@ -344,16 +359,7 @@ def _run_product(
     rings,
     places,
     ready,
-    target_ptr,
-    target_stride,
-    normed_ptr,
-    normed_stride,
-    bias_ptr,
-    norm_ptr,
-    squares_ptr,
-    barrier_ptr,
-    partials_ptr,
-    counters_ptr,
+    tensors,
     M,
     eps,
     PLAN: gl.constexpr,
@@ -361,15 +367,16 @@ def _run_product(
     PROGRAMS: gl.constexpr,
 ):
     """Waits for its input, multiplies, and arrives at the barrier behind it."""
+    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     # O and down add to the residual stream and leave a norm, gate-up and QKV take one.
     ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
-    HALVES: gl.constexpr = stream_value(PLAN, PRODUCT, "halves")
-    WIDTH: gl.constexpr = stream_value(PLAN, PRODUCT, "width")
-    splits: gl.constexpr = stream_value(PLAN, PRODUCT, "splits")
-    size: gl.constexpr = stream_value(PLAN, PRODUCT, "tile")
-    ROWS: gl.constexpr = stream_value(PLAN, PRODUCT, "rows")
-    WARPS: gl.constexpr = stream_value(PLAN, PRODUCT, "num_warps")
+    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
+    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
+    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
+    WARPS: gl.constexpr = plan_value(PLAN, "num_warps")
     COUNT: gl.constexpr = ROWS // splits
     # Four warps take 64 outputs; of a tile so small eight share the rows.
     ACROSS: gl.constexpr = WARPS * 16 // size
@@ -382,16 +389,14 @@ def _run_product(
     if PRODUCT > 0:
         wait_for_other_sign(barrier_ptr, 0 if PRODUCT % 2 == 1 else -1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
-    for unit in range(gl.program_id(0), stream_value(PLAN, PRODUCT, "units"), PROGRAMS):
+    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, part, first, end = _share(unit, PLAN, PRODUCT)
         first_output, first_row = tile * WIDTH, part * COUNT
         residual, other_residual = 0.0, 0.0
         if ADD:
-            residual = _residual(target_ptr, target_stride, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+            residual = _residual(tensors, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
             if HALVES == 2:
-                other_residual = _residual(
-                    target_ptr, target_stride, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT
-                )
+                other_residual = _residual(tensors, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
         sums, others, places = _multiply(rings, places, first, end, HALVES, MMA)
         if splits > 1:
             # Each adds the parts of its share of the rows, always in the same order.
@@ -422,20 +427,14 @@ def _run_product(
                 first_output + half * size,
                 first_row,
                 residual if half == 0 else other_residual,
-                target_ptr,
-                target_stride,
-                normed_ptr,
-                normed_stride,
-                bias_ptr,
-                norm_ptr,
-                squares_ptr,
+                tensors,
                 M,
                 eps,
                 PLAN,
                 PRODUCT,
                 LAYOUT,
             )
-    if stream_value(PLAN, PRODUCT, "products") > PRODUCT + 1:
+    if num_products(PLAN) > PRODUCT + 1:
         _arrive(barrier_ptr, PROGRAMS)
     return places
 
@@ -443,34 +442,14 @@ def _run_product(
 @gluon.jit
 def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
     """What those warps do that multiply."""
-    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     if PDL:
         wait_for_kernel_before()
     places = (0, 0, 0, 0)
-    for product in gl.static_range(stream_value(PLAN, 0, "products")):
-        places = _run_product(
-            rings,
-            places,
-            ready,
-            row_ptrs[0 if product % 2 == 0 else product // 2 + 2],
-            row_strides[0 if product % 2 == 0 else product // 2 + 2],
-            row_ptrs[1],
-            row_strides[1],
-            bias_ptrs[product],
-            norm_ptrs[product // 2],
-            squares_ptr,
-            barrier_ptr,
-            partials_ptr,
-            counters_ptr,
-            M,
-            eps,
-            PLAN,
-            product,
-            PROGRAMS,
-        )
-    if stream_value(PLAN, 0, "products") == 4:
+    for product in gl.static_range(num_products(PLAN)):
+        places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product, PROGRAMS)
+    if num_products(PLAN) == 4:
         # An odd number of turns so far. No one waits for this one.
-        gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="relaxed", scope="gpu")
+        gl.atomic_add(tensors[5], _arrival(PROGRAMS), sem="relaxed", scope="gpu")
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -499,28 +478,16 @@ def _stream_kernel(
     """row_ptrs: hidden, normed, inner, qkv; descriptors of what the copy engine reads."""
     if PDL:
         let_next_kernel_start()
-    W: gl.constexpr = stream_value(PLAN, 0, "weight_stages")
-    X: gl.constexpr = stream_value(PLAN, 0, "row_stages")
+    W: gl.constexpr = plan_value(PLAN, "weight_stages")
+    X: gl.constexpr = plan_value(PLAN, "row_stages")
     block_k: gl.constexpr = output_weights.block_type.shape[1]
     weights = gl.allocate_shared_memory(
         gl.bfloat16, [W, output_weights.block_type.shape[0], block_k], output_weights.layout
     )
     rows = gl.allocate_shared_memory(gl.bfloat16, [X, attended.block_type.shape[0], block_k], attended.layout)
-    weights_full = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
-    weights_empty = gl.allocate_shared_memory(gl.int64, [W, 1], mbarrier.MBarrierLayout())
-    rows_full = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
-    rows_empty = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(W):
-        mbarrier.init(weights_full.index(stage), count=1)
-        mbarrier.init(weights_empty.index(stage), count=1)
-    for stage in gl.static_range(X):
-        mbarrier.init(rows_full.index(stage), count=1)
-        mbarrier.init(rows_empty.index(stage), count=1)
-    for product in gl.static_range(3):
-        mbarrier.init(ready.index(product), count=1)
-    known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(known.index(0), count=1)
+    weights_full, weights_empty = make_barriers(W, 1), make_barriers(W, 1)
+    rows_full, rows_empty = make_barriers(X, 1), make_barriers(X, 1)
+    ready, known = make_barriers(3, 1), make_barriers(1, 1)
     fence_async_shared()
     rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
     tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr)
