@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +72,39 @@ def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:
     """
     others = np.flatnonzero(np.diff(query_start_loc_cpu) != query_len)
     return int(others[0]) if len(others) else len(query_start_loc_cpu) - 1
+
+
+class HostCut(NamedTuple):
+    """A batch of R slots as two: each is the whole batch with the other's sequences empty, so that the border may move
+    from step to step in a graph. Decodes are those of `leading_decodes`; the starts are [R+1], the lengths [R].
+
+    border: tokens of the decodes
+    """
+
+    num_decodes: int
+    border: int
+    decode_starts: np.ndarray
+    decode_lens: np.ndarray
+    prefill_starts: np.ndarray
+    prefill_lens: np.ndarray
+    max_prefill_query_len: int
+
+
+def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query_len: int) -> HostCut:
+    """By the rule of the kernel that cuts the tensors (`kernels/triton/split_batch.py`)."""
+    starts, lens = query_start_loc_cpu, seq_lens_cpu
+    num_decodes = leading_decodes(starts, query_len)
+    border = int(starts[num_decodes])
+    is_decode = np.arange(len(lens)) < num_decodes
+    return HostCut(
+        num_decodes=num_decodes,
+        border=border,
+        decode_starts=np.minimum(starts, border),
+        decode_lens=np.where(is_decode, lens, 0),
+        prefill_starts=np.maximum(starts, border),
+        prefill_lens=np.where(is_decode, 0, lens),
+        max_prefill_query_len=int(np.diff(starts[num_decodes:]).max(initial=0)),
+    )
 
 
 class AttentionMetadata:

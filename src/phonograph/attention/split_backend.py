@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
+from phonograph.attention.metadata import (
+    AttentionMetadata,
+    CommonMetadata,
+    MetadataBuilder,
+    cut_on_host,
+    leading_decodes,
+)
 from phonograph.attention.split import SplitCapabilities, decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
@@ -80,38 +85,34 @@ class SplitMetadataBuilder(MetadataBuilder):
         )
 
     def _cut(self, common: CommonMetadata, num_slots: int, part: GraphKey) -> tuple[CommonMetadata, CommonMetadata]:
-        """Both parts, their host copies cut by the rule of the kernel that cuts the tensors; `part` is the decodes'."""
-        decode_slots = part.num_reqs
-        starts, lens, split = common.query_start_loc_cpu, common.seq_lens_cpu, self._split
-        num_decodes = leading_decodes(starts, self._query_len)
-        border = int(starts[num_decodes])
-        is_decode = np.arange(len(lens)) < num_decodes
-        decode_lens, prefill_lens = np.where(is_decode, lens, 0), np.where(is_decode, 0, lens)
+        """Both parts, tensors and host copies; `part` is the decodes'."""
+        decode_slots, split = part.num_reqs, self._split
+        cut = cut_on_host(common.query_start_loc_cpu, common.seq_lens_cpu, self._query_len)
         decodes = replace(
             common,
-            num_reqs=num_decodes,
-            num_decodes=num_decodes,
-            num_tokens=border,
-            num_decode_tokens=border,
+            num_reqs=cut.num_decodes,
+            num_decodes=cut.num_decodes,
+            num_tokens=cut.border,
+            num_decode_tokens=cut.border,
             max_query_len=self._query_len,
-            max_seq_len=int(decode_lens.max(initial=0)),
+            max_seq_len=int(cut.decode_lens.max(initial=0)),
             query_start_loc=split.decode_starts[: decode_slots + 1],
             seq_lens=split.decode_lens[:decode_slots],
             block_table=common.block_table[:decode_slots],
             slot_mapping=common.slot_mapping[: part.num_tokens],
-            query_start_loc_cpu=np.minimum(starts, border)[: decode_slots + 1],
-            seq_lens_cpu=decode_lens[:decode_slots],
+            query_start_loc_cpu=cut.decode_starts[: decode_slots + 1],
+            seq_lens_cpu=cut.decode_lens[:decode_slots],
         )
         prefills = replace(
             common,
             num_decodes=0,
             num_decode_tokens=0,
-            max_query_len=int(np.diff(starts[num_decodes:]).max(initial=0)),
-            max_seq_len=int(prefill_lens.max(initial=0)),
+            max_query_len=cut.max_prefill_query_len,
+            max_seq_len=int(cut.prefill_lens.max(initial=0)),
             query_start_loc=split.prefill_starts[: num_slots + 1],
             seq_lens=split.prefill_lens[:num_slots],
-            query_start_loc_cpu=np.maximum(starts, border),
-            seq_lens_cpu=prefill_lens,
+            query_start_loc_cpu=cut.prefill_starts,
+            seq_lens_cpu=cut.prefill_lens,
         )
         return decodes, prefills
 

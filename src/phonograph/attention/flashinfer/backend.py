@@ -19,7 +19,14 @@ from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
 from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
 from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder, leading_decodes
+from phonograph.attention.metadata import (
+    AttentionMetadata,
+    CommonMetadata,
+    MetadataBuilder,
+    cut_on_host,
+    leading_decodes,
+)
+from phonograph.attention.split import decode_part
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.page_indices import page_indices
@@ -101,17 +108,13 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         decodes: tuple[Part, ...] = ()
         first_page, max_query_len = 0, common.max_query_len
         if self._splits and key.graphs is GraphSet.MIXED:
-            # Each part is the whole batch with the other's sequences empty, so that the border may move.
-            num_decodes, slots = leading_decodes(starts, 1), min(len(lens), num_rows)
-            is_decode = np.arange(len(lens)) < num_decodes
-            decode_lens, lens = np.where(is_decode, lens, 0), np.where(is_decode, 0, lens)
-            first_page = int((-(-decode_lens // self._spec.block_size)).sum())
+            cut, slots = cut_on_host(starts, lens, 1), decode_part(num_rows, len(lens), 1).num_reqs
             # The decode wrapper has a row for each slot. Rows of slots without a decode are the prefills', who come
             # later, or padding, as theirs.
-            host = self._host_plan(starts[: slots + 1], decode_lens[:slots], slots)
+            host = self._host_plan(cut.decode_starts[: slots + 1], cut.decode_lens[:slots], slots)
             decodes = (self._planner.decode(host, slots),)
-            starts = np.maximum(starts, starts[num_decodes])
-            max_query_len = int(np.diff(starts).max(initial=0))
+            first_page = int((-(-cut.decode_lens // self._spec.block_size)).sum())
+            starts, lens, max_query_len = cut.prefill_starts, cut.prefill_lens, cut.max_prefill_query_len
         host = self._host_plan(starts, lens, num_rows, first_page)
         causal = self._causal(common)
         prefills = self._planner.prefill(host, len(lens), num_rows, max_query_len=max_query_len, causal=causal)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.split import decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 EAGER_INTEGERS = 8 << 20
@@ -64,7 +65,8 @@ class Sizes:
         limits, whole = self.limits, [key for key in graphs if key.graphs is not GraphSet.PIECEWISE]
         decodes = {key.num_reqs for key in whole if key.query_len == 1}
         if splits_mixed(self.spec):
-            decodes |= {min(key.num_reqs, key.num_tokens) for key in whole if key.graphs is GraphSet.MIXED}
+            mixed = (key for key in whole if key.graphs is GraphSet.MIXED)
+            decodes |= {decode_part(key.num_tokens, key.num_reqs, 1).num_reqs for key in mixed}
         prefills = {(key.num_reqs, key.num_tokens) for key in whole if key.query_len != 1}
         return (
             self.floats()
