@@ -128,7 +128,8 @@ class Descriptor:
     """What the copy engine knows of a tensor: tiles beyond its edges have zeros there."""
 
     def __init__(self, given: Any) -> None:
-        self.tensor, self.layout, self.dtype = given.base, given.layout, given.base.dtype
+        self.tensor = torch.as_strided(given.base, given.shape, given.strides)
+        self.layout, self.dtype = given.layout, given.base.dtype
         size = given.block_shape[0] * given.block_shape[1] * given.base.element_size()
         self.block_type = types.SimpleNamespace(shape=given.block_shape, nbytes=size)
 

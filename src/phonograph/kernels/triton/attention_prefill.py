@@ -84,6 +84,8 @@ def prefill_attention(
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     heads_outside = num_kv_heads > 1 and stride_slot == head_size
     tma = _fits_tma(kv_cache, width, heads_outside)
+    columns = head_size if heads_outside else num_kv_heads * head_size
+    rows = 2 * stride_kv // columns
     features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
     if (
         _ON_HOPPER
@@ -105,6 +107,8 @@ def prefill_attention(
             seq_lens,
             out_THD,
             lse_HT,
+            matrix=(rows, columns),
+            heads_outside=heads_outside,
             scale=scale,
             window=window,
             sinks=sinks,
@@ -116,8 +120,6 @@ def prefill_attention(
     pdl = pdl_usable()
     cache = kv_cache
     if tma:
-        columns = head_size if heads_outside else num_kv_heads * head_size
-        rows = 2 * stride_kv // columns
         cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
         stride_kv = rows // 2
     right = 0 if causal else window[1]

@@ -35,7 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M, ENTRY_WORDS, PrefillPlan
-from phonograph.kernels.triton.hopper import behind, let_next_kernel_start, wait_for_kernel_before
+from phonograph.kernels.triton.hopper import (
+    behind,
+    let_next_kernel_start,
+    make_barriers,
+    wait_for_kernel_before,
+)
 from phonograph.kernels.triton.pdl import pdl_usable
 
 PIECE = 64
@@ -57,25 +62,25 @@ def attend_on_hopper(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
+    matrix: tuple[int, int],
+    heads_outside: bool,
     scale: float,
     window: tuple[int, int],
     sinks: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, and where the cache is a matrix for the copy
-    engine (`attention_prefill.fits_tma`) of heads of 64 or 128."""
+    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128.
+
+    matrix: rows and columns of the cache for the copy engine; heads_outside: whether a head's slots are rows
+    """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
-    stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    heads_outside = num_kv_heads > 1 and stride_slot == head_size
-    columns = head_size if heads_outside else num_kv_heads * head_size
-    rows = 2 * stride_kv // columns
+    rows, columns = matrix
     kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([PIECE, head_size], kind)
-    matrix = torch.as_strided(kv_cache, (rows, columns), (columns, 1))
     pdl = pdl_usable()
     _prefill_kernel[(plan.num_sms,)](
         query_THD,
-        TensorDescriptor.from_tensor(matrix, [PIECE, head_size], layout),
+        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, head_size], layout),
         block_table,
         query_start_loc,
         seq_lens,
@@ -88,7 +93,7 @@ def attend_on_hopper(
         plan.partial_lse,
         query_THD.stride(0),
         rows // 2,
-        stride_block // stride_head if heads_outside else 1,
+        num_kv_heads if heads_outside else 1,
         block_table.stride(0),
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
@@ -259,12 +264,7 @@ def _attend(
     rings,
     turns,
     places,
-    start,
-    stop,
-    low,
-    high,
-    first,
-    last,
+    span,
     position_M,
     unit,
     GROUP_OF_WARPS: gl.constexpr,
@@ -276,8 +276,9 @@ def _attend(
 ):
     """All keys of an item: sums [M, D], the weights' sum and the largest logit; where it leaves the rings.
 
-    first, last: positions of the first and the last row, which decide what tiles need masks.
+    span: first key and the one behind the last, [low, high) that some row sees, positions of the first and last row
     """
+    start, stop, low, high, first, last = span
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     STAGES: gl.constexpr = keys.type.shape[0]
     SIZE: gl.constexpr = keys.type.shape[1]
@@ -472,12 +473,7 @@ def _run(
                 rings,
                 turns,
                 places,
-                start,
-                stop,
-                low,
-                high,
-                first,
-                last,
+                (start, stop, low, high, first, last),
                 position_M,
                 scale * _LOG2_E,
                 GROUP_OF_WARPS,
@@ -563,19 +559,10 @@ def _prefill_kernel(
     shape: gl.constexpr = [STAGES, cache.block_type.shape[0], HEAD_SIZE]
     keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
-    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(keys_full.index(stage), count=1)
-        mbarrier.init(values_full.index(stage), count=1)
-        # Both groups of warps read it.
-        mbarrier.init(keys_empty.index(stage), count=2)
-        mbarrier.init(values_empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
+    # Both groups of warps read a place before it is free.
+    keys_full, keys_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    values_full, values_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    turns = make_barriers(2, 1)
     fence_async_shared()
     rings = (keys, keys_full, keys_empty, values, values_full, values_empty)
     tensors = (
