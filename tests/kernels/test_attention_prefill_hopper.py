@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-def check(case: Case, device: torch.device) -> None:
+def check(case: Case, device: torch.device, **limits: int) -> None:
     launch, launched = hopper.attend_on_hopper, list[int]()
 
     def noting(plan: object, *args: object, **keywords: object) -> None:
@@ -43,7 +43,7 @@ def check(case: Case, device: torch.device) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_prefill, "_ON_HOPPER", True)
         patch.setattr(hopper, "attend_on_hopper", noting)
-        run(case, device, 1e-2 if case.dtype == torch.bfloat16 else 2e-3)
+        run(case, device, 1e-2 if case.dtype == torch.bfloat16 else 2e-3, **limits)
     assert launched
 
 
@@ -71,4 +71,4 @@ def test_real_sizes(batch: tuple[tuple[int, int], ...], head_size: int, device: 
     if not attention_prefill.gluon_usable():
         pytest.skip("needs a Hopper GPU")
     case = Case(batch=batch, num_heads=32, num_kv_heads=8, head_size=head_size, block_size=64, dtype=torch.bfloat16)
-    check(replace(case, num_sms=132), device)
+    check(replace(case, num_sms=132), device, max_num_tokens=4096)

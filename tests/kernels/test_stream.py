@@ -91,7 +91,7 @@ def test_small_sizes(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize(("tile", "halves"), [(64, 1), (128, 1), (128, 2)])
 @pytest.mark.parametrize(
     ("rows", "bias"),
     [
