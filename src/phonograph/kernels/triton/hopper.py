@@ -55,3 +55,10 @@ def behind(at, turn, STAGES: gl.constexpr):
     """The next place in a ring, and the parity of the turn that it belongs to."""
     wraps = at + 1 == STAGES
     return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
+
+
+@gluon.jit
+def before(at, STAGES: gl.constexpr):
+    """The place before one in a ring. Computed: Triton takes a variable for constant in a loop that gets the value of
+    another in it, if both began with one value."""
+    return gl.where(at == 0, STAGES - 1, at - 1)

@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.hopper import (
+    before,
     behind,
     let_next_kernel_start,
     make_barriers,
@@ -218,8 +219,8 @@ def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.conste
     shape: gl.constexpr = [weights.type.shape[1], rows.type.shape[1]]
     sums = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
     others = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
-    read, row_read = at, row_at
     for step in range(first, end):
+        row_read = before(row_at, rows.type.shape[0])
         mbarrier.wait(rows_full.index(row_at), row_turn)
         x = rows.index(row_at).permute((1, 0))
         for half in gl.static_range(HALVES):
@@ -234,18 +235,17 @@ def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.conste
                 others = warpgroup_mma(weights.index(at), x, others, is_async=True)
             # All warps have waited for what is before it.
             gl.thread_barrier()
+            read = before(at, weights.type.shape[0])
             mbarrier.arrive(weights_empty.index(read), count=1, pred=(step > first) | (half > 0))
             if half == 0:
                 mbarrier.arrive(rows_empty.index(row_read), count=1, pred=step > first)
-            read = at
             at, turn = behind(at, turn, weights.type.shape[0])
-        row_read = row_at
         row_at, row_turn = behind(row_at, row_turn, rows.type.shape[0])
     sums = warpgroup_mma_wait(0, deps=(sums,))
     others = warpgroup_mma_wait(0, deps=(others,))
     gl.thread_barrier()
-    mbarrier.arrive(weights_empty.index(read), count=1)
-    mbarrier.arrive(rows_empty.index(row_read), count=1)
+    mbarrier.arrive(weights_empty.index(before(at, weights.type.shape[0])), count=1)
+    mbarrier.arrive(rows_empty.index(before(row_at, rows.type.shape[0])), count=1)
     return sums, others, (at, turn, row_at, row_turn)
 
 
