@@ -1,4 +1,4 @@
-"""What a step of a large model does between two attention launches, in one launch: for up to 256 rows, on Hopper.
+"""What a step of a large model does between two attention launches, in one launch: for up to 128 rows, on Hopper.
 
 The products are those of `span`, and so are the barriers between them. There a program holds the weights of its next
 product in registers, which is most of a small model's product; here a product takes tens of microseconds, and what is
@@ -7,13 +7,14 @@ lost is that memory stands still while programs meet: four launches a layer drai
 So weights have a warp of their own. It asks the copy engine for tile after tile of a program's share, of one product
 after another, into a ring in shared memory, and waits for nothing but room in the ring: 180 KB a multiprocessor, which
 is what memory delivers in 5 us. A second warp brings the rows, a tile of them for each tile of weights; it waits at the
-barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
-less is at work on the next product's weights.
+barriers. The others multiply.
 
-A unit is a tile of 64 or 128 outputs, or two, over a share of the inputs; of gate and up it is a tile of each. A second
-tile spares the multiprocessor reading the rows again, which from 32 rows on counts. Programs that share a tile wait for
-one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are so large that
-one program would take 3 us to read them. Norms are divided by at the end of the product that takes them, as in `span`.
+A product's steps, tile of outputs by tile and along the inputs within each, are one list, of which each program takes
+as much as every other: what memory delivers is shared evenly, and no program is the last by a tile (Stream-K: Osama et
+al., 2023). A tile is of 64 or 128 outputs, or two of these; of gate and up it is one of each. A second one spares the
+multiprocessor reading the rows again, which from 32 rows on counts. Where programs share a tile each leaves its sums in
+memory, and whoever comes last adds all of them, always in the same order; nobody waits for another. Norms are divided
+by at the end of the product that takes them, as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
@@ -83,10 +84,9 @@ def run_stream(
     """
     attended, hidden, normed, inner, qkv = rows
     sizes = SpanSizes(*(one.shape[1] for one in (attended, hidden, inner, qkv)))
-    plan = make_stream_plan(sizes, config, last=len(matrices) == 3)
+    plan = make_stream_plan(sizes, config, num_programs, last=len(matrices) == 3)
     assert len(hidden) <= config.rows and hidden.dtype == torch.bfloat16
-    # A program must not wait for its own next unit.
-    assert max(config.splits) <= num_programs, "as many programs as share a tile"
+    assert plan.num_tiles <= scratch.signs.numel()
     assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
     weight_layout, row_layout = (
         gl.NVMMASharedLayout.get_default_for([height, config.block_k], gl.bfloat16)
@@ -114,7 +114,6 @@ def run_stream(
         len(hidden),
         eps,
         PLAN=plan,
-        PROGRAMS=num_programs,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=config.num_warps,
@@ -124,26 +123,34 @@ def run_stream(
 
 
 @gluon.jit
-def _arrival(PROGRAMS: gl.constexpr):
-    """2^31 in all, so that the last one turns the counter's sign (see `span`)."""
-    return gl.where(gl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
+def _arrival(is_first, NUMBER):
+    """Of one among NUMBER: 2^31 in all, so that the last one turns the counter's sign (see `span`)."""
+    return gl.where(is_first, 0x7FFFFFFF - (NUMBER - 2), 1)
 
 
 @gluon.jit
-def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
+def _arrive(barrier_ptr, PLAN: gl.constexpr):
     """Lets the others know that all that the program has written is there."""
     order_for_copy_engine()
     gl.thread_barrier()
-    gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
+    arrival = _arrival(gl.program_id(0) == 0, plan_value(PLAN, "num_programs"))
+    gl.atomic_add(barrier_ptr, arrival, sem="release", scope="gpu")
 
 
 @gluon.jit
-def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
-    """Of a unit its tile, which part of the inputs, and that part's first step and the one behind its last."""
-    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
-    steps: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
-    part = unit % splits
-    return unit // splits, part, part * steps // splits, (part + 1) * steps // splits
+def _share(program, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """The program's first step and the one behind its last."""
+    total: gl.constexpr = product_value(PLAN, PRODUCT, "tiles") * product_value(PLAN, PRODUCT, "steps")
+    programs: gl.constexpr = product_value(PLAN, PRODUCT, "programs")
+    begin = gl.where(program < programs, program * total // programs, 0)
+    return begin, gl.where(program < programs, (program + 1) * total // programs, 0)
+
+
+@gluon.jit
+def _program_of(step, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """Whose share a step is in."""
+    total: gl.constexpr = product_value(PLAN, PRODUCT, "tiles") * product_value(PLAN, PRODUCT, "steps")
+    return ((step + 1) * product_value(PLAN, PRODUCT, "programs") - 1) // total
 
 
 @gluon.jit
@@ -155,7 +162,6 @@ def _load_product(
     place,
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
-    PROGRAMS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
     """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
@@ -163,33 +169,31 @@ def _load_product(
     block_k: gl.constexpr = ring.type.shape[2]
     size: gl.constexpr = plan_value(PLAN, "tile")
     HALVES: gl.constexpr = 1 if ROWS else product_value(PLAN, PRODUCT, "halves")
-    # The ups follow the gates, elsewhere the second half of a unit is its neighbour.
+    # The ups follow the gates, elsewhere the second half of a tile is its neighbour.
     APART: gl.constexpr = product_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
     WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
+    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
     at, turn = place
-    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
-        tile, _, first, end = _share(unit, PLAN, PRODUCT)
-        for step in range(first, end):
-            for half in gl.static_range(HALVES):
-                row = 0 if ROWS else tile * WIDTH + half * APART
-                mbarrier.wait(empty.index(at), turn ^ 1)
-                mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
-                tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
-                at, turn = behind(at, turn, STAGES)
+    begin, end = _share(gl.program_id(0), PLAN, PRODUCT)
+    for step in range(begin, end):
+        for half in gl.static_range(HALVES):
+            row = 0 if ROWS else step // STEPS * WIDTH + half * APART
+            mbarrier.wait(empty.index(at), turn ^ 1)
+            mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
+            tma.async_copy_global_to_shared(descriptor, [row, step % STEPS * block_k], full.index(at), ring.index(at))
+            at, turn = behind(at, turn, STAGES)
     return at, turn
 
 
 @gluon.jit
-def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
+def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr):
     place = (0, 0)
     for product in gl.static_range(num_products(PLAN)):
-        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, False)
+        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, False)
 
 
 @gluon.jit
-def _load_rows(
-    descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr
-):
+def _load_rows(descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr, PDL: gl.constexpr):
     place = (0, 0)
     # The copy engine reads a descriptor when it first meets it, which is better done now than behind each barrier. What
     # it brings is of no use.
@@ -200,17 +204,17 @@ def _load_rows(
     if PDL:
         wait_for_kernel_before()
     for product in gl.static_range(num_products(PLAN)):
-        # One for each product: a program without units could run ahead, and a parity would be missed.
+        # One for each product: a program without a share could run ahead, and a parity would be missed.
         if product > 0:
             mbarrier.wait(ready.index(product - 1), 0)
         order_for_copy_engine()
         source = descriptors[1 if product == 3 else product]
-        place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, True)
+        place = _load_product(source, ring, full, empty, place, PLAN, product, True)
 
 
 @gluon.jit
 def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """A unit's sums [tile, rows], of both its halves; where it leaves the rings.
+    """A tile's sums [tile, rows] over some of its steps, of both its halves; where it leaves the rings.
 
     A product is under way while the next tile is waited for, and places are free once the product behind it has begun.
     """
@@ -254,7 +258,6 @@ def _finish(
     sums,
     ups,
     first_output,
-    first_row,
     residual,
     tensors,
     M,
@@ -263,7 +266,7 @@ def _finish(
     PRODUCT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """What comes behind the sums [tile, r] of r rows, and is written. ups: of gates."""
+    """What comes behind the sums [tile, rows], and is written. ups: of gates."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     TARGET: gl.constexpr = _target(PRODUCT)
     bias_ptr, norm_ptr = bias_ptrs[PRODUCT], norm_ptrs[PRODUCT // 2]
@@ -272,9 +275,9 @@ def _finish(
     size: gl.constexpr = plan_value(PLAN, "tile")
     N: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
+    n, m, mask = _places(first_output, M, PLAN, PRODUCT, LAYOUT)
     if not ADD:
-        factor = _norm_factor(first_row, squares_ptr, eps, PLAN, PRODUCT, sums.shape[1])
+        factor = _norm_factor(squares_ptr, eps, PLAN, PRODUCT)
         factor = gl.convert_layout(factor, gl.SliceLayout(0, LAYOUT))[None, :]
         sums *= factor
         if GATED:
@@ -297,13 +300,12 @@ def _finish(
 
 
 @gluon.jit
-def _places(
-    first_output, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _places(first_output, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
     """Outputs, rows, and whether both are there."""
     size: gl.constexpr = plan_value(PLAN, "tile")
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
     n = first_output + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
-    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     return n, m, (n < product_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
 
 
@@ -320,37 +322,43 @@ def _pointers(rows_ptr, stride, m, n):
 
 
 @gluon.jit
-def _residual(
-    tensors,
-    first_output,
-    first_row,
-    M,
-    PLAN: gl.constexpr,
-    PRODUCT: gl.constexpr,
-    COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+def _residual(tensors, first_output, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+    n, m, mask = _places(first_output, M, PLAN, PRODUCT, LAYOUT)
     return gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _add_parts(part_ptrs, SPLITS: gl.constexpr, APART: gl.constexpr):
-    sums = gl.load(part_ptrs, cache_modifier=".cg")
-    for other in gl.static_range(1, SPLITS):
-        sums += gl.load(part_ptrs + other * APART, cache_modifier=".cg")
+def _part_ptrs(partials_ptr, program, starts, half, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a program leaves its sums of half a tile: of the one that its share begins in the middle of, and of the one
+    that it `starts` and does not end."""
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
+    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
+    slot = (2 * program + starts) * HALVES + half
+    output = gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return partials_ptr + slot * (size * ROWS) + row * size + output
+
+
+@gluon.jit
+def _add_parts(partials_ptr, first, last, half, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+    """A half's sums, of the programs from `first`, which starts the tile, to `last`."""
+    sums = gl.load(_part_ptrs(partials_ptr, first, 1, half, PLAN, PRODUCT, LAYOUT), cache_modifier=".cg")
+    for program in range(first + 1, last + 1):
+        part_ptrs = _part_ptrs(partials_ptr, program, 0, half, PLAN, PRODUCT, LAYOUT)
+        sums += gl.load(part_ptrs, cache_modifier=".cg")
     return sums
 
 
 @gluon.jit
-def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr):
+def _norm_factor(squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
     """One over the root mean square of each of the rows."""
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "tiles")
+    tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "squares")
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [plan_value(PLAN, "num_warps"), 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    squares = gl.load(squares_ptr + tile * ROWS + m, mask=tile < tiles, other=0.0, cache_modifier=".cg")
     return gl.rsqrt(gl.sum(squares, 0) / product_value(PLAN, PRODUCT, "inputs") + eps)
 
 
@@ -364,7 +372,6 @@ def _run_product(
     eps,
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
-    PROGRAMS: gl.constexpr,
 ):
     """Waits for its input, multiplies, and arrives at the barrier behind it."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
@@ -373,83 +380,73 @@ def _run_product(
     GATED: gl.constexpr = PRODUCT == 1
     HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
     WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
-    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
+    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
     size: gl.constexpr = plan_value(PLAN, "tile")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    WARPS: gl.constexpr = plan_value(PLAN, "num_warps")
-    COUNT: gl.constexpr = ROWS // splits
-    # Four warps take 64 outputs; of a tile so small eight share the rows.
-    ACROSS: gl.constexpr = WARPS * 16 // size
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS // ACROSS, ACROSS], instr_shape=[16, ROWS // ACROSS, 16]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[size // 16, 1], instr_shape=[16, ROWS, 16]
     )
-    # Outputs lie in a row in memory.
-    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
-    LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
         wait_for_other_sign(barrier_ptr, 0 if PRODUCT % 2 == 1 else -1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
-    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
-        tile, part, first, end = _share(unit, PLAN, PRODUCT)
-        first_output, first_row = tile * WIDTH, part * COUNT
+    begin, end = _share(gl.program_id(0), PLAN, PRODUCT)
+    for tile in range(begin // STEPS, (end + STEPS - 1) // STEPS):
+        first = gl.maximum(begin - tile * STEPS, 0)
+        stop = gl.minimum(end - tile * STEPS, STEPS)
+        first_output = tile * WIDTH
         residual, other_residual = 0.0, 0.0
         if ADD:
-            residual = _residual(tensors, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+            residual = _residual(tensors, first_output, M, PLAN, PRODUCT, LAYOUT)
             if HALVES == 2:
-                other_residual = _residual(tensors, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
-        sums, others, places = _multiply(rings, places, first, end, HALVES, MMA)
-        if splits > 1:
-            # Each adds the parts of its share of the rows, always in the same order.
-            plane: gl.constexpr = size * ROWS
-            tile_ptr = partials_ptr + tile * (splits * HALVES * plane)
-            output = gl.arange(0, size, layout=gl.SliceLayout(1, MMA))[:, None]
-            row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
-            own_ptrs = tile_ptr + part * (HALVES * plane) + row * size + output
-            gl.store(own_ptrs, sums)
+                other_residual = _residual(tensors, first_output + size, M, PLAN, PRODUCT, LAYOUT)
+        sums, others, places = _multiply(rings, places, first, stop, HALVES, LAYOUT)
+        complete = stop - first == STEPS
+        if stop - first < STEPS:
+            starts = gl.where(first == 0, 1, 0)
+            gl.store(_part_ptrs(partials_ptr, gl.program_id(0), starts, 0, PLAN, PRODUCT, LAYOUT), sums)
             if HALVES == 2:
-                gl.store(own_ptrs + plane, others)
+                gl.store(_part_ptrs(partials_ptr, gl.program_id(0), starts, 1, PLAN, PRODUCT, LAYOUT), others)
             gl.thread_barrier()
-            # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
-            arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
-            before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
-            wait_for_other_sign(counters_ptr + tile, before)
-            output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
-            row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
-            part_ptrs = tile_ptr + row * size + output
-            sums = _add_parts(part_ptrs, splits, HALVES * plane)
-            others = sums
-            if HALVES == 2:
-                others = _add_parts(part_ptrs + plane, splits, HALVES * plane)
-        for half in gl.static_range(1 if GATED else HALVES):
-            _finish(
-                sums if half == 0 else others,
-                others,
-                first_output + half * size,
-                first_row,
-                residual if half == 0 else other_residual,
-                tensors,
-                M,
-                eps,
-                PLAN,
-                PRODUCT,
-                LAYOUT,
-            )
+            first_program = _program_of(tile * STEPS, PLAN, PRODUCT)
+            last_program = _program_of(tile * STEPS + STEPS - 1, PLAN, PRODUCT)
+            arrival = _arrival(first == 0, last_program - first_program + 1)
+            arrived = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
+            complete = (arrived & 0x7FFFFFFF) - 0x7FFFFFFF + arrival == 1
+            if complete:
+                sums = _add_parts(partials_ptr, first_program, last_program, 0, PLAN, PRODUCT, LAYOUT)
+                if HALVES == 2:
+                    others = _add_parts(partials_ptr, first_program, last_program, 1, PLAN, PRODUCT, LAYOUT)
+        if complete:
+            for half in gl.static_range(1 if GATED else HALVES):
+                _finish(
+                    sums if half == 0 else others,
+                    others,
+                    first_output + half * size,
+                    residual if half == 0 else other_residual,
+                    tensors,
+                    M,
+                    eps,
+                    PLAN,
+                    PRODUCT,
+                    LAYOUT,
+                )
     if num_products(PLAN) > PRODUCT + 1:
-        _arrive(barrier_ptr, PROGRAMS)
+        _arrive(barrier_ptr, PLAN)
     return places
 
 
 @gluon.jit
-def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
+def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PDL: gl.constexpr):
     """What those warps do that multiply."""
     if PDL:
         wait_for_kernel_before()
     places = (0, 0, 0, 0)
     for product in gl.static_range(num_products(PLAN)):
-        places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product, PROGRAMS)
+        places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product)
     if num_products(PLAN) == 4:
         # An odd number of turns so far. No one waits for this one.
-        gl.atomic_add(tensors[5], _arrival(PROGRAMS), sem="relaxed", scope="gpu")
+        arrival = _arrival(gl.program_id(0) == 0, plan_value(PLAN, "num_programs"))
+        gl.atomic_add(tensors[5], arrival, sem="relaxed", scope="gpu")
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -472,7 +469,6 @@ def _stream_kernel(
     M,
     eps,
     PLAN: gl.constexpr,
-    PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """row_ptrs: hidden, normed, inner, qkv; descriptors of what the copy engine reads."""
@@ -494,11 +490,11 @@ def _stream_kernel(
     matrices = (output_weights, gate_up_weights, down_weights, qkv_weights)
     gl.warp_specialize(
         [
-            (_run, (rings, ready, tensors, M, eps, PLAN, PROGRAMS, PDL)),
-            (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN, PROGRAMS)),
+            (_run, (rings, ready, tensors, M, eps, PLAN, PDL)),
+            (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN)),
             (
                 _load_rows,
-                ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PROGRAMS, PDL),
+                ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PDL),
             ),
         ],
         [1, 1],
