@@ -2,9 +2,9 @@
 
 There a program's products, its softmax and its loads wait for each other, and only a second program on the
 multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp has the copy engine bring keys
-and values, and two groups of four warps take half of a tile's rows each. A group's products of the next keys run while
-it makes weights of the last ones, and the groups take turns at the tensor cores, so that one's softmax runs beside the
-other's products.
+and another values, and two groups of four warps take half of a tile's rows each. A group's products of the next keys
+run while it makes weights of the last ones, and the groups take turns at the tensor cores, so that one's softmax runs
+beside the other's products.
 
 A program takes every PROGRAMS-th piece of the plan's list, in turn from the front and from the back of each round: the
 list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another.
@@ -45,7 +45,8 @@ from phonograph.kernels.triton.pdl import pdl_usable
 
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
-_STAGES = 4
+_STAGES = 6
+"""Pieces of keys, and of values, that have a place."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
@@ -126,11 +127,13 @@ def _item(turn, PROGRAMS: gl.constexpr):
 @gluon.jit
 def _load(
     cache,
-    rings,
+    ring,
+    full,
+    empty,
     block_table,
     header,
     entries,
-    values_row,
+    first_row,
     blocks_of_heads,
     stride_table,
     PROGRAMS: gl.constexpr,
@@ -140,10 +143,12 @@ def _load(
     HEADS_OUTSIDE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Has the copy engine bring the keys and values of the program's items, piece after piece, two to a tile."""
-    keys, keys_full, keys_empty, values, values_full, values_empty = rings
-    STAGES: gl.constexpr = keys.type.shape[0]
-    SIZE: gl.constexpr = keys.type.shape[1]
+    """Has the copy engine bring the keys, or the values, of the program's items, piece after piece, two to a tile.
+
+    A warp for each, since a value's place is free half a turn after a key's, for which nobody should wait.
+    """
+    STAGES: gl.constexpr = ring.type.shape[0]
+    SIZE: gl.constexpr = ring.type.shape[1]
     if PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
@@ -167,14 +172,9 @@ def _load(
                 else:
                     row = block * BLOCK_SIZE + key % BLOCK_SIZE
                     column = kv_head * HEAD_SIZE
-                mbarrier.wait(keys_empty.index(at), turn ^ 1)
-                mbarrier.expect(keys_full.index(at), cache.block_type.nbytes)
-                tma.async_copy_global_to_shared(cache, [row, column], keys_full.index(at), keys.index(at))
-                mbarrier.wait(values_empty.index(at), turn ^ 1)
-                mbarrier.expect(values_full.index(at), cache.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    cache, [row + values_row, column], values_full.index(at), values.index(at)
-                )
+                mbarrier.wait(empty.index(at), turn ^ 1)
+                mbarrier.expect(full.index(at), cache.block_type.nbytes)
+                tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), ring.index(at))
                 at, turn = behind(at, turn, STAGES)
 
 
@@ -597,11 +597,18 @@ def _prefill_kernel(
             (
                 _load,
                 (
-                    cache, rings, block_table, header, entries, values_row, blocks_of_heads, stride_table, PROGRAMS,
-                    KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
+                    cache, keys, keys_full, keys_empty, block_table, header, entries, 0, blocks_of_heads, stride_table,
+                    PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
+                ),
+            ),
+            (
+                _load,
+                (
+                    cache, values, values_full, values_empty, block_table, header, entries, values_row,
+                    blocks_of_heads, stride_table, PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
                 ),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip

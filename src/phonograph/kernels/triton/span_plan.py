@@ -111,7 +111,7 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or num_rows > 256:
+    if dtype != torch.bfloat16 or num_rows > 128:
         return None
     config = MEASURED.get((span_class(num_rows), sizes))
     return None if isinstance(config, StreamConfig) and not gluon_usable() else config

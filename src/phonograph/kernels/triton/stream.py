@@ -258,6 +258,7 @@ def _finish(
     sums,
     ups,
     first_output,
+    first_row,
     residual,
     tensors,
     M,
@@ -266,7 +267,7 @@ def _finish(
     PRODUCT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """What comes behind the sums [tile, rows], and is written. ups: of gates."""
+    """What comes behind the sums [tile, r] of r rows, and is written. ups: of gates."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
     TARGET: gl.constexpr = _target(PRODUCT)
     bias_ptr, norm_ptr = bias_ptrs[PRODUCT], norm_ptrs[PRODUCT // 2]
@@ -275,9 +276,9 @@ def _finish(
     size: gl.constexpr = plan_value(PLAN, "tile")
     N: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    n, m, mask = _places(first_output, M, PLAN, PRODUCT, LAYOUT)
+    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
     if not ADD:
-        factor = _norm_factor(squares_ptr, eps, PLAN, PRODUCT)
+        factor = _norm_factor(first_row, squares_ptr, eps, PLAN, PRODUCT, sums.shape[1])
         factor = gl.convert_layout(factor, gl.SliceLayout(0, LAYOUT))[None, :]
         sums *= factor
         if GATED:
@@ -300,12 +301,13 @@ def _finish(
 
 
 @gluon.jit
-def _places(first_output, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+def _places(
+    first_output, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Outputs, rows, and whether both are there."""
     size: gl.constexpr = plan_value(PLAN, "tile")
-    ROWS: gl.constexpr = plan_value(PLAN, "rows")
     n = first_output + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
     return n, m, (n < product_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
 
 
@@ -322,13 +324,36 @@ def _pointers(rows_ptr, stride, m, n):
 
 
 @gluon.jit
-def _residual(tensors, first_output, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
-    n, m, mask = _places(first_output, M, PLAN, PRODUCT, LAYOUT)
-    return gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
+def _residual(
+    tensors,
+    first_output,
+    first_row,
+    M,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """What O and down add to; of the others 0."""
+    residual = 0.0
+    if PRODUCT % 2 == 0:
+        n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+        residual = gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
+    return residual
 
 
 @gluon.jit
-def _part_ptrs(partials_ptr, program, starts, half, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+def _part_ptrs(
+    partials_ptr,
+    program,
+    starts,
+    half,
+    first_row,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Where a program leaves its sums of half a tile: of the one that its share begins in the middle of, and of the one
     that it `starts` and does not end."""
     size: gl.constexpr = plan_value(PLAN, "tile")
@@ -336,54 +361,98 @@ def _part_ptrs(partials_ptr, program, starts, half, PLAN: gl.constexpr, PRODUCT:
     HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
     slot = (2 * program + starts) * HALVES + half
     output = gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     return partials_ptr + slot * (size * ROWS) + row * size + output
 
 
 @gluon.jit
-def _add_parts(partials_ptr, first, last, half, PLAN: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+def _add_parts(
+    partials_ptr,
+    first,
+    last,
+    half,
+    first_row,
+    PLAN: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """A half's sums, of the programs from `first`, which starts the tile, to `last`."""
-    sums = gl.load(_part_ptrs(partials_ptr, first, 1, half, PLAN, PRODUCT, LAYOUT), cache_modifier=".cg")
+    part_ptrs = _part_ptrs(partials_ptr, first, 1, half, first_row, PLAN, PRODUCT, COUNT, LAYOUT)
+    sums = gl.load(part_ptrs, cache_modifier=".cg")
     for program in range(first + 1, last + 1):
-        part_ptrs = _part_ptrs(partials_ptr, program, 0, half, PLAN, PRODUCT, LAYOUT)
+        part_ptrs = _part_ptrs(partials_ptr, program, 0, half, first_row, PLAN, PRODUCT, COUNT, LAYOUT)
         sums += gl.load(part_ptrs, cache_modifier=".cg")
     return sums
 
 
 @gluon.jit
-def _norm_factor(squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr):
     """One over the root mean square of each of the rows."""
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
     tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "squares")
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [plan_value(PLAN, "num_warps"), 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     squares = gl.load(squares_ptr + tile * ROWS + m, mask=tile < tiles, other=0.0, cache_modifier=".cg")
     return gl.rsqrt(gl.sum(squares, 0) / product_value(PLAN, PRODUCT, "inputs") + eps)
 
 
 @gluon.jit
-def _run_product(
-    rings,
-    places,
-    ready,
+def _leave_part(
+    sums,
+    others,
+    tile,
+    starts,
     tensors,
     M,
     eps,
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
+    MMA: gl.constexpr,
 ):
-    """Waits for its input, multiplies, and arrives at the barrier behind it."""
+    """Leaves sums over a part of a tile's inputs; who comes last adds all parts and finishes the tile."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
-    # O and down add to the residual stream and leave a norm, gate-up and QKV take one.
-    ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
     HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
-    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
     STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
     size: gl.constexpr = plan_value(PLAN, "tile")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+    # Of what lies in memory a thread takes 16 bytes at a time, and no more rows than it has registers for.
+    PART: gl.constexpr = gl.BlockedLayout([4, 1], [size // 4, 128 // size], [1, size // 16], [0, 1])
+    COUNT: gl.constexpr = min(ROWS, 64)
+    program = gl.program_id(0)
+    gl.store(_part_ptrs(partials_ptr, program, starts, 0, 0, PLAN, PRODUCT, ROWS, MMA), sums)
+    if HALVES == 2:
+        gl.store(_part_ptrs(partials_ptr, program, starts, 1, 0, PLAN, PRODUCT, ROWS, MMA), others)
+    gl.thread_barrier()
+    begun_by = _program_of(tile * STEPS, PLAN, PRODUCT)
+    ended_by = _program_of(tile * STEPS + STEPS - 1, PLAN, PRODUCT)
+    arrival = _arrival(program == begun_by, ended_by - begun_by + 1)
+    arrived = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
+    if (arrived & 0x7FFFFFFF) - 0x7FFFFFFF + arrival == 1:
+        for chunk in gl.static_range(ROWS // COUNT):
+            row = chunk * COUNT
+            for half in gl.static_range(1 if GATED else HALVES):
+                output = tile * product_value(PLAN, PRODUCT, "width") + half * size
+                residual = _residual(tensors, output, row, M, PLAN, PRODUCT, COUNT, PART)
+                own = _add_parts(partials_ptr, begun_by, ended_by, half, row, PLAN, PRODUCT, COUNT, PART)
+                ups = own
+                if GATED:
+                    ups = _add_parts(partials_ptr, begun_by, ended_by, 1, row, PLAN, PRODUCT, COUNT, PART)
+                _finish(own, ups, output, row, residual, tensors, M, eps, PLAN, PRODUCT, PART)
+
+
+@gluon.jit
+def _run_product(rings, places, ready, tensors, M, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """Waits for its input, multiplies, and arrives at the barrier behind it."""
+    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
+    GATED: gl.constexpr = PRODUCT == 1
+    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
+    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    ROWS: gl.constexpr = plan_value(PLAN, "rows")
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[size // 16, 1], instr_shape=[16, ROWS, 16]
     )
     if PRODUCT > 0:
@@ -393,43 +462,19 @@ def _run_product(
     for tile in range(begin // STEPS, (end + STEPS - 1) // STEPS):
         first = gl.maximum(begin - tile * STEPS, 0)
         stop = gl.minimum(end - tile * STEPS, STEPS)
-        first_output = tile * WIDTH
-        residual, other_residual = 0.0, 0.0
-        if ADD:
-            residual = _residual(tensors, first_output, M, PLAN, PRODUCT, LAYOUT)
-            if HALVES == 2:
-                other_residual = _residual(tensors, first_output + size, M, PLAN, PRODUCT, LAYOUT)
-        sums, others, places = _multiply(rings, places, first, stop, HALVES, LAYOUT)
-        complete = stop - first == STEPS
-        if stop - first < STEPS:
-            starts = gl.where(first == 0, 1, 0)
-            gl.store(_part_ptrs(partials_ptr, gl.program_id(0), starts, 0, PLAN, PRODUCT, LAYOUT), sums)
-            if HALVES == 2:
-                gl.store(_part_ptrs(partials_ptr, gl.program_id(0), starts, 1, PLAN, PRODUCT, LAYOUT), others)
-            gl.thread_barrier()
-            first_program = _program_of(tile * STEPS, PLAN, PRODUCT)
-            last_program = _program_of(tile * STEPS + STEPS - 1, PLAN, PRODUCT)
-            arrival = _arrival(first == 0, last_program - first_program + 1)
-            arrived = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
-            complete = (arrived & 0x7FFFFFFF) - 0x7FFFFFFF + arrival == 1
-            if complete:
-                sums = _add_parts(partials_ptr, first_program, last_program, 0, PLAN, PRODUCT, LAYOUT)
-                if HALVES == 2:
-                    others = _add_parts(partials_ptr, first_program, last_program, 1, PLAN, PRODUCT, LAYOUT)
-        if complete:
+        sums, others, places = _multiply(rings, places, first, stop, HALVES, MMA)
+        starts = gl.where(first == 0, 1, 0)
+        if product_value(PLAN, PRODUCT, "tiles") < product_value(PLAN, PRODUCT, "programs"):
+            # No share is as long as a tile.
+            _leave_part(sums, others, tile, starts, tensors, M, eps, PLAN, PRODUCT, MMA)
+        elif stop - first < STEPS:
+            _leave_part(sums, others, tile, starts, tensors, M, eps, PLAN, PRODUCT, MMA)
+        else:
             for half in gl.static_range(1 if GATED else HALVES):
-                _finish(
-                    sums if half == 0 else others,
-                    others,
-                    first_output + half * size,
-                    residual if half == 0 else other_residual,
-                    tensors,
-                    M,
-                    eps,
-                    PLAN,
-                    PRODUCT,
-                    LAYOUT,
-                )
+                output = tile * product_value(PLAN, PRODUCT, "width") + half * size
+                residual = _residual(tensors, output, 0, M, PLAN, PRODUCT, ROWS, MMA)
+                own = sums if half == 0 else others
+                _finish(own, others, output, 0, residual, tensors, M, eps, PLAN, PRODUCT, MMA)
     if num_products(PLAN) > PRODUCT + 1:
         _arrive(barrier_ptr, PLAN)
     return places
