@@ -41,14 +41,13 @@ from phonograph.kernels.triton.span_plan import (
     SpanSizes,
     StreamConfig,
     make_stream_plan,
+    product_shapes,
     span_class,
 )
 from phonograph.models.spec import read_model_spec
 
-WRONG = 0.1
-"""Share by which the rows after all layers may differ from those of products apart.
-
-Random weights carry on what is rounded elsewhere: after 32 layers 0.02 to 0.03, with wrong rows more than 1."""
+WRONG = 0.02
+"""Share by which the rows after all layers may differ from those of products apart."""
 
 MOST_SHARED = 222_000
 """Bytes that the rings of `stream` may take; some more are for its barriers and exchanges."""
@@ -75,7 +74,9 @@ def start(rows_class: int, sizes: SpanSizes, kind: str) -> Config:
     """Held: eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
     rows = max(8, rows_class)
     if kind == "streamed":
-        return streamed(StreamConfig(rows, 64, 128 if rows <= 32 else 64, 1, max(4, min(8, 512 // rows))))
+        tile, block_k = 64 if rows == 8 else 128, 128 if rows <= 32 else 64
+        config = StreamConfig(rows, tile, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1), ahead=6)
+        return streamed(config, sizes)
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
     return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
@@ -90,39 +91,81 @@ def _with_warps(config: SpanConfig, num_warps: int) -> SpanConfig:
     return SpanConfig(config.rows, num_warps, before, ahead, *products)
 
 
-def streamed(config: StreamConfig, **changes: Any) -> StreamConfig:
-    """With as much of the weights on its way as fits."""
+def streamed(config: StreamConfig, sizes: SpanSizes, **changes: Any) -> StreamConfig:
+    """With as much of the weights on its way as fits, and each product in about as many units as there are processors
+    unless `changes` say otherwise."""
     config = config._replace(**changes)
     room = MOST_SHARED - config._replace(weight_stages=0).shared_bytes
-    return config._replace(weight_stages=room // (2 * config.block_k * config.tile))
+    config = config._replace(weight_stages=room // (2 * config.block_k * config.tile))
+    if "splits" in changes:
+        return config
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    splits: list[int] = []
+    for at, ((outputs, inputs), halves) in enumerate(
+        zip(product_shapes(sizes, last=False), config.halves, strict=True)
+    ):
+        units = -(-outputs // (config.tile * (1 if at == 1 else halves)))
+        most = min(max(1, processors // units), config.rows, -(-inputs // config.block_k))
+        splits.append(1 << (most.bit_length() - 1))
+    return config._replace(splits=tuple(splits))
 
 
 def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
     """As `variations`, of `stream`."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def fits(config: StreamConfig) -> bool:
-        partials = make_stream_plan(sizes, config, processors, last=False).num_partials
-        return config.weight_stages >= 3 and partials <= MAX_PARTIALS
+        steps = [-(-inputs // config.block_k) for _, inputs in product_shapes(sizes, last=False)]
+        split = all(1 <= count <= min(step, config.rows) for count, step in zip(config.splits, steps, strict=True))
+        if config.weight_stages < 3 or not split:
+            return False
+        return make_stream_plan(sizes, config, last=False).num_partials <= MAX_PARTIALS
 
     def tiles(config: StreamConfig) -> list[StreamConfig]:
         choices = itertools.product((64, 128), (64, 128, 256), (1, 2))
         found = (
-            streamed(config, tile=tile, block_k=block_k, halves=(halves, 2, halves, halves))
+            streamed(config, sizes, tile=tile, block_k=block_k, halves=(halves, 2, halves, halves))
             for tile, block_k, halves in choices
         )
         return [one for one in found if fits(one)]
 
     def rows(config: StreamConfig) -> list[StreamConfig]:
-        found = (streamed(config, row_stages=count) for count in (2, 3, 4, 5, 6, 8, 10, 12, 16))
+        found = (streamed(config, sizes, row_stages=count, splits=config.splits) for count in (2, 3, 4, 6, 8, 12, 16))
+        return [one for one in found if fits(one)]
+
+    def splits(config: StreamConfig) -> list[StreamConfig]:
+        found: list[StreamConfig] = []
+        for product in range(4):
+            for count in (config.splits[product] // 2, 2 * config.splits[product]):
+                changed = (*config.splits[:product], count, *config.splits[product + 1 :])
+                found.append(config._replace(splits=changed))
         return [one for one in found if fits(one)]
 
     def halves(config: StreamConfig) -> list[StreamConfig]:
-        changed = ((*config.halves[:at], 3 - config.halves[at], *config.halves[at + 1 :]) for at in (0, 2, 3))
-        found = (config._replace(halves=one) for one in changed)
+        found: list[StreamConfig] = []
+        for product in (0, 2, 3):
+            # As many units as before.
+            count, other = config.halves[product], 3 - config.halves[product]
+            split = config.splits[product] * other // count
+            found.append(
+                config._replace(
+                    halves=(*config.halves[:product], other, *config.halves[product + 1 :]),
+                    splits=(*config.splits[:product], split, *config.splits[product + 1 :]),
+                )
+            )
         return [one for one in found if fits(one)]
 
-    return {"tiles": tiles, "rows": rows, "halves": halves}
+    def ahead(config: StreamConfig) -> list[StreamConfig]:
+        return [config._replace(ahead=count) for count in (0, 2, 3, 4, 6, 8, 12, 16, 24)]
+
+    return {
+        "ahead": ahead,
+        "tiles": tiles,
+        "rows": rows,
+        "splits": splits,
+        "halves": halves,
+        "splits again": splits,
+        "ahead again": ahead,
+    }
 
 
 def variations() -> dict[str, Variation]:

@@ -133,7 +133,10 @@ def main() -> None:
         problem = Problem(case, torch.device("cpu"))
         problem.run(problem.plan())
     sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
-    for config in (StreamConfig(8, 64, 128, 11, 12), StreamConfig(128, 64, 64, 14, 5, (2, 2, 2, 2))):
+    for config in (
+        StreamConfig(8, 64, 128, 11, 12, (2, 1, 2, 1), ahead=6),
+        StreamConfig(128, 128, 64, 8, 5, (2, 2, 4, 1)),
+    ):
         name = str(config)
         layer = Layer(config.rows, sizes, torch.bfloat16, torch.device("cpu"), bias=config.rows == 8)
         span._num_processors = lambda device: 132

@@ -17,20 +17,20 @@ LLAMA3_8B = SpanSizes(attended=4096, hidden=4096, intermediate=14336, qkv=6144)
 SMALL = SpanSizes(attended=200, hidden=136, intermediate=264, qkv=328)
 """No multiple of a tile or a step."""
 NARROW = SpanSizes(attended=64, hidden=64, intermediate=72, qkv=64)
-"""Fewer steps than programs, in each product."""
+"""Fewer units than programs, in each product."""
 CASES = [
-    (1, SMALL, StreamConfig(8, 64, 64, 3, 2), False),
-    (8, SMALL, StreamConfig(8, 64, 128, 2, 5), True),
-    (11, SMALL, StreamConfig(16, 64, 64, 4, 3), True),
-    (16, SMALL, StreamConfig(16, 128, 64, 3, 4), False),
-    (32, SMALL, StreamConfig(32, 128, 64, 2, 2), True),
-    (50, SMALL, StreamConfig(64, 64, 64, 3, 2), False),
-    (128, SMALL, StreamConfig(128, 128, 64, 3, 2), True),
-    (30, SMALL, StreamConfig(32, 64, 64, 3, 2, (2, 2, 2, 2)), True),
-    (90, SMALL, StreamConfig(128, 128, 64, 5, 3, (2, 2, 1, 2)), False),
-    (100, SMALL, StreamConfig(128, 64, 64, 5, 3, (1, 2, 2, 2)), True),
-    (5, NARROW, StreamConfig(8, 64, 64, 3, 3), False),
-    (20, NARROW, StreamConfig(32, 64, 64, 2, 2), True),
+    (1, SMALL, StreamConfig(8, 64, 64, 3, 2, (1, 1, 1, 1)), False),
+    (8, SMALL, StreamConfig(8, 64, 128, 2, 5, (2, 1, 2, 1)), True),
+    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 4, 2), ahead=1), True),
+    (16, SMALL, StreamConfig(16, 128, 64, 3, 4, (4, 2, 4, 1)), False),
+    (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (4, 1, 1, 2)), True),
+    (50, SMALL, StreamConfig(64, 64, 64, 3, 2, (2, 2, 4, 1)), False),
+    (128, SMALL, StreamConfig(128, 128, 64, 3, 2, (2, 1, 4, 2)), True),
+    (30, SMALL, StreamConfig(32, 64, 64, 3, 2, (1, 2, 4, 2), (2, 2, 2, 2)), True),
+    (90, SMALL, StreamConfig(128, 128, 64, 5, 3, (1, 1, 2, 1), (2, 2, 1, 2)), False),
+    (100, SMALL, StreamConfig(128, 64, 64, 5, 3, (2, 1, 2, 1), (1, 2, 2, 2), 3), True),
+    (5, NARROW, StreamConfig(8, 64, 64, 3, 3, (1, 1, 2, 1)), False),
+    (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1), ahead=1), True),
 ]
 """rows, sizes, config, bias"""
 
@@ -38,8 +38,11 @@ CASES = [
 def real_config(rows: int, tile: int = 128, halves: int = 1) -> StreamConfig:
     """As full as shared memory can be."""
     rows = max(8, 1 << (rows - 1).bit_length())
+    splits = tile * halves // 32  # about a unit for each processor
     block_k, row_stages = (128, 12 if rows <= 16 else 6) if rows <= 32 else (64, 5)
-    config = StreamConfig(rows, tile, block_k, 0, row_stages, (halves, 2, halves, halves))
+    config = StreamConfig(
+        rows, tile, block_k, 0, row_stages, (splits, 1, splits, splits // 2), (halves, 2, halves, halves), ahead=6
+    )
     return config._replace(weight_stages=(222_000 - config.shared_bytes) // (2 * block_k * tile))
 
 
@@ -52,7 +55,6 @@ def check(
         layer.run(config, scratch, num_programs, last=last)
         layer.check(last=last)
         assert not scratch.barrier.any() and not scratch.arrived.any()
-        assert not (scratch.signs & 0x7FFFFFFF).any()
 
 
 @pytest.mark.parametrize("num_programs", [4, 5, 9])
@@ -88,7 +90,7 @@ def test_small_sizes(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tile", "halves"), [(64, 1), (64, 2), (128, 1)])
+@pytest.mark.parametrize(("tile", "halves"), [(64, 1), (128, 1), (128, 2)])
 @pytest.mark.parametrize(
     ("rows", "bias"),
     [
@@ -117,9 +119,9 @@ def test_launches_in_a_row(rows: int, device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [8, 32, 64, 128])
 def test_scratch_is_large_enough(rows: int, last: bool) -> None:
     scratch: LinearScratch = poisoned_scratch(torch.device("cpu"))
-    for tile, halves in ((64, 1), (64, 2), (128, 1)):
+    for tile, halves in ((64, 1), (128, 1), (128, 2)):
         config = real_config(rows, tile, halves)
-        plan = make_stream_plan(LLAMA3_8B, config, 132, last=last)
+        plan = make_stream_plan(LLAMA3_8B, config, last=last)
         assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
         assert config.weight_stages >= 3
 

@@ -34,7 +34,7 @@ from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
-MAX_PARTIALS = 9 << 20
+MAX_PARTIALS = 1 << 22
 _MAX_SQUARES = 1 << 16
 # Of them in a row: each program that takes the row reads them all.
 _MAX_SQUARE_TILES = 256

@@ -56,7 +56,9 @@ class StreamConfig(NamedTuple):
     """Of `stream`: `rows` (8 to 128) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
     weight rows or of all rows.
 
-    halves: of a tile of O, gate-up, down and QKV, each of `tile` outputs, 1 or 2; gate-up always has two.
+    splits: programs that share the inputs of a unit, of O, gate-up, down and QKV: powers of two, at most the rows.
+    halves: tiles of a unit, 1 or 2, of the four; gate-up always has two.
+    ahead: how many steps before their turn in the ring the L2 cache is asked for weights; 0: not at all.
     """
 
     rows: int
@@ -64,7 +66,9 @@ class StreamConfig(NamedTuple):
     block_k: int
     weight_stages: int
     row_stages: int
+    splits: tuple[int, int, int, int]
     halves: tuple[int, int, int, int] = (1, 2, 1, 1)
+    ahead: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -185,71 +189,74 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
 
 @dataclass(frozen=True, slots=True)
 class StreamProduct:
-    """N outputs in `tiles`, each of `halves` and `width` outputs (of gate-up as many gates), in `steps` of block_k
-    inputs. The steps of all tiles are dealt to `programs`. squares: sums of squares of a row, one for each half."""
+    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is `halves` tiles, `width` outputs (of gate-up as
+    many gates), and a share of the inputs; there are `units`."""
 
     outputs: int
     inputs: int
     tiles: int
     steps: int
+    splits: int
     halves: int
     width: int
-    programs: int
-    squares: int
+    units: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """num_tiles: of the product that has most; num_partials, num_squares: float32 values of scratch. The rest is the
-    configuration's."""
+    """num_partials, num_squares: float32 values of scratch. The rest is the configuration's."""
 
     products: tuple[StreamProduct, ...]
     tile: int
+    block_k: int
+    ahead: int
     rows: int
     num_warps: int
     weight_stages: int
     row_stages: int
-    num_programs: int
-    num_tiles: int
     num_partials: int
     num_squares: int
 
 
 @functools.cache
-def make_stream_plan(sizes: SpanSizes, config: StreamConfig, num_programs: int, *, last: bool) -> StreamPlan:
+def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> StreamPlan:
     """last: no layer follows, so there is no QKV."""
+    shapes = product_shapes(sizes, last=last)
+    products: list[StreamProduct] = []
     assert config.halves[1] == 2, "a gate needs its up"
     assert config.rows <= 128 and config.tile in (64, 128), config
-    products: list[StreamProduct] = []
-    for at, ((outputs, inputs), halves) in enumerate(
-        zip(product_shapes(sizes, last=last), config.halves, strict=False)
-    ):
+    for at, ((outputs, inputs), splits, halves) in enumerate(zip(shapes, config.splits, config.halves, strict=False)):
+        tiles, steps = -(-outputs // config.tile), -(-inputs // config.block_k)
+        assert splits <= steps, "each program has a step at least"
+        assert splits & (splits - 1) == 0 and splits <= config.rows, config
         width = config.tile * (1 if at == 1 else halves)
-        tiles, steps = -(-outputs // width), -(-inputs // config.block_k)
         products.append(
             StreamProduct(
                 outputs=outputs,
                 inputs=inputs,
                 tiles=tiles,
                 steps=steps,
+                splits=splits,
                 halves=halves,
                 width=width,
-                programs=min(num_programs, tiles * steps),
-                squares=tiles * halves,
+                units=-(-outputs // width) * splits,
             )
         )
+    plane = config.tile * config.rows
+    partials = (one.units * plane * one.halves for one in products if one.splits > 1)
+    # A unit's second tile may have no outputs, but leaves squares.
+    squares = max(products[0].tiles, products[2].tiles) + 1
     return StreamPlan(
         products=tuple(products),
         tile=config.tile,
+        block_k=config.block_k,
+        ahead=config.ahead,
         rows=config.rows,
         num_warps=config.num_warps,
         weight_stages=config.weight_stages,
         row_stages=config.row_stages,
-        num_programs=num_programs,
-        num_tiles=max(one.tiles for one in products),
-        # Of a program's share the tile that it ends and the one that it starts.
-        num_partials=max(2 * one.programs * one.halves for one in products) * config.tile * config.rows,
-        num_squares=max(products[0].squares, products[2].squares) * config.rows,
+        num_partials=max(partials, default=0),
+        num_squares=squares * config.rows,
     )
 
 

@@ -6,15 +6,15 @@ lost is that memory stands still while programs meet: four launches a layer drai
 
 So weights have a warp of their own. It asks the copy engine for tile after tile of a program's share, of one product
 after another, into a ring in shared memory, and waits for nothing but room in the ring: 180 KB a multiprocessor, which
-is what memory delivers in 5 us. A second warp brings the rows, a tile of them for each tile of weights; it waits at the
-barriers. The others multiply.
+is what memory delivers in 5 us. Programs need longer to meet and to begin again, so it also asks the L2 cache for the
+weights of `ahead` steps later: memory goes on, and who has waited catches up from there. A second warp brings the rows,
+a tile of them for each tile of weights; it waits at the barriers. The others multiply. Uneven shares matter little:
+whoever has more takes more of the bandwidth, whoever has less is at work on the next product's weights.
 
-A product's steps, tile of outputs by tile and along the inputs within each, are one list, of which each program takes
-as much as every other: what memory delivers is shared evenly, and no program is the last by a tile (Stream-K: Osama et
-al., 2023). A tile is of 64 or 128 outputs, or two of these; of gate and up it is one of each. A second one spares the
-multiprocessor reading the rows again, which from 32 rows on counts. Where programs share a tile each leaves its sums in
-memory, and whoever comes last adds all of them, always in the same order; nobody waits for another. Norms are divided
-by at the end of the product that takes them, as in `span`.
+A unit is a tile of 64 or 128 outputs, or two, over a share of the inputs; of gate and up it is a tile of each. A second
+tile spares the multiprocessor reading the rows again, which from 32 rows on counts. Programs that share a tile wait for
+one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are so large that
+one program would take 3 us to read them. Norms are divided by at the end of the product that takes them, as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
@@ -48,6 +48,7 @@ from phonograph.kernels.triton.hopper import (
     let_next_kernel_start,
     make_barriers,
     order_for_copy_engine,
+    unknown_zero,
     wait_for_kernel_before,
     wait_for_other_sign,
 )
@@ -84,9 +85,10 @@ def run_stream(
     """
     attended, hidden, normed, inner, qkv = rows
     sizes = SpanSizes(*(one.shape[1] for one in (attended, hidden, inner, qkv)))
-    plan = make_stream_plan(sizes, config, num_programs, last=len(matrices) == 3)
+    plan = make_stream_plan(sizes, config, last=len(matrices) == 3)
     assert len(hidden) <= config.rows and hidden.dtype == torch.bfloat16
-    assert plan.num_tiles <= scratch.signs.numel()
+    # A program must not wait for its own next unit.
+    assert max(config.splits) <= num_programs, "as many programs as share a tile"
     assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
     weight_layout, row_layout = (
         gl.NVMMASharedLayout.get_default_for([height, config.block_k], gl.bfloat16)
@@ -103,6 +105,8 @@ def run_stream(
         *weights,
         *weights[: 4 - len(weights)],
         *inputs,
+        tuple(matrices),
+        tuple(one.stride(0) for one in matrices),
         (hidden, normed, inner, qkv),
         tuple(one.stride(0) for one in (hidden, normed, inner, qkv)),
         biases,
@@ -114,6 +118,7 @@ def run_stream(
         len(hidden),
         eps,
         PLAN=plan,
+        PROGRAMS=num_programs,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=config.num_warps,
@@ -122,35 +127,73 @@ def run_stream(
     )
 
 
-@gluon.jit
-def _arrival(is_first, NUMBER):
-    """Of one among NUMBER: 2^31 in all, so that the last one turns the counter's sign (see `span`)."""
-    return gl.where(is_first, 0x7FFFFFFF - (NUMBER - 2), 1)
+_GRAIN = gl.constexpr(32)
+"""Elements that the L2 cache brings when it is asked for one."""
 
 
 @gluon.jit
-def _arrive(barrier_ptr, PLAN: gl.constexpr):
+def _arrival(PROGRAMS: gl.constexpr):
+    """2^31 in all, so that the last one turns the counter's sign (see `span`)."""
+    return gl.where(gl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
+
+
+@gluon.jit
+def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
     """Lets the others know that all that the program has written is there."""
     order_for_copy_engine()
     gl.thread_barrier()
-    arrival = _arrival(gl.program_id(0) == 0, plan_value(PLAN, "num_programs"))
-    gl.atomic_add(barrier_ptr, arrival, sem="release", scope="gpu")
+    gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
 
 
 @gluon.jit
-def _share(program, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
-    """The program's first step and the one behind its last."""
-    total: gl.constexpr = product_value(PLAN, PRODUCT, "tiles") * product_value(PLAN, PRODUCT, "steps")
-    programs: gl.constexpr = product_value(PLAN, PRODUCT, "programs")
-    begin = gl.where(program < programs, program * total // programs, 0)
-    return begin, gl.where(program < programs, (program + 1) * total // programs, 0)
+def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """Of a unit its tile, which part of the inputs, and that part's first step and the one behind its last."""
+    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
+    steps: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
+    part = unit % splits
+    return unit // splits, part, part * steps // splits, (part + 1) * steps // splits
 
 
 @gluon.jit
-def _program_of(step, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
-    """Whose share a step is in."""
-    total: gl.constexpr = product_value(PLAN, PRODUCT, "tiles") * product_value(PLAN, PRODUCT, "steps")
-    return ((step + 1) * product_value(PLAN, PRODUCT, "programs") - 1) // total
+def _ask(matrices, tile, step, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
+    """Has the L2 cache bring a step of a tile's weights."""
+    pointers, strides = matrices
+    block_k: gl.constexpr = plan_value(PLAN, "block_k")
+    size: gl.constexpr = plan_value(PLAN, "tile")
+    outputs: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
+    K: gl.constexpr = product_value(PLAN, PRODUCT, "inputs")
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PIECES: gl.constexpr = block_k // _GRAIN
+    # The last columns, if they are fewer, come when they are read.
+    if (step + 1) * block_k <= K:
+        for half in gl.static_range(product_value(PLAN, PRODUCT, "halves")):
+            first = tile * product_value(PLAN, PRODUCT, "width") + (0 if PRODUCT == 1 else half * size)
+            # The compiler has no registers for what it would unroll.
+            for chunk in range(0, size * PIECES + unknown_zero(), 64):
+                piece = chunk + gl.arange(0, 64, layout=LAYOUT)
+                row = gl.minimum(first + piece // PIECES, outputs - 1) + (half * outputs if PRODUCT == 1 else 0)
+                column = step * block_k + piece % PIECES * _GRAIN
+                address = pointers[PRODUCT] + row.to(gl.int64) * strides[PRODUCT] + column
+                gl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+                )
+
+
+@gluon.jit
+def _ask_ahead(matrices, unit, tile, step, end, PLAN: gl.constexpr, PRODUCT: gl.constexpr, PROGRAMS: gl.constexpr):
+    """What the program multiplies `ahead` steps later: of the same unit, of its next one or of the next product."""
+    step += plan_value(PLAN, "ahead")
+    if step < end:
+        _ask(matrices, tile, step, PLAN, PRODUCT)
+    elif unit + PROGRAMS < product_value(PLAN, PRODUCT, "units"):
+        next_tile, _, first, next_end = _share(unit + PROGRAMS, PLAN, PRODUCT)
+        if first + step - end < next_end:
+            _ask(matrices, next_tile, first + step - end, PLAN, PRODUCT)
+    elif num_products(PLAN) > PRODUCT + 1:  # noqa: SIM102 (known when compiled, the other is not)
+        if gl.program_id(0) < product_value(PLAN, PRODUCT + 1, "units"):
+            next_tile, _, first, next_end = _share(gl.program_id(0), PLAN, PRODUCT + 1)
+            if first + step - end < next_end:
+                _ask(matrices, next_tile, first + step - end, PLAN, PRODUCT + 1)
 
 
 @gluon.jit
@@ -162,38 +205,45 @@ def _load_product(
     place,
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
-    ROWS: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    matrices,
 ):
-    """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
+    """Has the copy engine bring the program's tiles of weights in the order of their use, or of rows where there are no
+    `matrices`."""
+    ROWS: gl.constexpr = matrices is None
     STAGES: gl.constexpr = ring.type.shape[0]
     block_k: gl.constexpr = ring.type.shape[2]
     size: gl.constexpr = plan_value(PLAN, "tile")
     HALVES: gl.constexpr = 1 if ROWS else product_value(PLAN, PRODUCT, "halves")
-    # The ups follow the gates, elsewhere the second half of a tile is its neighbour.
+    # The ups follow the gates, elsewhere the second half of a unit is its neighbour.
     APART: gl.constexpr = product_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
     WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
-    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
     at, turn = place
-    begin, end = _share(gl.program_id(0), PLAN, PRODUCT)
-    for step in range(begin, end):
-        for half in gl.static_range(HALVES):
-            row = 0 if ROWS else step // STEPS * WIDTH + half * APART
-            mbarrier.wait(empty.index(at), turn ^ 1)
-            mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
-            tma.async_copy_global_to_shared(descriptor, [row, step % STEPS * block_k], full.index(at), ring.index(at))
-            at, turn = behind(at, turn, STAGES)
+    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
+        tile, _, first, end = _share(unit, PLAN, PRODUCT)
+        for step in range(first, end):
+            if not ROWS and plan_value(PLAN, "ahead") > 0:
+                _ask_ahead(matrices, unit, tile, step, end, PLAN, PRODUCT, PROGRAMS)
+            for half in gl.static_range(HALVES):
+                row = 0 if ROWS else tile * WIDTH + half * APART
+                mbarrier.wait(empty.index(at), turn ^ 1)
+                mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
+                tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
+                at, turn = behind(at, turn, STAGES)
     return at, turn
 
 
 @gluon.jit
-def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr):
+def _load_weights(descriptors, ring, full, empty, matrices, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
     place = (0, 0)
     for product in gl.static_range(num_products(PLAN)):
-        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, False)
+        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, matrices)
 
 
 @gluon.jit
-def _load_rows(descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr, PDL: gl.constexpr):
+def _load_rows(
+    descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr
+):
     place = (0, 0)
     # The copy engine reads a descriptor when it first meets it, which is better done now than behind each barrier. What
     # it brings is of no use.
@@ -204,17 +254,17 @@ def _load_rows(descriptors, ring, full, empty, ready, known, PLAN: gl.constexpr,
     if PDL:
         wait_for_kernel_before()
     for product in gl.static_range(num_products(PLAN)):
-        # One for each product: a program without a share could run ahead, and a parity would be missed.
+        # One for each product: a program without units could run ahead, and a parity would be missed.
         if product > 0:
             mbarrier.wait(ready.index(product - 1), 0)
         order_for_copy_engine()
         source = descriptors[1 if product == 3 else product]
-        place = _load_product(source, ring, full, empty, place, PLAN, product, True)
+        place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, None)
 
 
 @gluon.jit
 def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile's sums [tile, rows] over some of its steps, of both its halves; where it leaves the rings.
+    """A unit's sums [tile, rows], of both its halves; where it leaves the rings.
 
     A product is under way while the next tile is waited for, and places are free once the product behind it has begun.
     """
@@ -334,55 +384,15 @@ def _residual(
     COUNT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """What O and down add to; of the others 0."""
-    residual = 0.0
-    if PRODUCT % 2 == 0:
-        n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
-        residual = gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
-    return residual
+    n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+    return gl.load(_pointers(tensors[0][0], tensors[1][0], m, n), mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _part_ptrs(
-    partials_ptr,
-    program,
-    starts,
-    half,
-    first_row,
-    PLAN: gl.constexpr,
-    PRODUCT: gl.constexpr,
-    COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Where a program leaves its sums of half a tile: of the one that its share begins in the middle of, and of the one
-    that it `starts` and does not end."""
-    size: gl.constexpr = plan_value(PLAN, "tile")
-    ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
-    slot = (2 * program + starts) * HALVES + half
-    output = gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    return partials_ptr + slot * (size * ROWS) + row * size + output
-
-
-@gluon.jit
-def _add_parts(
-    partials_ptr,
-    first,
-    last,
-    half,
-    first_row,
-    PLAN: gl.constexpr,
-    PRODUCT: gl.constexpr,
-    COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """A half's sums, of the programs from `first`, which starts the tile, to `last`."""
-    part_ptrs = _part_ptrs(partials_ptr, first, 1, half, first_row, PLAN, PRODUCT, COUNT, LAYOUT)
+def _add_parts(part_ptrs, SPLITS: gl.constexpr, APART: gl.constexpr):
     sums = gl.load(part_ptrs, cache_modifier=".cg")
-    for program in range(first + 1, last + 1):
-        part_ptrs = _part_ptrs(partials_ptr, program, 0, half, first_row, PLAN, PRODUCT, COUNT, LAYOUT)
-        sums += gl.load(part_ptrs, cache_modifier=".cg")
+    for other in gl.static_range(1, SPLITS):
+        sums += gl.load(part_ptrs + other * APART, cache_modifier=".cg")
     return sums
 
 
@@ -390,108 +400,107 @@ def _add_parts(
 def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr):
     """One over the root mean square of each of the rows."""
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "squares")
+    tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "tiles")
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [plan_value(PLAN, "num_warps"), 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    squares = gl.load(squares_ptr + tile * ROWS + m, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
     return gl.rsqrt(gl.sum(squares, 0) / product_value(PLAN, PRODUCT, "inputs") + eps)
 
 
 @gluon.jit
-def _leave_part(
-    sums,
-    others,
-    tile,
-    starts,
+def _run_product(
+    rings,
+    places,
+    ready,
     tensors,
     M,
     eps,
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
-    MMA: gl.constexpr,
+    PROGRAMS: gl.constexpr,
 ):
-    """Leaves sums over a part of a tile's inputs; who comes last adds all parts and finishes the tile."""
-    row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
-    GATED: gl.constexpr = PRODUCT == 1
-    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
-    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
-    size: gl.constexpr = plan_value(PLAN, "tile")
-    ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    # Of what lies in memory a thread takes 16 bytes at a time, and no more rows than it has registers for.
-    PART: gl.constexpr = gl.BlockedLayout([4, 1], [size // 4, 128 // size], [1, size // 16], [0, 1])
-    COUNT: gl.constexpr = min(ROWS, 64)
-    program = gl.program_id(0)
-    gl.store(_part_ptrs(partials_ptr, program, starts, 0, 0, PLAN, PRODUCT, ROWS, MMA), sums)
-    if HALVES == 2:
-        gl.store(_part_ptrs(partials_ptr, program, starts, 1, 0, PLAN, PRODUCT, ROWS, MMA), others)
-    gl.thread_barrier()
-    begun_by = _program_of(tile * STEPS, PLAN, PRODUCT)
-    ended_by = _program_of(tile * STEPS + STEPS - 1, PLAN, PRODUCT)
-    arrival = _arrival(program == begun_by, ended_by - begun_by + 1)
-    arrived = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
-    if (arrived & 0x7FFFFFFF) - 0x7FFFFFFF + arrival == 1:
-        for chunk in gl.static_range(ROWS // COUNT):
-            row = chunk * COUNT
-            for half in gl.static_range(1 if GATED else HALVES):
-                output = tile * product_value(PLAN, PRODUCT, "width") + half * size
-                residual = _residual(tensors, output, row, M, PLAN, PRODUCT, COUNT, PART)
-                own = _add_parts(partials_ptr, begun_by, ended_by, half, row, PLAN, PRODUCT, COUNT, PART)
-                ups = own
-                if GATED:
-                    ups = _add_parts(partials_ptr, begun_by, ended_by, 1, row, PLAN, PRODUCT, COUNT, PART)
-                _finish(own, ups, output, row, residual, tensors, M, eps, PLAN, PRODUCT, PART)
-
-
-@gluon.jit
-def _run_product(rings, places, ready, tensors, M, eps, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
     """Waits for its input, multiplies, and arrives at the barrier behind it."""
     row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr = tensors
+    # O and down add to the residual stream and leave a norm, gate-up and QKV take one.
+    ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
     HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
-    STEPS: gl.constexpr = product_value(PLAN, PRODUCT, "steps")
+    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
+    splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
     size: gl.constexpr = plan_value(PLAN, "tile")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[size // 16, 1], instr_shape=[16, ROWS, 16]
-    )
+    WARPS: gl.constexpr = plan_value(PLAN, "num_warps")
+    COUNT: gl.constexpr = ROWS // splits
+    # Four warps take 64 outputs.
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16])
+    # Outputs lie in a row in memory.
+    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
         wait_for_other_sign(barrier_ptr, 0 if PRODUCT % 2 == 1 else -1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
-    begin, end = _share(gl.program_id(0), PLAN, PRODUCT)
-    for tile in range(begin // STEPS, (end + STEPS - 1) // STEPS):
-        first = gl.maximum(begin - tile * STEPS, 0)
-        stop = gl.minimum(end - tile * STEPS, STEPS)
-        sums, others, places = _multiply(rings, places, first, stop, HALVES, MMA)
-        starts = gl.where(first == 0, 1, 0)
-        if product_value(PLAN, PRODUCT, "tiles") < product_value(PLAN, PRODUCT, "programs"):
-            # No share is as long as a tile.
-            _leave_part(sums, others, tile, starts, tensors, M, eps, PLAN, PRODUCT, MMA)
-        elif stop - first < STEPS:
-            _leave_part(sums, others, tile, starts, tensors, M, eps, PLAN, PRODUCT, MMA)
-        else:
-            for half in gl.static_range(1 if GATED else HALVES):
-                output = tile * product_value(PLAN, PRODUCT, "width") + half * size
-                residual = _residual(tensors, output, 0, M, PLAN, PRODUCT, ROWS, MMA)
-                own = sums if half == 0 else others
-                _finish(own, others, output, 0, residual, tensors, M, eps, PLAN, PRODUCT, MMA)
+    for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
+        tile, part, first, end = _share(unit, PLAN, PRODUCT)
+        first_output, first_row = tile * WIDTH, part * COUNT
+        residual, other_residual = 0.0, 0.0
+        if ADD:
+            residual = _residual(tensors, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+            if HALVES == 2:
+                other_residual = _residual(tensors, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
+        sums, others, places = _multiply(rings, places, first, end, HALVES, MMA)
+        if splits > 1:
+            # Each adds the parts of its share of the rows, always in the same order.
+            plane: gl.constexpr = size * ROWS
+            tile_ptr = partials_ptr + tile * (splits * HALVES * plane)
+            output = gl.arange(0, size, layout=gl.SliceLayout(1, MMA))[:, None]
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
+            own_ptrs = tile_ptr + part * (HALVES * plane) + row * size + output
+            gl.store(own_ptrs, sums)
+            if HALVES == 2:
+                gl.store(own_ptrs + plane, others)
+            gl.thread_barrier()
+            # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
+            arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
+            before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
+            wait_for_other_sign(counters_ptr + tile, before)
+            output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
+            row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
+            part_ptrs = tile_ptr + row * size + output
+            sums = _add_parts(part_ptrs, splits, HALVES * plane)
+            others = sums
+            if HALVES == 2:
+                others = _add_parts(part_ptrs + plane, splits, HALVES * plane)
+        for half in gl.static_range(1 if GATED else HALVES):
+            _finish(
+                sums if half == 0 else others,
+                others,
+                first_output + half * size,
+                first_row,
+                residual if half == 0 else other_residual,
+                tensors,
+                M,
+                eps,
+                PLAN,
+                PRODUCT,
+                LAYOUT,
+            )
     if num_products(PLAN) > PRODUCT + 1:
-        _arrive(barrier_ptr, PLAN)
+        _arrive(barrier_ptr, PROGRAMS)
     return places
 
 
 @gluon.jit
-def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PDL: gl.constexpr):
+def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr):
     """What those warps do that multiply."""
     if PDL:
         wait_for_kernel_before()
     places = (0, 0, 0, 0)
     for product in gl.static_range(num_products(PLAN)):
-        places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product)
+        places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product, PROGRAMS)
     if num_products(PLAN) == 4:
         # An odd number of turns so far. No one waits for this one.
-        arrival = _arrival(gl.program_id(0) == 0, plan_value(PLAN, "num_programs"))
-        gl.atomic_add(tensors[5], arrival, sem="relaxed", scope="gpu")
+        gl.atomic_add(tensors[5], _arrival(PROGRAMS), sem="relaxed", scope="gpu")
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -503,6 +512,8 @@ def _stream_kernel(
     attended,
     normed,
     inner,
+    weight_ptrs,
+    weight_strides,
     row_ptrs,
     row_strides,
     bias_ptrs,
@@ -514,6 +525,7 @@ def _stream_kernel(
     M,
     eps,
     PLAN: gl.constexpr,
+    PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """row_ptrs: hidden, normed, inner, qkv; descriptors of what the copy engine reads."""
@@ -532,16 +544,19 @@ def _stream_kernel(
     fence_async_shared()
     rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
     tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr)
-    matrices = (output_weights, gate_up_weights, down_weights, qkv_weights)
+    descriptors = (output_weights, gate_up_weights, down_weights, qkv_weights)
     gl.warp_specialize(
         [
-            (_run, (rings, ready, tensors, M, eps, PLAN, PDL)),
-            (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN)),
+            (_run, (rings, ready, tensors, M, eps, PLAN, PROGRAMS, PDL)),
+            (
+                _load_weights,
+                (descriptors, weights, weights_full, weights_empty, (weight_ptrs, weight_strides), PLAN, PROGRAMS),
+            ),
             (
                 _load_rows,
-                ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PDL),
+                ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PROGRAMS, PDL),
             ),
         ],
         [1, 1],
-        [24, 24],
+        [56, 24],
     )
