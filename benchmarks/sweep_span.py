@@ -156,17 +156,12 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
             )
         return [one for one in found if fits(one)]
 
-    def ahead(config: StreamConfig) -> list[StreamConfig]:
-        return [config._replace(ahead=count) for count in (0, 2, 3, 4, 6, 8, 12, 16, 24)]
-
     return {
-        "ahead": ahead,
         "tiles": tiles,
         "rows": rows,
         "splits": splits,
         "halves": halves,
         "splits again": splits,
-        "ahead again": ahead,
     }
 
 

@@ -134,14 +134,14 @@ def main() -> None:
         problem.run(problem.plan())
     sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
     for config in (
-        StreamConfig(8, 64, 128, 11, 12, (2, 1, 2, 1), ahead=6),
+        StreamConfig(8, 64, 128, 11, 12, (2, 1, 2, 1)),
         StreamConfig(128, 128, 64, 8, 5, (2, 2, 4, 1)),
     ):
         name = str(config)
         layer = Layer(config.rows, sizes, torch.bfloat16, torch.device("cpu"), bias=config.rows == 8)
         span._num_processors = lambda device: 132
         layer.run(config, poisoned_scratch(torch.device("cpu")))
-    attention_prefill._ON_HOPPER = True
+    attention_prefill._HOPPER_TOKENS = 0
     attention_prefill.gluon_usable = lambda: True
     for head_size, window, sinks in ((128, (-1, -1), False), (64, (100, -1), True)):
         long = prefill_problem.Case(

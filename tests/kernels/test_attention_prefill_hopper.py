@@ -41,7 +41,7 @@ def check(case: Case, device: torch.device, **limits: int) -> None:
         launch(plan, *args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_prefill, "_ON_HOPPER", True)
+        patch.setattr(attention_prefill, "_HOPPER_TOKENS", 0)
         patch.setattr(hopper, "attend_on_hopper", noting)
         run(case, device, 1e-2 if case.dtype == torch.bfloat16 else 2e-3, **limits)
     assert launched

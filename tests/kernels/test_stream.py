@@ -21,16 +21,16 @@ NARROW = SpanSizes(attended=64, hidden=64, intermediate=72, qkv=64)
 CASES = [
     (1, SMALL, StreamConfig(8, 64, 64, 3, 2, (1, 1, 1, 1)), False),
     (8, SMALL, StreamConfig(8, 64, 128, 2, 5, (2, 1, 2, 1)), True),
-    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 4, 2), ahead=1), True),
+    (11, SMALL, StreamConfig(16, 64, 64, 4, 3, (2, 2, 4, 2)), True),
     (16, SMALL, StreamConfig(16, 128, 64, 3, 4, (4, 2, 4, 1)), False),
     (32, SMALL, StreamConfig(32, 128, 64, 2, 2, (4, 1, 1, 2)), True),
     (50, SMALL, StreamConfig(64, 64, 64, 3, 2, (2, 2, 4, 1)), False),
     (128, SMALL, StreamConfig(128, 128, 64, 3, 2, (2, 1, 4, 2)), True),
     (30, SMALL, StreamConfig(32, 64, 64, 3, 2, (1, 2, 4, 2), (2, 2, 2, 2)), True),
     (90, SMALL, StreamConfig(128, 128, 64, 5, 3, (1, 1, 2, 1), (2, 2, 1, 2)), False),
-    (100, SMALL, StreamConfig(128, 64, 64, 5, 3, (2, 1, 2, 1), (1, 2, 2, 2), 3), True),
+    (100, SMALL, StreamConfig(128, 64, 64, 5, 3, (2, 1, 2, 1), (1, 2, 2, 2)), True),
     (5, NARROW, StreamConfig(8, 64, 64, 3, 3, (1, 1, 2, 1)), False),
-    (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1), ahead=1), True),
+    (20, NARROW, StreamConfig(32, 64, 64, 2, 2, (1, 1, 1, 1)), True),
 ]
 """rows, sizes, config, bias"""
 
@@ -41,7 +41,7 @@ def real_config(rows: int, tile: int = 128, halves: int = 1) -> StreamConfig:
     splits = tile * halves // 32  # about a unit for each processor
     block_k, row_stages = (128, 12 if rows <= 16 else 6) if rows <= 32 else (64, 5)
     config = StreamConfig(
-        rows, tile, block_k, 0, row_stages, (splits, 1, splits, splits // 2), (halves, 2, halves, halves), ahead=6
+        rows, tile, block_k, 0, row_stages, (splits, 1, splits, splits // 2), (halves, 2, halves, halves)
     )
     return config._replace(weight_stages=(222_000 - config.shared_bytes) // (2 * block_k * tile))
 

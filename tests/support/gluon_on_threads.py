@@ -190,7 +190,7 @@ class _Language:
 
     @staticmethod
     def minimum(left: Any, right: Any) -> Any:
-        return left.clamp(max=right) if isinstance(left, torch.Tensor) else min(left, right)
+        return min(left, right)
 
     @staticmethod
     def where(condition: Any, left: Any, right: Any) -> Any:
@@ -225,10 +225,8 @@ class _Language:
     def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> Any:
         if "%never" in text:
             return arguments[0]
-        if text == "mov.u32 $0, 0;":
-            return 0
         if "ld.acquire" not in text:
-            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async", "prefetch.global.L2")), text
+            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
             return None
         pointer, turned = arguments
         _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")

@@ -70,7 +70,7 @@ def attend_on_hopper(
     sinks: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128.
+    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128, plans that cut keys.
 
     matrix: rows and columns of the cache for the copy engine; heads_outside: whether a head's slots are rows
     """
@@ -112,8 +112,6 @@ def attend_on_hopper(
         launch_pdl=pdl,
         num_warps=4,
         maxnreg=168,
-        # A logit must have the same bits in a tile with masks and in one without.
-        enable_fp_fusion=plan.cuts,
     )
 
 

@@ -42,12 +42,6 @@ def wait_for_other_sign(counter_ptr, known):
 
 
 @gluon.jit
-def unknown_zero():
-    """Which the compiler does not know: a loop of so many more turns stays one."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """In shared memory; a phase of each ends with COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())

@@ -58,7 +58,6 @@ class StreamConfig(NamedTuple):
 
     splits: programs that share the inputs of a unit, of O, gate-up, down and QKV: powers of two, at most the rows.
     halves: tiles of a unit, 1 or 2, of the four; gate-up always has two.
-    ahead: how many steps before their turn in the ring the L2 cache is asked for weights; 0: not at all.
     """
 
     rows: int
@@ -68,7 +67,6 @@ class StreamConfig(NamedTuple):
     row_stages: int
     splits: tuple[int, int, int, int]
     halves: tuple[int, int, int, int] = (1, 2, 1, 1)
-    ahead: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -91,6 +89,7 @@ class SpanSizes(NamedTuple):
 
 
 _QWEN3_600M = SpanSizes(attended=2048, hidden=1024, intermediate=3072, qkv=4096)
+_LLAMA3_8B = SpanSizes(attended=4096, hidden=4096, intermediate=14336, qkv=6144)
 MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
     (8, _QWEN3_600M): SpanConfig(
         8, 8, 64, 128, ProductConfig(8, 2048, 4), ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 4),
@@ -100,6 +99,9 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
         16, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
         ProductConfig(32, 512, 1),
     ),
+    (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
+    (32, _LLAMA3_8B): StreamConfig(32, 128, 128, 3, 12, (4, 1, 4, 2)),
+    (128, _LLAMA3_8B): StreamConfig(128, 128, 64, 7, 6, (4, 1, 4, 2)),
 }  # fmt: skip
 """What was measured to be faster than a launch for each product, by `span_class` and sizes."""
 
@@ -208,8 +210,6 @@ class StreamPlan:
 
     products: tuple[StreamProduct, ...]
     tile: int
-    block_k: int
-    ahead: int
     rows: int
     num_warps: int
     weight_stages: int
@@ -249,8 +249,6 @@ def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> S
     return StreamPlan(
         products=tuple(products),
         tile=config.tile,
-        block_k=config.block_k,
-        ahead=config.ahead,
         rows=config.rows,
         num_warps=config.num_warps,
         weight_stages=config.weight_stages,

@@ -6,10 +6,9 @@ lost is that memory stands still while programs meet: four launches a layer drai
 
 So weights have a warp of their own. It asks the copy engine for tile after tile of a program's share, of one product
 after another, into a ring in shared memory, and waits for nothing but room in the ring: 180 KB a multiprocessor, which
-is what memory delivers in 5 us. Programs need longer to meet and to begin again, so it also asks the L2 cache for the
-weights of `ahead` steps later: memory goes on, and who has waited catches up from there. A second warp brings the rows,
-a tile of them for each tile of weights; it waits at the barriers. The others multiply. Uneven shares matter little:
-whoever has more takes more of the bandwidth, whoever has less is at work on the next product's weights.
+is what memory delivers in 5 us. A second warp brings the rows, a tile of them for each tile of weights; it waits at the
+barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
+less is at work on the next product's weights.
 
 A unit is a tile of 64 or 128 outputs, or two, over a share of the inputs; of gate and up it is a tile of each. A second
 tile spares the multiprocessor reading the rows again, which from 32 rows on counts. Programs that share a tile wait for
@@ -48,7 +47,6 @@ from phonograph.kernels.triton.hopper import (
     let_next_kernel_start,
     make_barriers,
     order_for_copy_engine,
-    unknown_zero,
     wait_for_kernel_before,
     wait_for_other_sign,
 )
@@ -105,8 +103,6 @@ def run_stream(
         *weights,
         *weights[: 4 - len(weights)],
         *inputs,
-        tuple(matrices),
-        tuple(one.stride(0) for one in matrices),
         (hidden, normed, inner, qkv),
         tuple(one.stride(0) for one in (hidden, normed, inner, qkv)),
         biases,
@@ -125,10 +121,6 @@ def run_stream(
         # Of each thread before the warps that multiply take over what the others leave.
         maxnreg=128 if config.rows <= 64 else 168,
     )
-
-
-_GRAIN = gl.constexpr(32)
-"""Elements that the L2 cache brings when it is asked for one."""
 
 
 @gluon.jit
@@ -155,48 +147,6 @@ def _share(unit, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def _ask(matrices, tile, step, PLAN: gl.constexpr, PRODUCT: gl.constexpr):
-    """Has the L2 cache bring a step of a tile's weights."""
-    pointers, strides = matrices
-    block_k: gl.constexpr = plan_value(PLAN, "block_k")
-    size: gl.constexpr = plan_value(PLAN, "tile")
-    outputs: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
-    K: gl.constexpr = product_value(PLAN, PRODUCT, "inputs")
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    PIECES: gl.constexpr = block_k // _GRAIN
-    # The last columns, if they are fewer, come when they are read.
-    if (step + 1) * block_k <= K:
-        for half in gl.static_range(product_value(PLAN, PRODUCT, "halves")):
-            first = tile * product_value(PLAN, PRODUCT, "width") + (0 if PRODUCT == 1 else half * size)
-            # The compiler has no registers for what it would unroll.
-            for chunk in range(0, size * PIECES + unknown_zero(), 64):
-                piece = chunk + gl.arange(0, 64, layout=LAYOUT)
-                row = gl.minimum(first + piece // PIECES, outputs - 1) + (half * outputs if PRODUCT == 1 else 0)
-                column = step * block_k + piece % PIECES * _GRAIN
-                address = pointers[PRODUCT] + row.to(gl.int64) * strides[PRODUCT] + column
-                gl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-                )
-
-
-@gluon.jit
-def _ask_ahead(matrices, unit, tile, step, end, PLAN: gl.constexpr, PRODUCT: gl.constexpr, PROGRAMS: gl.constexpr):
-    """What the program multiplies `ahead` steps later: of the same unit, of its next one or of the next product."""
-    step += plan_value(PLAN, "ahead")
-    if step < end:
-        _ask(matrices, tile, step, PLAN, PRODUCT)
-    elif unit + PROGRAMS < product_value(PLAN, PRODUCT, "units"):
-        next_tile, _, first, next_end = _share(unit + PROGRAMS, PLAN, PRODUCT)
-        if first + step - end < next_end:
-            _ask(matrices, next_tile, first + step - end, PLAN, PRODUCT)
-    elif num_products(PLAN) > PRODUCT + 1:  # noqa: SIM102 (known when compiled, the other is not)
-        if gl.program_id(0) < product_value(PLAN, PRODUCT + 1, "units"):
-            next_tile, _, first, next_end = _share(gl.program_id(0), PLAN, PRODUCT + 1)
-            if first + step - end < next_end:
-                _ask(matrices, next_tile, first + step - end, PLAN, PRODUCT + 1)
-
-
-@gluon.jit
 def _load_product(
     descriptor,
     ring,
@@ -206,11 +156,9 @@ def _load_product(
     PLAN: gl.constexpr,
     PRODUCT: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    matrices,
+    ROWS: gl.constexpr,
 ):
-    """Has the copy engine bring the program's tiles of weights in the order of their use, or of rows where there are no
-    `matrices`."""
-    ROWS: gl.constexpr = matrices is None
+    """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
     STAGES: gl.constexpr = ring.type.shape[0]
     block_k: gl.constexpr = ring.type.shape[2]
     size: gl.constexpr = plan_value(PLAN, "tile")
@@ -222,8 +170,6 @@ def _load_product(
     for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, _, first, end = _share(unit, PLAN, PRODUCT)
         for step in range(first, end):
-            if not ROWS and plan_value(PLAN, "ahead") > 0:
-                _ask_ahead(matrices, unit, tile, step, end, PLAN, PRODUCT, PROGRAMS)
             for half in gl.static_range(HALVES):
                 row = 0 if ROWS else tile * WIDTH + half * APART
                 mbarrier.wait(empty.index(at), turn ^ 1)
@@ -234,10 +180,10 @@ def _load_product(
 
 
 @gluon.jit
-def _load_weights(descriptors, ring, full, empty, matrices, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
+def _load_weights(descriptors, ring, full, empty, PLAN: gl.constexpr, PROGRAMS: gl.constexpr):
     place = (0, 0)
     for product in gl.static_range(num_products(PLAN)):
-        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, matrices)
+        place = _load_product(descriptors[product], ring, full, empty, place, PLAN, product, PROGRAMS, False)
 
 
 @gluon.jit
@@ -259,7 +205,7 @@ def _load_rows(
             mbarrier.wait(ready.index(product - 1), 0)
         order_for_copy_engine()
         source = descriptors[1 if product == 3 else product]
-        place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, None)
+        place = _load_product(source, ring, full, empty, place, PLAN, product, PROGRAMS, True)
 
 
 @gluon.jit
@@ -512,8 +458,6 @@ def _stream_kernel(
     attended,
     normed,
     inner,
-    weight_ptrs,
-    weight_strides,
     row_ptrs,
     row_strides,
     bias_ptrs,
@@ -544,19 +488,16 @@ def _stream_kernel(
     fence_async_shared()
     rings = (weights, weights_full, weights_empty, rows, rows_full, rows_empty)
     tensors = (row_ptrs, row_strides, bias_ptrs, norm_ptrs, squares_ptr, barrier_ptr, partials_ptr, counters_ptr)
-    descriptors = (output_weights, gate_up_weights, down_weights, qkv_weights)
+    matrices = (output_weights, gate_up_weights, down_weights, qkv_weights)
     gl.warp_specialize(
         [
             (_run, (rings, ready, tensors, M, eps, PLAN, PROGRAMS, PDL)),
-            (
-                _load_weights,
-                (descriptors, weights, weights_full, weights_empty, (weight_ptrs, weight_strides), PLAN, PROGRAMS),
-            ),
+            (_load_weights, (matrices, weights, weights_full, weights_empty, PLAN, PROGRAMS)),
             (
                 _load_rows,
                 ((attended, normed, inner), rows, rows_full, rows_empty, ready, known.index(0), PLAN, PROGRAMS, PDL),
             ),
         ],
         [1, 1],
-        [56, 24],
+        [24, 24],
     )
