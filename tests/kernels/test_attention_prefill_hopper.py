@@ -29,6 +29,7 @@ CASES = {
     "long window, sinks": replace(PLAIN, batch=LONG, window=(600, -1), sinks=True),
     "cut": replace(PLAIN, batch=LONG, num_heads=2, num_kv_heads=1, num_sms=4),
     "cut, sinks": replace(PLAIN, batch=LONG, num_heads=2, num_kv_heads=1, num_sms=4, sinks=True, head_size=128),
+    "decodes alone": replace(PLAIN, batch=((1, 70), (16, 16))),
     "many tiles": replace(PLAIN, batch=((300, 300), (17, 80), (150, 222)), num_sms=3),
 }
 

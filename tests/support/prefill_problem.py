@@ -166,6 +166,7 @@ def make_plan(case: Case, device: torch.device, max_num_seqs: int = 16, max_num_
         num_sms=case.num_sms,
         device=device,
     )
+    plan.entries.fill_(2**30)
     plan.partial_out.fill_(torch.nan)
     plan.partial_lse.fill_(torch.nan)
     return plan

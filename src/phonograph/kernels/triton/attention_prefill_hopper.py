@@ -387,12 +387,13 @@ def _load_query(
     COPY: gl.constexpr,
 ):
     """The group's rows of an item, [M, D]; of none, zeros."""
-    known = gl.maximum(gl.minimum(item, num_items - 1), 0)
+    # An entry that the plan did not write is not looked at: it may be anything.
+    known = gl.where(item < num_items, item, 0)
     entry = entries + known // KV_HEADS * _WORDS
-    seq = gl.load(entry)
+    seq = gl.load(entry, mask=num_items > 0, other=0)
     query_start = gl.load(query_start_loc + seq)
     query_len = gl.load(query_start_loc + seq + 1) - query_start
-    first_row = gl.load(entry + 1) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+    first_row = gl.load(entry + 1, mask=num_items > 0, other=0) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
     row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     token_M = row_M // GROUP
