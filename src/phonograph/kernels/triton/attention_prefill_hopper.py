@@ -319,7 +319,8 @@ def _attend(
             value_next, value_next_turn = behind(value_at, value_turn, STAGES)
             mbarrier.wait(values_full.index(value_at), value_turn)
             mbarrier.wait(values_full.index(value_next), value_next_turn)
-            if masked:
+            if masked & (GROUP_OF_WARPS == 0):
+                # For both: the other's turn with these values comes after this one's.
                 _clear(values.index(value_at), key - 2 * SIZE, low, high)
                 _clear(values.index(value_next), key - SIZE, low, high)
                 fence_async_shared()
@@ -354,7 +355,7 @@ def _attend(
         value_next, value_next_turn = behind(value_at, value_turn, STAGES)
         mbarrier.wait(values_full.index(value_at), value_turn)
         mbarrier.wait(values_full.index(value_next), value_next_turn)
-        if masked:
+        if masked & (GROUP_OF_WARPS == 0):
             key = start + tiles * (2 * SIZE)
             _clear(values.index(value_at), key - 2 * SIZE, low, high)
             _clear(values.index(value_next), key - SIZE, low, high)

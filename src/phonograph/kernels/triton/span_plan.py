@@ -101,7 +101,6 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
     ),
     (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
     (32, _LLAMA3_8B): StreamConfig(32, 128, 128, 3, 12, (4, 1, 4, 2)),
-    (128, _LLAMA3_8B): StreamConfig(128, 128, 64, 7, 6, (4, 1, 4, 2)),
 }  # fmt: skip
 """What was measured to be faster than a launch for each product, by `span_class` and sizes."""
 
