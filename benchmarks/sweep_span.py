@@ -77,7 +77,7 @@ def start(rows_class: int, sizes: SpanSizes, kind: str) -> Config:
     rows = max(8, rows_class)
     if kind == "streamed":
         tile, block_k = 64 if rows == 8 else 128, 128 if rows <= 32 else 64
-        config = StreamConfig(rows, tile, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1), ahead=6)
+        config = StreamConfig(rows, tile, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1))
         return streamed(config, sizes)
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
     return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
@@ -156,13 +156,7 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
             )
         return [one for one in found if fits(one)]
 
-    return {
-        "tiles": tiles,
-        "rows": rows,
-        "splits": splits,
-        "halves": halves,
-        "splits again": splits,
-    }
+    return {"tiles": tiles, "rows": rows, "splits": splits, "halves": halves, "splits again": splits}
 
 
 def variations() -> dict[str, Variation]:
