@@ -12,7 +12,7 @@ list is in order of length, so that all get as much. Nothing is counted, and nob
 Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
 (`tests/support/gluon_on_threads.py`).
 
-Shapes: M rows of a group, N keys of a tile (two pieces of 64, each in one block), D head size; the rest as in
+Shapes: M rows of a group, N keys of a piece (64, of one block; two are a tile), D head size; the rest as in
 `attention_prefill`.
 """
 
@@ -45,8 +45,8 @@ from phonograph.kernels.triton.pdl import pdl_usable
 
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
-_STAGES = 6
-"""Pieces of keys, and of values, that have a place."""
+_TILES = 3
+"""Of keys, and of values, that have a place."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
@@ -107,7 +107,7 @@ def attend_on_hopper(
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         HEADS_OUTSIDE=heads_outside,
-        STAGES=_STAGES,
+        TILES=_TILES,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -141,11 +141,11 @@ def _load(
     HEADS_OUTSIDE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Has the copy engine bring the keys, or the values, of the program's items, piece after piece, two to a tile.
+    """Has the copy engine bring the keys, or the values, of the program's items, tile after tile.
 
     A warp for each, since a value's place is free half a turn after a key's, for which nobody should wait.
     """
-    STAGES: gl.constexpr = ring.type.shape[0]
+    TILES: gl.constexpr = ring.type.shape[0] // 2
     SIZE: gl.constexpr = ring.type.shape[1]
     if PDL:
         wait_for_kernel_before()
@@ -159,30 +159,33 @@ def _load(
             table = block_table + gl.load(entry).to(gl.int64) * stride_table
             start = gl.load(entry + 2)
             stop = gl.load(entry + 3)
-            pieces = (stop - start + 2 * SIZE - 1) // (2 * SIZE) * 2
-            for piece in range(0, pieces):
-                key = start + piece * SIZE
+            for tile in range(0, (stop - start + 2 * SIZE - 1) // (2 * SIZE)):
+                key = start + tile * (2 * SIZE)
                 # What is behind the last key is any block: it is masked.
-                block = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-                if HEADS_OUTSIDE:
-                    row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-                    column = 0
-                else:
-                    row = block * BLOCK_SIZE + key % BLOCK_SIZE
-                    column = kv_head * HEAD_SIZE
+                left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
+                right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=0)
                 mbarrier.wait(empty.index(at), turn ^ 1)
-                mbarrier.expect(full.index(at), cache.block_type.nbytes)
-                tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), ring.index(at))
-                at, turn = behind(at, turn, STAGES)
+                mbarrier.expect(full.index(at), 2 * cache.block_type.nbytes)
+                for half in gl.static_range(2):
+                    block = left if half == 0 else right
+                    if HEADS_OUTSIDE:
+                        row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
+                        column = 0
+                    else:
+                        row = block * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
+                        column = kv_head * HEAD_SIZE
+                    place = ring.index(2 * at + half)
+                    tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), place)
+                at, turn = behind(at, turn, TILES)
 
 
 @gluon.jit
-def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
+def _logits(query_MD, keys, piece, LAYOUT: gl.constexpr):
     """Asks for the products of a piece of keys."""
     M: gl.constexpr = query_MD.shape[0]
     N: gl.constexpr = keys.type.shape[1]
     zeros = gl.zeros([M, N], gl.float32, LAYOUT)
-    return warpgroup_mma(query_MD, keys.index(at).permute((1, 0)), zeros, is_async=True)
+    return warpgroup_mma(query_MD, keys.index(piece).permute((1, 0)), zeros, is_async=True)
 
 
 @gluon.jit
@@ -199,12 +202,17 @@ def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIG
 
 
 @gluon.jit
-def _clear(values, first_key, low, high):
-    """Zeros for values of keys that are not there: slots that nobody wrote may hold NaN, which no weight takes away."""
+def _clear(values, at, first_key, low, high):
+    """Zeros for values of a tile's keys that are not there: slots that nobody wrote may hold NaN, which no weight takes
+    away."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    N: gl.constexpr = values.type.shape[0]
-    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
-    values.store(gl.where((key_N >= low) & (key_N < high), values.load(LAYOUT), 0.0))
+    SIZE: gl.constexpr = values.type.shape[1]
+    for half in gl.static_range(2):
+        piece = values.index(2 * at + half)
+        key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
+        piece.store(gl.where((key_N >= low) & (key_N < high), piece.load(LAYOUT), 0.0))
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -249,11 +257,10 @@ def _take_turn(turns, taken, GROUP_OF_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _free(empty, at, STAGES: gl.constexpr):
-    """Two places of a ring, once all warps are past reading them."""
+def _free(empty, at):
+    """A tile's place, once all warps are past reading it."""
     gl.thread_barrier()
     mbarrier.arrive(empty.index(at), count=1)
-    mbarrier.arrive(empty.index(gl.where(at + 1 == STAGES, 0, at + 1)), count=1)
 
 
 @gluon.jit
@@ -278,7 +285,7 @@ def _attend(
     """
     start, stop, low, high, first, last = span
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
-    STAGES: gl.constexpr = keys.type.shape[0]
+    TILES: gl.constexpr = keys.type.shape[0] // 2
     SIZE: gl.constexpr = keys.type.shape[1]
     M: gl.constexpr = query_MD.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -295,17 +302,15 @@ def _attend(
     if RIGHT >= 0:
         edge = gl.minimum(stop, first + RIGHT + 1)
     if tiles > 0:
-        next_at, next_turn = behind(at, turn, STAGES)
         # What is waited for is there before the turn, which keeps the other group waiting.
         mbarrier.wait(keys_full.index(at), turn)
-        mbarrier.wait(keys_full.index(next_at), next_turn)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        left_MN = _logits(query_MD, keys, at, LAYOUT)
-        right_MN = _logits(query_MD, keys, next_at, LAYOUT)
+        left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
+        right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
-        _free(keys_empty, at, STAGES)
-        at, turn = behind(next_at, next_turn, STAGES)
+        _free(keys_empty, at)
+        at, turn = behind(at, turn, TILES)
         masked = (start < plain) | (start + 2 * SIZE > edge)
         if masked:
             left_MN = _masked(left_MN, start, position_M, low, high, LEFT, RIGHT, LAYOUT)
@@ -315,27 +320,20 @@ def _attend(
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         for tile in range(1, tiles):
             key = start + tile * (2 * SIZE)
-            next_at, next_turn = behind(at, turn, STAGES)
-            value_next, value_next_turn = behind(value_at, value_turn, STAGES)
             mbarrier.wait(values_full.index(value_at), value_turn)
-            mbarrier.wait(values_full.index(value_next), value_next_turn)
             if masked & (GROUP_OF_WARPS == 0):
                 # For both: the other's turn with these values comes after this one's.
-                _clear(values.index(value_at), key - 2 * SIZE, low, high)
-                _clear(values.index(value_next), key - SIZE, low, high)
-                fence_async_shared()
-                gl.thread_barrier()
+                _clear(values, value_at, key - 2 * SIZE, low, high)
             mbarrier.wait(keys_full.index(at), turn)
-            mbarrier.wait(keys_full.index(next_at), next_turn)
             taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-            left_MN = _logits(query_MD, keys, at, LAYOUT)
-            right_MN = _logits(query_MD, keys, next_at, LAYOUT)
-            sums_MD = warpgroup_mma(left_weights, values.index(value_at), sums_MD, is_async=True)
-            sums_MD = warpgroup_mma(right_weights, values.index(value_next), sums_MD, is_async=True)
+            left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
+            right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
+            sums_MD = warpgroup_mma(left_weights, values.index(2 * value_at), sums_MD, is_async=True)
+            sums_MD = warpgroup_mma(right_weights, values.index(2 * value_at + 1), sums_MD, is_async=True)
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
             left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
-            _free(keys_empty, at, STAGES)
-            at, turn = behind(next_at, next_turn, STAGES)
+            _free(keys_empty, at)
+            at, turn = behind(at, turn, TILES)
             masked = (key < plain) | (key + 2 * SIZE > edge)
             if masked:
                 left_MN = _masked(left_MN, key, position_M, low, high, LEFT, RIGHT, LAYOUT)
@@ -348,26 +346,20 @@ def _attend(
             done_MD, _, _, left_weights, right_weights = warpgroup_mma_wait(
                 0, deps=(sums_MD, left_weights, right_weights, new_left, new_right)
             )
-            _free(values_empty, value_at, STAGES)
-            value_at, value_turn = behind(value_next, value_next_turn, STAGES)
+            _free(values_empty, value_at)
+            value_at, value_turn = behind(value_at, value_turn, TILES)
             done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
             sums_MD = warpgroup_mma_init(done_MD)
-        value_next, value_next_turn = behind(value_at, value_turn, STAGES)
         mbarrier.wait(values_full.index(value_at), value_turn)
-        mbarrier.wait(values_full.index(value_next), value_next_turn)
         if masked & (GROUP_OF_WARPS == 0):
-            key = start + tiles * (2 * SIZE)
-            _clear(values.index(value_at), key - 2 * SIZE, low, high)
-            _clear(values.index(value_next), key - SIZE, low, high)
-            fence_async_shared()
-            gl.thread_barrier()
+            _clear(values, value_at, start + (tiles - 1) * (2 * SIZE), low, high)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        sums_MD = warpgroup_mma(left_weights, values.index(value_at), sums_MD, is_async=True)
-        sums_MD = warpgroup_mma(right_weights, values.index(value_next), sums_MD, is_async=True)
+        sums_MD = warpgroup_mma(left_weights, values.index(2 * value_at), sums_MD, is_async=True)
+        sums_MD = warpgroup_mma(right_weights, values.index(2 * value_at + 1), sums_MD, is_async=True)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
-        _free(values_empty, value_at, STAGES)
-        value_at, value_turn = behind(value_next, value_next_turn, STAGES)
+        _free(values_empty, value_at)
+        value_at, value_turn = behind(value_at, value_turn, TILES)
         sums_MD = warpgroup_mma_init(done_MD)
     return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, value_at, value_turn, taken)
 
@@ -550,18 +542,18 @@ def _prefill_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     HEADS_OUTSIDE: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
     if PDL:
         let_next_kernel_start()
-    shape: gl.constexpr = [STAGES, cache.block_type.shape[0], HEAD_SIZE]
+    shape: gl.constexpr = [2 * TILES, cache.block_type.shape[0], HEAD_SIZE]
     keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     # Both groups of warps read a place before it is free.
-    keys_full, keys_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    values_full, values_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    keys_full, keys_empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
+    values_full, values_empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
     turns = make_barriers(2, 1)
     fence_async_shared()
     rings = (keys, keys_full, keys_empty, values, values_full, values_empty)
