@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import gluon_on_threads
@@ -34,6 +35,28 @@ CASES = {
 }
 
 
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 16, 17, rng.randint(18, 60), rng.randint(18, 140)]) for _ in range(rng.randint(1, 7))]
+    batch = tuple((length, length + rng.choice([0, rng.randint(0, 900)]) if length else 0) for length in lengths)
+    causal = rng.random() < 0.7
+    left, right = rng.choice([-1, rng.randint(0, 300)]), 0 if causal else rng.choice([-1, rng.randint(0, 50)])
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8])
+    return replace(
+        PLAIN,
+        batch=batch,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_size=rng.choice([64, 128]),
+        block_size=rng.choice([64, 128]),
+        heads_outside=kv_heads > 1 and rng.random() < 0.3,
+        causal=causal,
+        window=(left, right),
+        sinks=rng.random() < 0.3,
+        num_sms=rng.randint(1, 9),
+    )
+
+
 def check(case: Case, device: torch.device, **limits: int) -> None:
     launch, launched = hopper.attend_on_hopper, list[int]()
 
@@ -48,12 +71,23 @@ def check(case: Case, device: torch.device, **limits: int) -> None:
     assert launched
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items, rings, turns and masks as they are written, but not layouts or the visibility of writes."""
     monkeypatch.setattr(hopper, "_prefill_kernel", gluon_on_threads.launcher(hopper, "_prefill_kernel"))
     monkeypatch.setattr(attention_prefill, "gluon_usable", lambda: True)
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("name", CASES)
+def test_on_threads(name: str) -> None:
     check(CASES[name], torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("seed", range(12))
+def test_any_case_on_threads(seed: int) -> None:
+    check(random_case(seed), torch.device("cpu"), max_num_tokens=1200)
 
 
 @pytest.mark.gpu
@@ -63,6 +97,14 @@ def test_on_the_device(name: str, dtype: torch.dtype, device: torch.device) -> N
     if not attention_prefill.gluon_usable():
         pytest.skip("needs a Hopper GPU")
     check(replace(CASES[name], dtype=dtype), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_any_case_on_the_device(seed: int, device: torch.device) -> None:
+    if not attention_prefill.gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+    check(random_case(seed), device, max_num_tokens=1200)
 
 
 @pytest.mark.gpu

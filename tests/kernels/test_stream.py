@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import gluon_on_threads
 import pytest
 import torch
@@ -46,6 +48,19 @@ def real_config(rows: int, tile: int = 128, halves: int = 1) -> StreamConfig:
     return config._replace(weight_stages=(222_000 - config.shared_bytes) // (2 * block_k * tile))
 
 
+def random_case(seed: int) -> tuple[int, SpanSizes, StreamConfig, bool]:
+    """As in CASES, for four programs and more."""
+    rng = random.Random(seed)
+    attended, hidden, intermediate, qkv = (8 * rng.randint(6, 40) for _ in range(4))
+    rows, tile, block_k = rng.choice([8, 16, 32, 64, 128]), rng.choice([64, 128]), rng.choice([64, 128])
+    splits, halves = [], []
+    for inputs in (attended, hidden, intermediate, hidden):
+        splits.append(rng.choice([count for count in (1, 2, 4) if count <= -(-inputs // block_k)]))
+        halves.append(2 if len(halves) == 1 else rng.choice([1, 2]))
+    config = StreamConfig(rows, tile, block_k, rng.randint(2, 6), rng.randint(2, 5), tuple(splits), tuple(halves))
+    return rng.randint(1, rows), SpanSizes(attended, hidden, intermediate, qkv), config, rng.random() < 0.5
+
+
 def check(
     rows: int, sizes: SpanSizes, config: StreamConfig, bias: bool, device: torch.device, num_programs: int | None
 ) -> None:
@@ -66,6 +81,11 @@ def test_on_threads(
     monkeypatch.setattr(stream, "_stream_kernel", gluon_on_threads.launcher(stream, "_stream_kernel"))
     monkeypatch.setattr("phonograph.kernels.triton.span._num_processors", lambda device: num_programs)
     check(rows, sizes, config, bias, torch.device("cpu"), num_programs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_case_on_threads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_on_threads(*random_case(seed), 4 + seed % 6, monkeypatch)
 
 
 @pytest.mark.parametrize("broken", ["arrive", "wait"])
