@@ -11,7 +11,14 @@ from span_layer import Layer, check_launches_in_a_row, poisoned_scratch
 
 from phonograph.kernels.triton import span_plan
 from phonograph.kernels.triton.linear import LinearScratch
-from phonograph.kernels.triton.span_plan import MEASURED, SpanSizes, StreamConfig, choose_span, make_stream_plan
+from phonograph.kernels.triton.span_plan import (
+    MEASURED,
+    STREAMED,
+    SpanSizes,
+    StreamConfig,
+    choose_span,
+    make_stream_plan,
+)
 
 stream = pytest.importorskip("phonograph.kernels.triton.stream")
 
@@ -127,6 +134,12 @@ def test_small_sizes(
 )
 def test_real_sizes(rows: int, bias: bool, tile: int, halves: int, device: torch.device) -> None:
     check(rows, LLAMA3_8B, real_config(rows, tile, halves), bias, device, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "sizes"), STREAMED)
+def test_what_was_measured(rows: int, sizes: SpanSizes, device: torch.device) -> None:
+    check(rows - 1, sizes, STREAMED[rows, sizes], False, device, None)
 
 
 @pytest.mark.gpu
