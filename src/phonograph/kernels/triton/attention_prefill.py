@@ -38,8 +38,8 @@ _MERGE_ROWS = 16
 # Padded tokens of a step, fixed with its graph.
 _FEW_TOKENS = 2560
 _HOPPER_TOKENS: int | None = None
-"""From how many on `attention_prefill_hopper` runs what it can. 2000 by measurement, as 512 tokens beside decodes took it
-longer; None until a fault in a run of all GPU tests is understood (docs/roadmap.md)."""
+"""From how many on `attention_prefill_hopper` runs what it can. 2000 by measurement: 512 tokens beside decodes took it
+longer. None until a fault in a run of all GPU tests is understood (docs/roadmap.md)."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
