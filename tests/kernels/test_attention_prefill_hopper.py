@@ -72,6 +72,12 @@ def check(case: Case, device: torch.device, **limits: int) -> None:
 
 
 @pytest.fixture
+def hopper_gpu() -> None:
+    if not attention_prefill.gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items, rings, turns and masks as they are written, but not layouts or the visibility of writes."""
     monkeypatch.setattr(hopper, "_prefill_kernel", gluon_on_threads.launcher(hopper, "_prefill_kernel"))
@@ -91,27 +97,24 @@ def test_any_case_on_threads(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_device(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    if not attention_prefill.gluon_usable():
-        pytest.skip("needs a Hopper GPU")
     check(replace(CASES[name], dtype=dtype), device)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_any_case_on_the_device(seed: int, device: torch.device) -> None:
-    if not attention_prefill.gluon_usable():
-        pytest.skip("needs a Hopper GPU")
     check(random_case(seed), device, max_num_tokens=1200)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("batch", [((2048, 2048),), ((512, 6000), (1, 3000), (333, 333), (2000, 2100))], ids=str)
 def test_real_sizes(batch: tuple[tuple[int, int], ...], head_size: int, device: torch.device) -> None:
-    if not attention_prefill.gluon_usable():
-        pytest.skip("needs a Hopper GPU")
     case = Case(batch=batch, num_heads=32, num_kv_heads=8, head_size=head_size, block_size=64, dtype=torch.bfloat16)
     check(replace(case, num_sms=132), device, max_num_tokens=4096)

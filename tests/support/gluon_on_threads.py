@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from triton.language import constexpr
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import KernelInterface
 
 _PATIENCE = 60.0
 """Seconds that a wait may take; more is a deadlock."""
@@ -277,10 +277,11 @@ def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> di
     for key, value in given.items():
         if isinstance(value, constexpr):
             names[key] = value.value
-        elif isinstance(value, JITFunction):
+        elif isinstance(value, KernelInterface):
             around = _surroundings(value.fn.__globals__, known)
             names[key] = types.FunctionType(value.fn.__code__, around, key, value.fn.__defaults__)
-    names |= {"gl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
+    # What kernels of both languages call is in Triton's.
+    names |= {"gl": _Language, "tl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
     names["warpgroup_mma"] = _multiply
     names["warpgroup_mma_init"] = lambda sums: sums
     names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps

@@ -26,6 +26,7 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     PrefillPlan,
     make_prefill_plan,
     plan_prefill,
+    read_entry,
     tile_keys,
 )
 from phonograph.kernels.triton.fp8 import at_width_of
@@ -401,14 +402,7 @@ def _attention_kernel(
         next_item = PROGRAMS + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
-        seq = tl.load(entry)
-        tile = tl.load(entry + 1)
-        start = tl.load(entry + 2)
-        stop = tl.load(entry + 3)
-        slot = tl.load(entry + 4)
-        query_start = tl.load(query_start_loc + seq)
-        query_len = tl.load(query_start_loc + seq + 1) - query_start
-        seq_len = tl.load(seq_lens + seq)
+        seq, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry, query_start_loc, seq_lens)
         low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
 
         row_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -34,7 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M, ENTRY_WORDS, PrefillPlan
+from phonograph.kernels.triton.attention_prefill_plan import (
+    BLOCK_M,
+    ENTRY_WORDS,
+    PrefillPlan,
+    read_entry,
+    tile_keys,
+)
 from phonograph.kernels.triton.hopper import (
     behind,
     let_next_kernel_start,
@@ -216,8 +222,25 @@ def _clear(values, at, first_key, low, high):
 
 
 @gluon.jit
-def _weigh(left_MN, right_MN, max_M, sum_M, unit):
+def _weigh(
+    left_MN,
+    right_MN,
+    max_M,
+    sum_M,
+    unit,
+    masked,
+    first_key,
+    position_M,
+    low,
+    high,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Weights of a tile's two pieces, what earlier sums are to be multiplied by, the new largest logit and sum."""
+    if masked:
+        left_MN = _masked(left_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+        right_MN = _masked(right_MN, first_key + right_MN.shape[1], position_M, low, high, LEFT, RIGHT, LAYOUT)
     new_max_M = gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
     shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
     left_MN = gl.exp2(left_MN * unit - shift_M[:, None])
@@ -247,6 +270,13 @@ def _before_what_follows(sum_M):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def _add_values(left_weights, right_weights, values, at, sums_MD):
+    """Asks for the products of a tile's values."""
+    sums_MD = warpgroup_mma(left_weights, values.index(2 * at), sums_MD, is_async=True)
+    return warpgroup_mma(right_weights, values.index(2 * at + 1), sums_MD, is_async=True)
 
 
 @gluon.jit
@@ -312,10 +342,9 @@ def _attend(
         _free(keys_empty, at)
         at, turn = behind(at, turn, TILES)
         masked = (start < plain) | (start + 2 * SIZE > edge)
-        if masked:
-            left_MN = _masked(left_MN, start, position_M, low, high, LEFT, RIGHT, LAYOUT)
-            right_MN = _masked(right_MN, start + SIZE, position_M, low, high, LEFT, RIGHT, LAYOUT)
-        left_MN, right_MN, decay_M, max_M, sum_M = _weigh(left_MN, right_MN, max_M, sum_M, unit)
+        left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
+            left_MN, right_MN, max_M, sum_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
+        )
         left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         for tile in range(1, tiles):
@@ -328,17 +357,15 @@ def _attend(
             taken = _take_turn(turns, taken, GROUP_OF_WARPS)
             left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
             right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
-            sums_MD = warpgroup_mma(left_weights, values.index(2 * value_at), sums_MD, is_async=True)
-            sums_MD = warpgroup_mma(right_weights, values.index(2 * value_at + 1), sums_MD, is_async=True)
+            sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
             left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
             _free(keys_empty, at)
             at, turn = behind(at, turn, TILES)
             masked = (key < plain) | (key + 2 * SIZE > edge)
-            if masked:
-                left_MN = _masked(left_MN, key, position_M, low, high, LEFT, RIGHT, LAYOUT)
-                right_MN = _masked(right_MN, key + SIZE, position_M, low, high, LEFT, RIGHT, LAYOUT)
-            left_MN, right_MN, decay_M, max_M, sum_M = _weigh(left_MN, right_MN, max_M, sum_M, unit)
+            left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
+                left_MN, right_MN, max_M, sum_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
+            )
             sum_M = _before_what_follows(sum_M)
             new_left = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
             new_right = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
@@ -354,8 +381,7 @@ def _attend(
         if masked & (GROUP_OF_WARPS == 0):
             _clear(values, value_at, start + (tiles - 1) * (2 * SIZE), low, high)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        sums_MD = warpgroup_mma(left_weights, values.index(2 * value_at), sums_MD, is_async=True)
-        sums_MD = warpgroup_mma(right_weights, values.index(2 * value_at + 1), sums_MD, is_async=True)
+        sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
         _free(values_empty, value_at)
@@ -394,7 +420,7 @@ def _load_query(
     query = query_THD + query_start.to(gl.int64) * stride_token
     pointers = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
     there_M = (token_M < query_len) & (item < num_items)
-    return gl.load(pointers, mask=there_M[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+    return gl.load(pointers, mask=there_M[:, None], other=0.0)
 
 
 @gluon.jit
@@ -437,28 +463,15 @@ def _run(
         if item < num_items:
             entry = entries + item // KV_HEADS * _WORDS
             kv_head = item % KV_HEADS
-            seq = gl.load(entry)
-            tile = gl.load(entry + 1)
-            start = gl.load(entry + 2)
-            stop = gl.load(entry + 3)
-            slot = gl.load(entry + 4)
-            query_start = gl.load(query_start_loc + seq)
-            query_len = gl.load(query_start_loc + seq + 1) - query_start
-            seq_len = gl.load(seq_lens + seq)
-            context = seq_len - query_len
+            _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry, query_start_loc, seq_lens)
             # Of the whole tile, as its two groups of warps share tiles of keys.
-            first = context + tile * (2 * ROWS) // GROUP
-            last = context + (gl.minimum(tile * (2 * ROWS) + 2 * ROWS, query_len * GROUP) - 1) // GROUP
-            high = seq_len
-            if RIGHT >= 0:
-                high = gl.maximum(gl.minimum(seq_len, last + RIGHT + 1), 0)
-            low = 0
-            if LEFT >= 0:
-                low = gl.minimum(gl.maximum(first - LEFT, 0), high)
+            low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
             first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
 
             operand_MD = gl.convert_layout(query_MD, QUERY)
-            position_M = context + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
+            position_M = (
+                seq_len - query_len + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
+            )
 
             sums_MD, sum_M, max_M, places = _attend(
                 operand_MD,
@@ -503,8 +516,8 @@ def _run(
                 copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
                 place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
                 out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-                mask_MD = (copied_M // GROUP < query_len)[:, None] & (dim < HEAD_SIZE)[None, :]
-                gl.store(out + place_M[:, None] * HEAD_SIZE + dim[None, :], rounded_MD, mask=mask_MD)
+                out_ptrs = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
+                gl.store(out_ptrs, rounded_MD, mask=(copied_M // GROUP < query_len)[:, None])
             else:
                 own = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
                 gl.store(partial_lse + own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)

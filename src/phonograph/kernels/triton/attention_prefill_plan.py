@@ -160,6 +160,20 @@ def plan_prefill(
 
 
 @triton.jit
+def read_entry(entry, query_start_loc, seq_lens):
+    """Sequence, tile, first key, key behind the last, partial slot; the sequence's first query, queries and keys."""
+    seq = tl.load(entry)
+    tile = tl.load(entry + 1)
+    start = tl.load(entry + 2)
+    stop = tl.load(entry + 3)
+    slot = tl.load(entry + 4)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq_len = tl.load(seq_lens + seq)
+    return seq, tile, start, stop, slot, query_start, query_len, seq_len
+
+
+@triton.jit
 def tile_keys(
     tile, query_len, seq_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):

@@ -124,9 +124,9 @@ def run_stream(
 
 
 @gluon.jit
-def _arrival(PROGRAMS: gl.constexpr):
-    """2^31 in all, so that the last one turns the counter's sign (see `span`)."""
-    return gl.where(gl.program_id(0) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)
+def _arrival(number, COUNT: gl.constexpr):
+    """Of one of COUNT: 2^31 in all, so that the last one turns the counter's sign (see `span`)."""
+    return gl.where(number == 0, 0x7FFFFFFF - (COUNT - 2), 1)
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def _arrive(barrier_ptr, PROGRAMS: gl.constexpr):
     """Lets the others know that all that the program has written is there."""
     order_for_copy_engine()
     gl.thread_barrier()
-    gl.atomic_add(barrier_ptr, _arrival(PROGRAMS), sem="release", scope="gpu")
+    gl.atomic_add(barrier_ptr, _arrival(gl.program_id(0), PROGRAMS), sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -407,9 +407,8 @@ def _run_product(
                 gl.store(own_ptrs + plane, others)
             gl.thread_barrier()
             # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
-            arrival = gl.where(part == 0, 0x7FFFFFFF - (splits - 2), 1)
-            before = gl.atomic_add(counters_ptr + tile, arrival, sem="acq_rel", scope="gpu")
-            wait_for_other_sign(counters_ptr + tile, before)
+            known = gl.atomic_add(counters_ptr + tile, _arrival(part, splits), sem="acq_rel", scope="gpu")
+            wait_for_other_sign(counters_ptr + tile, known)
             output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
             row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
             part_ptrs = tile_ptr + row * size + output
@@ -446,7 +445,7 @@ def _run(rings, ready, tensors, M, eps, PLAN: gl.constexpr, PROGRAMS: gl.constex
         places = _run_product(rings, places, ready, tensors, M, eps, PLAN, product, PROGRAMS)
     if num_products(PLAN) == 4:
         # An odd number of turns so far. No one waits for this one.
-        gl.atomic_add(tensors[5], _arrival(PROGRAMS), sem="relaxed", scope="gpu")
+        gl.atomic_add(tensors[5], _arrival(gl.program_id(0), PROGRAMS), sem="relaxed", scope="gpu")
 
 
 @gluon.jit(do_not_specialize=["M"])
