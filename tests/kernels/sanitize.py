@@ -106,6 +106,9 @@ def run_all(device: torch.device) -> None:
         programs = 3 if device.type == "cuda" else 1
         span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, True, device, programs)
     if gluon_usable():
+        from warps_apart import check_warps_apart
+
+        check_warps_apart(device)
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
         for case in (stream.CASES[2], stream.CASES[4]):
             stream.check(*case, device, 4)

@@ -38,9 +38,8 @@ _BLOCK_N = 64
 _MERGE_ROWS = 16
 # Padded tokens of a step, fixed with its graph.
 _FEW_TOKENS = 2560
-_HOPPER_TOKENS: int | None = None
-"""From how many on `attention_prefill_hopper` runs what it can. 2000 by measurement: 512 tokens beside decodes took it
-longer. None until a fault in a run of all GPU tests is understood (docs/roadmap.md)."""
+_HOPPER_TOKENS = 2000
+"""From how many on `attention_prefill_hopper` runs what it can: 512 tokens beside decodes took it longer."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -90,8 +89,7 @@ def prefill_attention(
     rows = 2 * stride_kv // columns
     features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
     if (
-        _HOPPER_TOKENS is not None
-        and num_tokens >= _HOPPER_TOKENS
+        num_tokens >= _HOPPER_TOKENS
         and plan.cuts
         and tma
         and not features

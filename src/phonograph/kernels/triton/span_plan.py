@@ -99,15 +99,10 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
         16, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
         ProductConfig(32, 512, 1),
     ),
-}  # fmt: skip
-"""What was measured to be faster than a launch for each product, by `span_class` and sizes."""
-
-STREAMED: dict[tuple[int, SpanSizes], StreamConfig] = {
     (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
     (32, _LLAMA3_8B): StreamConfig(32, 128, 128, 3, 12, (4, 1, 4, 2)),
-}
-"""Measured to be 2 to 3% faster, and for `MEASURED` when a fault in a run of all GPU tests is understood
-(docs/roadmap.md)."""
+}  # fmt: skip
+"""What was measured to be faster than a launch for each product, by `span_class` and sizes."""
 
 
 def span_class(num_rows: int) -> int:
