@@ -61,8 +61,11 @@ class FakeProcess:
     def send(self, command: Any) -> None:
         self.sent.append(command)
 
-    async def receive(self) -> Report:
-        return await self.reports.get()
+    async def receive(self) -> list[Report]:
+        reports = [await self.reports.get()]
+        while not self.reports.empty():
+            reports.append(self.reports.get_nowait())
+        return reports
 
     def on_death(self, callback: Callable[[], None]) -> None:
         self.die = callback

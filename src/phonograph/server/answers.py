@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from pydantic_core import to_json
 
-from phonograph.server.calls import Call
+from phonograph.server.calls import Call, Delta, Sample
 from phonograph.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -38,6 +36,20 @@ class AnswerHead:
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
 
 
+class Answer(Protocol):
+    """How one endpoint writes its answer."""
+
+    head: AnswerHead
+
+    def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        ...
+
+    def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the next chunks of a stream; none where there is nothing to show yet."""
+        ...
+
+
 def answer_id(prefix: str, request_id: str | None) -> str:
     """The client's own id where it gave one."""
     return f"{prefix}-{request_id or uuid.uuid4().hex}"
@@ -61,40 +73,15 @@ class ChunkWriter:
     """Writes chunks that differ in their choices, and at times in their usage, from one head that is encoded once."""
 
     def __init__(self, head: AnswerHead) -> None:
-        self._begin = "data: " + to_json(head.fields())[:-1] + ',"choices":['
+        self._begin = b"data: " + to_json(head.fields())[:-1] + b',"choices":['
 
     def chunk(self, choice: Mapping[str, Any] | None, usage: Mapping[str, Any] | None = None) -> bytes:
         """One event. Without a choice it is the last one, of the usage alone."""
-        middle = "" if choice is None else to_json(choice)
-        end = "]}\n\n" if usage is None else f'],"usage":{to_json(usage)}}}\n\n'
-        return (self._begin + middle + end).encode()
+        middle = b"" if choice is None else to_json(choice, inf_nan_mode="null")
+        end = b"]}\n\n" if usage is None else b'],"usage":' + to_json(usage) + b"}\n\n"
+        return self._begin + middle + end
 
 
 def error_chunk(error: ApiError) -> bytes:
     """The event of an answer that ends before it is complete."""
-    return f"data: {to_json(error.body())}\n\n".encode() + DONE
-
-
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""As JSONResponse has it; made once, which for a chunk is a good part of its cost."""
-
-
-class EventStream(Response):
-    """Sends events as they come, and closes the call that they are of, however it ends."""
-
-    def __init__(self, events: AsyncIterator[bytes], call: Call, headers: Mapping[str, str]) -> None:
-        # Proxies must neither keep the events nor wait for more of them (the second is nginx's word for it).
-        streamed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, {**headers, **streamed}, "text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
-        self._call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            self._call.close()
+    return b"data: " + to_json(error.body()) + b"\n\n" + DONE

@@ -15,7 +15,7 @@ from phonograph import __version__
 from phonograph.errors import RequestError
 from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
 from phonograph.server.errors import ApiError, ErrorAnswer, failed, invalid, refused
-from phonograph.server.guards import ApiKeys, BodyLimit, error_response
+from phonograph.server.guards import ApiKeys, BodyLimit, DirectSend, error_response
 from phonograph.server.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def make_app(serving: Serving) -> FastAPI:
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
+    app.add_middleware(DirectSend)
     return app
 
 

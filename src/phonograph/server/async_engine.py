@@ -21,7 +21,8 @@ from phonograph.server.step_log import StepLog
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
-REPORTS_AT_ONCE = 8
+CALLS_AT_ONCE = 32
+"""Calls that write what they got before sockets and new requests have their turn."""
 
 
 class AsyncEngine:
@@ -48,6 +49,7 @@ class AsyncEngine:
         self._process = process
         self._keys = itertools.count()
         self._open: dict[int, tuple[Call, Prompt]] = {}
+        self._changed: dict[int, Call] = {}
         self._receiver = asyncio.create_task(self._receive(), name="engine-reports")
         process.on_death(self._mourn)
 
@@ -115,10 +117,15 @@ class AsyncEngine:
 
     async def _take_all(self) -> None:
         while True:
-            # Reports that are there already come without a break. So where steps come faster than clients can be
-            # written to, each write has the tokens of several.
-            for _ in range(REPORTS_AT_ONCE):
-                self._take(await self._process.receive())
+            # Where steps come faster than clients can be written to, each write has the tokens of several.
+            for report in await self._process.receive():
+                self._take(report)
+            changed, self._changed = self._changed, {}
+            for number, call in enumerate(changed.values(), 1):
+                if call.on_change is not None:
+                    call.on_change()
+                if number % CALLS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     def _take(self, report: Report) -> None:
@@ -151,6 +158,7 @@ class AsyncEngine:
                 continue
             self.requests.grown(prompt, sample, len(token_ids), made=report.time, seen=now)
             call.touch(prompt, sample)
+            self._changed[id(call)] = call
             if sample.finish_reason is not None:
                 self.num_open -= 1
                 if finish_reason is None:

@@ -98,8 +98,9 @@ class Prompt:
 class Call:
     """The prompts of one HTTP request. Whoever opened it closes it, whatever happened.
 
-    streams: whether its owner wants to know of every change, or of the end only
-    end:     tells the engine that nobody waits any more
+    streams:   whether its owner wants to know of every change, or of the end only
+    end:       tells the engine that nobody waits any more
+    on_change: where set, is called once for what a round of reports brought; `woken` returns for the end and errors
     """
 
     def __init__(self, prompts: list[Prompt], *, streams: bool, end: Callable[[Call], None]) -> None:
@@ -110,6 +111,7 @@ class Call:
         self._error: ApiError | None = None
         self._closed = False
         self._changed: dict[int, Sample] = {}
+        self.on_change: Callable[[], None] | None = None
         self._event = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -139,21 +141,35 @@ class Call:
         Raises:
             ApiError: the call has failed.
         """
+        await self.woken()
+        return self.take_changed() if self._streams else self.samples
+
+    async def woken(self) -> None:
+        """Waits for the same, and leaves what changed where it is.
+
+        Raises:
+            ApiError: the call has failed.
+        """
         await self.begin()
         self._event.clear()
-        if not self._streams:
-            return self.samples
+
+    def take_changed(self) -> list[Sample]:
+        """The samples that changed since the last call of this."""
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
+    def wake(self) -> None:
+        """Lets `woken` return."""
+        self._event.set()
+
     def touch(self, prompt: Prompt, sample: Sample) -> None:
-        """A sample has grown, and may have ended by it."""
+        """A sample has grown, and may have ended by it. Whoever calls this calls `on_change` later, where it is set."""
         if sample.finish_reason is not None:
             prompt.num_growing -= 1
             self._num_growing -= 1
         if self._streams:
             self._changed[sample.index] = sample
-        if self._streams or self.finished:
+        if self.finished or (self._streams and self.on_change is None):
             self._event.set()
 
     def fail(self, error: ApiError) -> None:

@@ -19,6 +19,7 @@ from phonograph.errors import PhonographError
 from phonograph.server.core_process import Addresses, run_core
 from phonograph.server.messages import Command, EngineFacts, Progress, Report, StartFailed, Stop
 
+REPORTS_AT_ONCE = 8
 POLL_MILLISECONDS = 200
 """How often the start looks whether the process is still there."""
 STOP_SECONDS = 5.0
@@ -76,9 +77,14 @@ class EngineProcess:
         with suppress(zmq.Again):  # there is nobody at the other end
             self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
 
-    async def receive(self) -> Report:
-        """The next report, in the order they were sent. Waits for ever once the process has died."""
-        return pickle.loads(await self._messages.recv())
+    async def receive(self) -> list[Report]:
+        """The reports that have come, in their order: one at least, which is waited for (for ever once the process has
+        died), and eight at most."""
+        reports: list[Report] = [pickle.loads(await self._messages.recv())]
+        with suppress(zmq.Again):  # there are no more
+            while len(reports) < REPORTS_AT_ONCE:
+                reports.append(pickle.loads(await self._messages.recv(zmq.NOBLOCK)))
+        return reports
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """Has `callback` called once, in the event loop, when the process has ended, for whatever reason."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
@@ -16,33 +16,20 @@ from starlette.responses import JSONResponse, Response
 from phonograph.config_server import ServerConfig
 from phonograph.engine.tokenizer import Tokenizer, check_token_ids
 from phonograph.sampling_params import SamplingParams
-from phonograph.server.answers import DONE, AnswerHead, ChunkWriter, EventStream, error_chunk, usage_of
+from phonograph.server.answers import Answer
 from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.calls import Call, Delta, Sample
+from phonograph.server.calls import Call
 from phonograph.server.conversation import Message, read_messages
 from phonograph.server.errors import ApiError, invalid
 from phonograph.server.metrics import make_registry
 from phonograph.server.protocol import GenerationBody
+from phonograph.server.stream import EventStream
 from phonograph.server.token_text import TokenTexts
 
 INLINE_CHARACTERS = 16_384
 """Longer texts are tokenized by a thread. Handing over a short one would take longer than tokenizing it."""
 THREADS = 2
 Result = TypeVar("Result")
-
-
-class Answer(Protocol):
-    """How one endpoint writes its answer."""
-
-    head: AnswerHead
-
-    def whole(self) -> dict[str, Any]:
-        """The answer at once."""
-        ...
-
-    def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the next chunks of a stream; none where there is nothing to show yet."""
-        ...
 
 
 @dataclass(slots=True)
@@ -209,31 +196,10 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     try:
         if body.stream:
             await call.begin()
-            return EventStream(_events(call, answer, body), call, headers)
+            return EventStream(call, answer, body, headers)
         await call.wait()
         call.close()
         return JSONResponse(answer.whole(), headers=dict(headers))
     except BaseException:
         call.close()
         raise
-
-
-async def _events(call: Call, answer: Answer, body: GenerationBody) -> AsyncIterator[bytes]:
-    writer, finished = ChunkWriter(answer.head), False
-    try:
-        while not finished:
-            changed = await call.wait()
-            # Asked now: while a chunk is sent, the call goes on.
-            finished = call.finished
-            usage = usage_of(call) if body.continuous_usage else None
-            chunks = [
-                writer.chunk(choice, usage) for sample in changed for choice in answer.choices(sample, sample.take())
-            ]
-            if chunks:
-                yield b"".join(chunks)
-    except ApiError as error:
-        yield error_chunk(error)
-        return
-    if body.include_usage:
-        yield writer.chunk(None, usage_of(call))
-    yield DONE
