@@ -8,8 +8,10 @@ reads the variable when it is imported, which no test has done yet.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+_KEPT = 1 << 29
+"""Bytes that a test may leave with torch."""
 settings.register_profile("phonograph", deadline=None)
 settings.load_profile("phonograph")
 
@@ -34,3 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """A test that had much memory gives it back: some thirty processes may share the GPU, beside engines."""
+    yield
+    if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT:
+        gc.collect()
+        torch.cuda.empty_cache()
