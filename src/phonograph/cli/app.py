@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError
 
 from phonograph import __version__
 from phonograph.errors import PhonographError
+from phonograph.kernels.triton.compile_helper import start_early
 
 COMMANDS = {
     "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran and why."),
@@ -24,6 +25,8 @@ COMMANDS = {
     "config": ("phonograph.cli.config:config", "Print the effective configuration and where each value comes from."),
 }
 """What each command is: the function that runs it, and one line for the help."""
+WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
+"""Commands that start an engine in this process."""
 
 app = App(
     name="phonograph",
@@ -37,6 +40,9 @@ for _name, (_function, _summary) in COMMANDS.items():
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Runs the command that `tokens` (or the process's arguments) name; returns the exit code, 2 for a user error."""
+    words = sys.argv[1:] if tokens is None else tokens
+    if any(word in WITH_ENGINE for word in words[:1]):
+        start_early()
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except (PhonographError, CycloptsError) as error:

@@ -17,6 +17,7 @@ import zmq
 
 from phonograph.config import EngineConfig
 from phonograph.errors import PhonographError
+from phonograph.kernels.triton.compile_helper import start_early
 from phonograph.server.messages import Command, EngineFacts, Message, Progress, StartFailed
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
+    start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
     from phonograph.engine.grammars.compiler import GrammarCompiler
     from phonograph.engine.session import Session

@@ -1,0 +1,278 @@
+"""A process that compiles kernels, in as many children of its own as there are processors.
+
+Triton makes a kernel's intermediate code in Python, under Python's lock: in one process the kernels of a start take ten
+seconds, however many threads they have. So a helper imports the compiler once and forks a child for each kernel. What
+they make is in Triton's cache on disk, where the engine's process finds it; a kernel that a child could not compile it
+compiles itself, and has the error.
+
+The helper is a program of its own (`python -m phonograph.kernels.triton.compile_helper`), as the children of
+`multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles, each
+behind its length.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STAMP = "phonograph-compiled"
+"""In Triton's cache: the build whose kernels were compiled there."""
+MODULES = (
+    "attention_decode", "attention_plan", "attention_prefill", "attention_prefill_plan", "bitmask", "gemv", "layers",
+    "linear", "prepare", "rope_kv", "sampling", "span", "words",
+)  # fmt: skip
+"""Imported before the first kernel is asked for: those of most steps."""
+_MOST_CHILDREN = 32
+_POLL_SECONDS = 0.02
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel as `triton.compile` takes it. module, name: where the function is."""
+
+    module: str
+    name: str
+    signature: Mapping[str, Any]
+    constants: Mapping[Any, Any]
+    attributes: Mapping[Any, Any]
+    target: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class CompileHelper:
+    """The helper, from the engine's process. For several threads at a time."""
+
+    def __init__(self) -> None:
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phonograph.kernels.triton.compile_helper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            # Ctrl-C is for the engine's process, which ends this one.
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[str | None]] = {}
+        self._number = 0
+        self._ended = False
+        threading.Thread(target=self._receive, name="compile-helper", daemon=True).start()
+
+    def compile(self, job: Job) -> str | None:
+        """Waits until it was compiled; None where it was, else why not. It raises nothing."""
+        try:
+            data = pickle.dumps(job)
+        except Exception as error:  # of what values a kernel may have been given
+            return f"cannot be sent: {error!r}"
+        future: Future[str | None] = Future()
+        with self._lock:
+            if self._ended:
+                return "the helper has ended"
+            self._number += 1
+            self._waiting[self._number] = future
+            try:
+                assert self._process.stdin is not None
+                _write(self._process.stdin, pickle.dumps((self._number, data)))
+            except OSError as error:
+                del self._waiting[self._number]
+                return f"the helper has ended: {error!r}"
+        return future.result()
+
+    def close(self) -> None:
+        """Ends the helper and its children. Closing again does nothing."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _receive(self) -> None:
+        assert self._process.stdout is not None
+        for number, problem in _frames(self._process.stdout):
+            with self._lock:
+                future = self._waiting.pop(number, None)
+            if future is not None:
+                future.set_result(problem)
+        with self._lock:
+            self._ended = True
+            waiting = list(self._waiting.values())
+        for future in waiting:
+            future.set_result("the helper has ended")
+
+
+ALONE = 8
+"""Kernels that a process compiles by itself."""
+_current: CompileHelper | None = None
+_starting = threading.Lock()
+
+
+def start_early() -> None:
+    """Starts the helper beside the imports of this process, if a GPU is here and kernels may have to be compiled."""
+    global _current
+    if _current is None and Path("/dev/nvidiactl").exists() and not _is_stamped():
+        _current = CompileHelper()
+
+
+def helper(num_missing: int) -> CompileHelper | None:
+    """The one helper of this process. There is none yet where so few kernels are missing that importing the compiler
+    again would take longer."""
+    global _current
+    with _starting:
+        if _current is None and num_missing > ALONE:
+            _current = CompileHelper()
+        return _current
+
+
+def end_helper(*, compiled_all: bool) -> None:
+    """Ends it, if there is one. compiled_all: the next start of this build will hardly need one."""
+    global _current
+    if _current is None:
+        return
+    _current.close()
+    _current = None
+    if compiled_all:
+        with contextlib.suppress(OSError):
+            _stamp_file().write_text(_build(), encoding="utf-8")
+
+
+def _is_stamped() -> bool:
+    try:
+        return _stamp_file().read_text(encoding="utf-8") == _build()
+    except OSError:
+        return False
+
+
+def _stamp_file() -> Path:
+    # As Triton has it, which takes seconds to import.
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    return (Path(folder) if folder else Path.home() / ".triton" / "cache") / STAMP
+
+
+def _build() -> str:
+    """Changes with our kernels and with the compiler."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = ""
+    newest = max(file.stat().st_mtime_ns for file in Path(__file__).parent.glob("*.py"))
+    return f"{triton} {newest} {Path(__file__).parent}"
+
+
+def _write(stream: Any, data: bytes) -> None:
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _frames(stream: Any) -> Iterator[Any]:
+    """Until the stream ends."""
+    while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
+        data = stream.read(_LENGTH.unpack(head)[0])
+        yield pickle.loads(data)
+
+
+# -- the helper's own process ------------------------------------------------------------------------------------------
+
+
+class _Requests:
+    """Frames of standard input, as they come."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self.ended = False
+
+    def take(self, seconds: float) -> list[tuple[int, bytes]]:
+        """What has come, waiting so long for it."""
+        if not self.ended and select.select([0], [], [], seconds)[0]:
+            data = os.read(0, 1 << 20)
+            self.ended = not data
+            self._buffer += data
+        found: list[tuple[int, bytes]] = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack(self._buffer[: _LENGTH.size])[0]
+            if len(self._buffer) < end:
+                break
+            found.append(pickle.load(io.BytesIO(self._buffer[_LENGTH.size : end])))
+            self._buffer = self._buffer[end:]
+        return found
+
+
+def _compile(job: Job) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(job.module), job.name)
+    source: Any = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    triton.compile(
+        source(function, job.signature, job.constants, job.attributes),
+        target=GPUTarget(*job.target),
+        options=dict(job.options),
+    )
+
+
+def _run_child(job: bytes, number: int, out: int) -> None:
+    """In the child. What cannot be compiled is told in a few words; whoever asked will meet the whole error."""
+    try:
+        _compile(pickle.loads(job))
+        problem = None
+    except BaseException as error:
+        problem = repr(error)[:500]
+    data = pickle.dumps((number, problem))
+    # One write of less than a pipe takes at once, so that children need not take turns.
+    os.write(out, _LENGTH.pack(len(data)) + data)
+
+
+def main() -> None:
+    # What a compiler prints must not come between the answers.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    for module in MODULES:
+        importlib.import_module(f"phonograph.kernels.triton.{module}")
+    with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
+        for module in ("stream", "attention_prefill_hopper"):
+            importlib.import_module(f"phonograph.kernels.triton.{module}")
+    gc.collect()
+    gc.freeze()
+    most = max(1, min(_MOST_CHILDREN, os.cpu_count() or 1))
+    requests, waiting, running = _Requests(), deque[tuple[int, bytes]](), dict[int, int]()
+    while not requests.ended:
+        waiting += requests.take(_POLL_SECONDS if running else 3600.0)
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            number = running.pop(pid)
+            if status != 0:
+                data = pickle.dumps((number, f"a child ended with status {status}"))
+                os.write(out, _LENGTH.pack(len(data)) + data)
+        while waiting and len(running) < most:
+            number, job = waiting.popleft()
+            pid = os.fork()
+            if pid == 0:
+                _run_child(job, number, out)
+                os._exit(0)
+            running[pid] = number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Compiles kernels for compute capability 9.0 through the helper, without a GPU, and prints what came of it as JSON.
+
+A program of its own, since the interpreter, which other tests run kernels in, is chosen when Triton is imported. Its
+cache is empty at first: TRITON_CACHE_DIR says where it is. With `killed` the helper is killed when it is asked for the
+first kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import torch
+import triton
+from compile_for_hopper import Hopper
+from decode_problem import Case, Problem
+from span_layer import Layer, poisoned_scratch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from phonograph.kernels.triton import compile_helper, precompile, span, stream
+from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    # Nothing can be loaded.
+    precompile._Pool = lambda device: ThreadPoolExecutor(8)
+    torch.cuda.current_device = lambda: 0
+    compile_helper.ALONE = 0
+    span._num_processors = lambda device: 132
+    told: list[Any] = []
+    knobs.compilation.listener = lambda **facts: told.append((facts["src"].name, facts["cache_hit"]))
+    problems: list[Any] = []
+    ask = compile_helper.CompileHelper.compile
+
+    def asking(self: Any, job: Any) -> Any:
+        if sys.argv[1:] == ["killed"]:
+            self._process.kill()
+        problems.append([job.name, ask(self, job)])
+        return problems[-1][1]
+
+    compile_helper.CompileHelper.compile = asking
+    launch = JITFunction.run
+    with precompile.compile_only() as kernels:
+        problem = Problem(
+            Case(batch=((1, 30), (16, 90)), num_query_heads=8, head_size=64, block_size=64, num_sms=132),
+            torch.device("cpu"),
+        )
+        problem.run(problem.plan())
+        sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
+        layer = Layer(8, sizes, torch.bfloat16, torch.device("cpu"), bias=True, seed=1)
+        layer.run(StreamConfig(8, 64, 128, 4, 4, (2, 1, 2, 1)), poisoned_scratch(torch.device("cpu")), 132, last=False)
+        there = compile_helper.helper(1)
+        job = compile_helper.Job("phonograph.kernels.triton.stream", "_no_kernel", {}, {}, {}, ("cuda", 90, 32), {})
+        unknown = None if there is None else there.compile(job)
+    made = [kernel for function, _ in kernels for kernel in function.device_caches[0][0].values()]
+    assert len(made) == len(told) and all(isinstance(kernel, CompiledKernel) for kernel in made)
+    print(
+        json.dumps(
+            {
+                "problems": problems,
+                "told": told,
+                "unknown": unknown,
+                "restored": JITFunction.run is launch and stream._stream_kernel.compile is triton.compile,
+                "stamped": compile_helper._is_stamped(),
+                "ended": compile_helper._current is None,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

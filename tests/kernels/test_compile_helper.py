@@ -1,0 +1,57 @@
+"""Kernels that a helper's children compile for a process that only loads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phonograph.kernels.triton import compile_helper
+
+pytest.importorskip("triton")
+KERNELS = {"_plan_kernel", "_attention_kernel", "_stream_kernel"}
+
+
+def run(cache: Path, *arguments: str) -> dict[str, Any]:
+    script = Path(__file__).parent / "compile_with_helper.py"
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_children_compile_and_this_process_loads(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    asked = dict(first["problems"])
+    assert "no attribute '_no_kernel'" in asked.pop("_no_kernel") and asked == dict.fromkeys(KERNELS)
+    assert {name for name, cached in first["told"] if cached} == KERNELS, "none was compiled here"
+    assert first["restored"] and first["stamped"] and first["ended"]
+    again = run(tmp_path)
+    assert [name for name, _ in again["problems"]] == ["_no_kernel"], "all is on disk"
+
+
+def test_without_its_helper_a_process_compiles_by_itself(tmp_path: Path) -> None:
+    done = run(tmp_path, "killed")
+    assert all(problem.startswith("the helper has ended") for _, problem in done["problems"])
+    assert {name for name, cached in done["told"] if not cached} == KERNELS
+    assert done["restored"] and done["ended"]
+
+
+def test_a_stamp_is_of_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert not compile_helper._is_stamped()
+    (tmp_path / compile_helper.STAMP).write_text(compile_helper._build())
+    assert compile_helper._is_stamped()
+    monkeypatch.setattr(compile_helper, "_build", lambda: "another")
+    assert not compile_helper._is_stamped()
+
+
+def test_few_kernels_need_no_helper() -> None:
+    assert compile_helper.helper(compile_helper.ALONE) is None
