@@ -28,7 +28,9 @@ _PARTS = {
         r"|_quantize_kernel|Batch(Prefill|Decode)",
         re.IGNORECASE,
     ),
-    "products": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|_rows_kernel|_span_kernel|_stream_kernel", re.IGNORECASE),
+    "products": re.compile(
+        r"gemm|gemv|nvjet|cutlass|cublas|splitK|_rows_kernel|_span_kernel|_stream_kernel", re.IGNORECASE
+    ),
 }
 PARTS = ("products", "attention", "rest", "gaps")
 
