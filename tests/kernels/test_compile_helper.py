@@ -55,3 +55,13 @@ def test_a_stamp_is_of_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_few_kernels_need_no_helper() -> None:
     assert compile_helper.helper(compile_helper.ALONE) is None
+
+
+def test_where_no_process_can_be_started_there_is_no_helper(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    monkeypatch.setattr(compile_helper, "_startable", True)
+    assert compile_helper.helper(compile_helper.ALONE + 1) is None
+    assert compile_helper.helper(compile_helper.ALONE + 1) is None
+    assert len(caplog.records) == 1 and "/no/such/python" in caplog.text, "said once"

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import io
+import logging
 import os
 import pickle
 import select
@@ -31,6 +32,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 STAMP = "phonograph-compiled"
 """In Triton's cache: the build whose kernels were compiled there."""
@@ -119,23 +122,27 @@ class CompileHelper:
 ALONE = 8
 """Kernels that a process compiles by itself."""
 _current: CompileHelper | None = None
+_startable = True
 _starting = threading.Lock()
 
 
 def start_early() -> None:
     """Starts the helper beside the imports of this process, if a GPU is here and kernels may have to be compiled."""
-    global _current
-    if _current is None and Path("/dev/nvidiactl").exists() and not _is_stamped():
-        _current = CompileHelper()
+    if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None and not _is_stamped():
+        helper(ALONE + 1)
 
 
 def helper(num_missing: int) -> CompileHelper | None:
     """The one helper of this process. There is none yet where so few kernels are missing that importing the compiler
-    again would take longer."""
-    global _current
+    again would take longer, and none where no process can be started."""
+    global _current, _startable
     with _starting:
-        if _current is None and num_missing > ALONE:
-            _current = CompileHelper()
+        if _current is None and num_missing > ALONE and _startable:
+            try:
+                _current = CompileHelper()
+            except OSError as error:
+                _startable = False
+                log.warning("kernels are compiled in this process alone, as no other can be started: %s", error)
         return _current
 
 
