@@ -45,13 +45,27 @@ def test_every_microsecond_is_somewhere(longer: int | None) -> None:
     assert found.kernels[0] == ("_rows_kernel", 10.0, 1.0)
 
 
+def test_a_library_that_prepares_too_begins_no_step() -> None:
+    library = "void flash::prepare_varlen_num_blocks_kernel<1, true>(int)"
+    found = step_parts([*trace(20), *((21.0 * step + 2.0, 21.0 * step + 3.0, library) for step in range(20))])
+    assert found.num_steps == 11
+    assert found.parts_us == {"products": 10.0, "attention": 5.0, "rest": 3.0, "gaps": 3.0}
+
+
 def test_no_steps_in_a_trace() -> None:
     assert step_parts(trace(5)).num_steps == 0
 
 
 def test_kernels_by_name() -> None:
     names = {
-        "products": ("_gemv_kernel", "nvjet_tst_128x256", "_span_kernel", "sm90_xmma_gemm_bf16", "cutlass::Kernel2"),
+        "products": (
+            "_gemv_kernel",
+            "nvjet_tst_128x256",
+            "_span_kernel",
+            "_stream_kernel",
+            "sm90_xmma_gemm_bf16",
+            "cutlass::Kernel2",
+        ),
         "attention": ("_attention_kernel", "_merge_kernel", "_plan_kernel", "FlashAttnFwdSm90", "BatchDecodeWithPaged"),
         "rest": ("_prepare_kernel", "_norm_kernel", "_rope_kernel", "_silu_kernel", "Memcpy HtoD", "_sample"),
     }

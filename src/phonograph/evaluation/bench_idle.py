@@ -21,7 +21,8 @@ from phonograph.evaluation.bench import BenchProgress, Row
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
 
-STEP_KERNEL = "prepare"
+STEP_KERNEL = "_prepare_kernel"
+"""Ours. Others prepare things too: `prepare_varlen_num_blocks_kernel` of FlashAttention 3."""
 Activity = tuple[float, float, str]
 """Of the device: start and end in us, and the name of a kernel or copy."""
 
