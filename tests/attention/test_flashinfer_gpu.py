@@ -199,3 +199,36 @@ def test_plans_of_steps_in_flight_are_not_overwritten() -> None:
         torch.cuda.synchronize()
         for number, (one, other) in enumerate(zip(alone, ahead, strict=True)):
             assert torch.equal(one[:24], other[:24]), number
+
+
+@pytest.mark.parametrize("planned", ["once", "each time"])
+def test_equal_runs_give_equal_bits(planned: str) -> None:
+    """Eagerly, as attention runs between pieces: many short prefills beside decodes, of which a few are long."""
+    spec = replace(LLAMA, block_size=64, lse=False)
+    decodes = [(1, 1 + 97 * row) for row in range(36)] + [(1, 63696), (1, 40000), (1, 20000)]
+    prefills = [(2 + row % 15, 2 + row % 15 + (37 * row) % 1900) for row in range(181)]
+    arena = Arena(
+        FlashInferBackend,
+        spec,
+        DEVICE,
+        causal=True,
+        num_reqs=256,
+        num_tokens=1664,
+        num_blocks=1 + sum(-(-keys // 64) for _, keys in decodes + prefills),
+        max_keys=65536,
+    )
+    with torch.inference_mode():
+        common = arena.fill(decodes + prefills)
+        metadata = arena.builder.build(common, key=None)
+        arena.run(metadata)
+        first = arena.outs[0][: arena.end].clone()
+        unlike = torch.zeros(arena.end, dtype=torch.int64, device=DEVICE)
+        for _ in range(300):
+            arena.outs[0].fill_(torch.nan)
+            if planned == "each time":
+                metadata = arena.builder.build(common, key=None)
+            arena.run(metadata)
+            unlike += (arena.outs[0][: arena.end] != first).flatten(1).any(1)
+    assert first.isfinite().all()
+    rows = {row: times for row, times in enumerate(unlike.tolist()) if times}
+    assert not rows, f"rows unlike the first run, with how often they were: {rows}"
