@@ -43,6 +43,8 @@ MODULES = (
 )  # fmt: skip
 """Imported before the first kernel is asked for: those of most steps."""
 _MOST_CHILDREN = 32
+_CHILD_BYTES = 1 << 30
+"""More than one takes."""
 _POLL_SECONDS = 0.02
 _LENGTH = struct.Struct("<I")
 
@@ -260,7 +262,8 @@ def main() -> None:
             importlib.import_module(f"phonograph.kernels.triton.{module}")
     gc.collect()
     gc.freeze()
-    most = max(1, min(_MOST_CHILDREN, os.cpu_count() or 1))
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = max(1, min(_MOST_CHILDREN, os.cpu_count() or 1, free_bytes // _CHILD_BYTES))
     requests, waiting, running = _Requests(), deque[tuple[int, bytes]](), dict[int, int]()
     while not requests.ended:
         waiting += requests.take(_POLL_SECONDS if running else 3600.0)
