@@ -5,7 +5,8 @@
 --versus is what `vs_vllm.py` wrote: latency over input length, and decode beside its floor. --attention takes files of
 `phonograph bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
 times for a case of one provider the best is drawn. --steps takes a file of `phonograph bench step --output`: the parts
-of a step, and products and attention under the roofline of an H200.
+of a step, and products and attention under the roofline of an H200. --serving is what `serve_vs_vllm.py` wrote: how
+many times as good our server is, by workload.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ from phonograph.evaluation.bench_step import PARTS
 PLOTS = Path("docs/plots")
 CAP = 4.0
 """Times the floor at which a bar is cut."""
+SERVED = {
+    "output_throughput": "output tokens a second",
+    "median_ttft_ms": "TTFT, median",
+    "p99_ttft_ms": "TTFT, P99",
+    "median_itl_ms": "ITL, median",
+    "p99_itl_ms": "ITL, P99",
+}
 
 
 def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,11 +111,26 @@ def steps_charts(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def serving_chart(result: dict[str, Any]) -> str | None:
+    """How many times as good our server is as the other in what users see, by workload."""
+    rows = [
+        row
+        for row in result["comparison"]
+        if row["figure"] in SERVED and row["workload"].startswith(("table", "sweep"))
+    ]
+    workloads = list(dict.fromkeys(f"{row['workload']} {row['case']}".strip() for row in rows))
+    ratios = {(f"{row['workload']} {row['case']}".strip(), row["figure"]): row["ratio"] for row in rows}
+    bars = {name: [ratios.get((workload, figure)) for workload in workloads] for figure, name in SERVED.items()}
+    title = f"Phonograph's server beside another, {Path(result['model']).name}"
+    return bar_chart(title, "times as good", workloads, bars, [1.0] * len(workloads), CAP, "as good") if rows else None
+
+
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", type=Path)
     parser.add_argument("--attention", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", type=Path)
+    parser.add_argument("--serving", type=Path)
     parser.add_argument("--folder", type=Path, default=PLOTS)
     arguments = parser.parse_args(tokens)
     charts: dict[str, str | None] = {}
@@ -119,6 +142,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
     if arguments.steps is not None:
         *_, record = read_records([arguments.steps])
         charts |= steps_charts(record)
+    if arguments.serving is not None:
+        charts["serving"] = serving_chart(json.loads(arguments.serving.read_text(encoding="utf-8")))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, chart in charts.items():
         if chart is None:

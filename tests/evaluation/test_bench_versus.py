@@ -284,6 +284,25 @@ def test_charts_of_results(benchmark_script: Load, tmp_path: Path) -> None:
     assert not (tmp_path / "others" / "attention.svg").exists()
 
 
+def test_a_chart_of_servers(tmp_path: Path, benchmark_script: Load) -> None:
+    def row(workload: str, case: str, figure: str, ratio: float) -> dict[str, object]:
+        return {"workload": workload, "case": case, "figure": figure, "ratio": ratio}
+
+    comparison = [
+        row("table", "", "output_throughput", 1.1),
+        row("table", "", "duration", 7.7),
+        row("sweep", "32", "median_itl_ms", 5.25),
+        row("streams", "offline", "output_throughput", 9.9),
+    ]
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"model": "m", "comparison": comparison}))
+    benchmark_script("plot_results").main(["--serving", str(file), "--folder", str(tmp_path)])
+    chart = (tmp_path / "serving.svg").read_text()
+    ElementTree.fromstring(chart)
+    assert ">table: 1.1<" in chart and ">sweep 32: 5.25<" in chart and ">as good<" in chart
+    assert "7.7" not in chart and "9.9" not in chart, "figures that nobody asked for"
+
+
 def test_a_bar_is_as_high_as_its_value() -> None:
     chart = ElementTree.fromstring(bar_chart("t", "ms", ["a", "b"], {"x": [2.0, 4.0], "y": [None, 1.0]}, [1.0, None]))
     name = "{http://www.w3.org/2000/svg}"

@@ -45,8 +45,10 @@ def bar_chart(
     series: Mapping[str, Sequence[float | None]],
     floors: Sequence[float | None] | None = None,
     cap: float = math.inf,
+    line: str = "floor",
 ) -> str:
-    """A group of bars for each name, one bar a series; None leaves a gap. A floor is a black line across its group.
+    """A group of bars for each name, one bar a series; None leaves a gap. A floor is a black line across its group, and
+    `line` what the legend calls it.
 
     Bars above `cap` are cut there and have their value written on them, so that one outlier does not flatten the rest.
     """
@@ -73,7 +75,7 @@ def bar_chart(
         floor = floors[place] if floors else None
         if floor is not None:
             parts.append(_floor_line(left - 2, left + slot * 0.8 + 2, place_y(floor)))
-    return _document(title, parts, list(series), floor=floors is not None)
+    return _document(title, parts, list(series), line=None if floors is None else line)
 
 
 def stacked_chart(
@@ -107,7 +109,7 @@ def stacked_chart(
         floor = floors[place] if floors else None
         if floor is not None:
             parts.append(_floor_line(left - 8, left + slot * 0.6 + 8, place_y(floor)))
-    return _document(title, parts, list(series), floor=floors is not None)
+    return _document(title, parts, list(series), line=None if floors is None else "floor")
 
 
 def roofline_chart(
@@ -152,16 +154,17 @@ def roofline_chart(
     return _document(title, parts, list(series))
 
 
-def _document(title: str, parts: Sequence[str], names: Sequence[str], *, floor: bool = False) -> str:
+def _document(title: str, parts: Sequence[str], names: Sequence[str], *, line: str | None = None) -> str:
+    """line: what the black lines are, where there are some."""
     legend: list[str] = []
     for number, (color, name) in enumerate(zip(_colors(len(names)), names, strict=True)):
         y = TOP + 8 + number * 20
         legend.append(f'<rect x="{_RIGHT_X + 14}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
         legend.append(_text(_RIGHT_X + 30, y, name, "start"))
-    if floor:
+    if line is not None:
         y = TOP + 8 + len(names) * 20
         ends = f'x1="{_RIGHT_X + 12}" x2="{_RIGHT_X + 26}" y1="{y - 4}" y2="{y - 4}"'
-        legend += [f'<line {ends} stroke="#111827" stroke-width="2"/>', _text(_RIGHT_X + 30, y, "floor", "start")]
+        legend += [f'<line {ends} stroke="#111827" stroke-width="2"/>', _text(_RIGHT_X + 30, y, line, "start")]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="sans-serif" font-size="12" fill="#111827">'
