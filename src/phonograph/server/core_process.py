@@ -63,7 +63,8 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
-    start_early()
+    if config.device != "cpu":
+        start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
     from phonograph.engine.grammars.compiler import GrammarCompiler
     from phonograph.engine.session import Session
