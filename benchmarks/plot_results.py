@@ -113,16 +113,17 @@ def steps_charts(record: dict[str, Any]) -> dict[str, str]:
 
 def serving_chart(result: dict[str, Any]) -> str | None:
     """How many times as good our server is as the other in what users see, by workload."""
-    rows = [
-        row
+    ratios = {
+        (f"{row['workload']} {row['case']}".strip(), row["figure"]): row["ratio"]
         for row in result["comparison"]
         if row["figure"] in SERVED and row["workload"].startswith(("table", "sweep"))
-    ]
-    workloads = list(dict.fromkeys(f"{row['workload']} {row['case']}".strip() for row in rows))
-    ratios = {(f"{row['workload']} {row['case']}".strip(), row["figure"]): row["ratio"] for row in rows}
+    }
+    workloads = list(dict.fromkeys(workload for workload, _ in ratios))
     bars = {name: [ratios.get((workload, figure)) for workload in workloads] for figure, name in SERVED.items()}
     title = f"Phonograph's server beside another, {Path(result['model']).name}"
-    return bar_chart(title, "times as good", workloads, bars, [1.0] * len(workloads), CAP, "as good") if rows else None
+    return (
+        bar_chart(title, "times as good", workloads, bars, [1.0] * len(workloads), CAP, "as good") if ratios else None
+    )
 
 
 def main(tokens: Sequence[str] | None = None) -> None:

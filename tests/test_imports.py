@@ -17,7 +17,18 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 # it is a vocabulary that others speak, and ROOT is the package's own file.
 ROOT = "(root)"
 LEAVES = frozenset(
-    {"errors", "sampling_params", "structured_outputs", "grammar", "batch", "device", "request", "demo", "graphs.modes"}
+    {
+        "errors",
+        "sampling_params",
+        "structured_outputs",
+        "grammar",
+        "batch",
+        "device",
+        "request",
+        "demo",
+        "frames",
+        "graphs.modes",
+    }
 )
 CONFIG = frozenset({"config", "config_model", "config_server", "config_sources", "config_values"})
 COMMON = LEAVES | CONFIG
@@ -26,6 +37,7 @@ BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "scheduler_limits", "runner
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "demo": frozenset(),
+    "frames": frozenset(),
     "graphs.modes": frozenset({"errors"}),
     "device": frozenset({"errors"}),
     "structured_outputs": frozenset({"errors"}),

@@ -16,9 +16,8 @@ from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import AnswerHead
 from phonograph.server.calls import Call, Delta, Prompt, Sample
 from phonograph.server.errors import invalid
-from phonograph.server.guards import SERVERS_SEND
 from phonograph.server.protocol import CompletionBody
-from phonograph.server.stream import EventStream
+from phonograph.server.stream import SERVERS_SEND, EventStream
 
 
 class Client:

@@ -41,7 +41,7 @@ for _name, (_function, _summary) in COMMANDS.items():
 def main(tokens: Sequence[str] | None = None) -> int:
     """Runs the command that `tokens` (or the process's arguments) name; returns the exit code, 2 for a user error."""
     words = sys.argv[1:] if tokens is None else tokens
-    if any(word in WITH_ENGINE for word in words[:1]) and not {"cpu", "--device=cpu"} & set(words):
+    if words and words[0] in WITH_ENGINE and not {"cpu", "--device=cpu"} & set(words):
         start_early()
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")

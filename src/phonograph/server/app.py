@@ -15,8 +15,9 @@ from phonograph import __version__
 from phonograph.errors import RequestError
 from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
 from phonograph.server.errors import ApiError, ErrorAnswer, failed, invalid, refused
-from phonograph.server.guards import ApiKeys, BodyLimit, DirectSend, error_response
+from phonograph.server.guards import ApiKeys, BodyLimit, error_response
 from phonograph.server.serving import Serving
+from phonograph.server.stream import DirectSend
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,6 @@ class AsyncEngine:
         self._process = process
         self._keys = itertools.count()
         self._open: dict[int, tuple[Call, Prompt]] = {}
-        self._changed: dict[int, Call] = {}
         self._receiver = asyncio.create_task(self._receive(), name="engine-reports")
         process.on_death(self._mourn)
 
@@ -118,9 +117,9 @@ class AsyncEngine:
     async def _take_all(self) -> None:
         while True:
             # Where steps come faster than clients can be written to, each write has the tokens of several.
+            changed: dict[int, Call] = {}
             for report in await self._process.receive():
-                self._take(report)
-            changed, self._changed = self._changed, {}
+                self._take(report, changed)
             for number, call in enumerate(changed.values(), 1):
                 if call.on_change is not None:
                     call.on_change()
@@ -128,7 +127,8 @@ class AsyncEngine:
                     await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: Report, changed: dict[int, Call]) -> None:
+        """Lets calls grow by what a report brought, and adds them to `changed`."""
         self.stats, self.num_steps = report.stats, report.num_steps
         now = time.monotonic()
         self.steps.take(report.steps)
@@ -158,7 +158,7 @@ class AsyncEngine:
                 continue
             self.requests.grown(prompt, sample, len(token_ids), made=report.time, seen=now)
             call.touch(prompt, sample)
-            self._changed[id(call)] = call
+            changed[id(call)] = call
             if sample.finish_reason is not None:
                 self.num_open -= 1
                 if finish_reason is None:

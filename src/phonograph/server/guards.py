@@ -16,22 +16,8 @@ from phonograph.server.page import PATHS
 OPEN_PATHS = frozenset({"/health", *PATHS})
 """Paths that need no key: whoever watches over the process has none, and the page, which shows nothing by itself, has
 to ask for one."""
-SERVERS_SEND = "phonograph.send"
-"""Among a request's extensions: `send` as the server gave it."""
 BODY_SECONDS = 300.0
 """Time that a client has to send its body."""
-
-
-class DirectSend:
-    """Keeps the server's own `send` for streams: each layer of the application wraps it in another."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope.setdefault("extensions", {})[SERVERS_SEND] = send
-        await self._app(scope, receive, send)
 
 
 class ApiKeys:

@@ -13,15 +13,29 @@ from collections.abc import Coroutine, Generator, Mapping
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phonograph.server.answers import DONE, Answer, ChunkWriter, error_chunk, usage_of
 from phonograph.server.calls import Call, Sample
 from phonograph.server.errors import ApiError, failed
-from phonograph.server.guards import SERVERS_SEND
 from phonograph.server.protocol import GenerationBody
 
 log = logging.getLogger(__name__)
+
+SERVERS_SEND = "phonograph.send"
+"""Among a request's extensions: `send` as the server gave it."""
+
+
+class DirectSend:
+    """Keeps the server's own `send` for streams: each layer of the application wraps it in another."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("extensions", {})[SERVERS_SEND] = send
+        await self._app(scope, receive, send)
 
 
 class EventStream(Response):

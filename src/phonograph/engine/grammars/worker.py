@@ -10,9 +10,10 @@ import json
 import re
 import resource
 import signal
-import struct
 import sys
 from typing import IO, Any, NamedTuple
+
+from phonograph.frames import framed, read_frame
 
 MEMORY_BYTES = 2 * 2**30
 """What a grammar may take while it is compiled, beside the process itself."""
@@ -20,7 +21,6 @@ CPU_SECONDS = 60
 """What a grammar may take if nobody is left to stop it."""
 MAX_WHITESPACE = 40
 """Characters of whitespace in a row in JSON: enough for any indentation. Weak models go on with it for ever."""
-LENGTH = struct.Struct("<Q")
 _WHERE = re.compile(r"\A\[[0-9:]+\] \S+:\d+: ")
 """Time and place that the library puts before its messages."""
 
@@ -41,8 +41,7 @@ class Done(NamedTuple):
 
 
 def send(stream: IO[bytes], message: object) -> None:
-    data = json.dumps(message).encode()
-    stream.write(LENGTH.pack(len(data)) + data)
+    stream.write(framed(json.dumps(message).encode()))
     stream.flush()
 
 
@@ -52,14 +51,7 @@ def receive(stream: IO[bytes]) -> Any:
     Raises:
         EOFError: the other end is gone.
     """
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise EOFError
-    (length,) = LENGTH.unpack(head)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError
-    return json.loads(data)
+    return json.loads(read_frame(stream))
 
 
 def main() -> None:

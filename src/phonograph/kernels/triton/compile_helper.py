@@ -6,8 +6,7 @@ they make is in Triton's cache on disk, where the engine's process finds it; a k
 compiles itself, and has the error.
 
 The helper is a program of its own (`python -m phonograph.kernels.triton.compile_helper`), as the children of
-`multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles, each
-behind its length.
+`multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles.
 """
 
 # pyright: basic
@@ -16,22 +15,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import io
 import logging
 import os
 import pickle
 import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from phonograph.frames import framed, read_frame
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ _MOST_CHILDREN = 32
 _CHILD_BYTES = 1 << 30
 """More than one takes."""
 _POLL_SECONDS = 0.02
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,8 @@ class CompileHelper:
             self._waiting[self._number] = future
             try:
                 assert self._process.stdin is not None
-                _write(self._process.stdin, pickle.dumps((self._number, data)))
+                self._process.stdin.write(framed(pickle.dumps((self._number, data))))
+                self._process.stdin.flush()
             except OSError as error:
                 del self._waiting[self._number]
                 return f"the helper has ended: {error!r}"
@@ -109,11 +108,13 @@ class CompileHelper:
 
     def _receive(self) -> None:
         assert self._process.stdout is not None
-        for number, problem in _frames(self._process.stdout):
-            with self._lock:
-                future = self._waiting.pop(number, None)
-            if future is not None:
-                future.set_result(problem)
+        with contextlib.suppress(EOFError):
+            while True:
+                number, problem = pickle.loads(read_frame(self._process.stdout))
+                with self._lock:
+                    future = self._waiting.pop(number, None)
+                if future is not None:
+                    future.set_result(problem)
         with self._lock:
             self._ended = True
             waiting = list(self._waiting.values())
@@ -185,42 +186,7 @@ def _build() -> str:
     return f"{triton} {newest} {Path(__file__).parent}"
 
 
-def _write(stream: Any, data: bytes) -> None:
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def _frames(stream: Any) -> Iterator[Any]:
-    """Until the stream ends."""
-    while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-        data = stream.read(_LENGTH.unpack(head)[0])
-        yield pickle.loads(data)
-
-
 # -- the helper's own process ------------------------------------------------------------------------------------------
-
-
-class _Requests:
-    """Frames of standard input, as they come."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-        self.ended = False
-
-    def take(self, seconds: float) -> list[tuple[int, bytes]]:
-        """What has come, waiting so long for it."""
-        if not self.ended and select.select([0], [], [], seconds)[0]:
-            data = os.read(0, 1 << 20)
-            self.ended = not data
-            self._buffer += data
-        found: list[tuple[int, bytes]] = []
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack(self._buffer[: _LENGTH.size])[0]
-            if len(self._buffer) < end:
-                break
-            found.append(pickle.load(io.BytesIO(self._buffer[_LENGTH.size : end])))
-            self._buffer = self._buffer[end:]
-        return found
 
 
 def _compile(job: Job) -> None:
@@ -246,9 +212,12 @@ def _run_child(job: bytes, number: int, out: int) -> None:
         problem = None
     except BaseException as error:
         problem = repr(error)[:500]
-    data = pickle.dumps((number, problem))
+    _answer(out, number, problem)
+
+
+def _answer(out: int, number: int, problem: str | None) -> None:
     # One write of less than a pipe takes at once, so that children need not take turns.
-    os.write(out, _LENGTH.pack(len(data)) + data)
+    os.write(out, framed(pickle.dumps((number, problem))))
 
 
 def main() -> None:
@@ -264,17 +233,22 @@ def main() -> None:
     gc.freeze()
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = max(1, min(_MOST_CHILDREN, os.cpu_count() or 1, free_bytes // _CHILD_BYTES))
-    requests, waiting, running = _Requests(), deque[tuple[int, bytes]](), dict[int, int]()
-    while not requests.ended:
-        waiting += requests.take(_POLL_SECONDS if running else 3600.0)
+    # Without a buffer, in which a request could wait unseen.
+    requests = os.fdopen(0, "rb", buffering=0)
+    waiting, running = deque[tuple[int, bytes]](), dict[int, int]()
+    while True:
+        if select.select([requests], [], [], _POLL_SECONDS if running else None)[0]:
+            try:
+                waiting.append(pickle.loads(read_frame(requests)))
+            except EOFError:
+                return
         while running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             number = running.pop(pid)
             if status != 0:
-                data = pickle.dumps((number, f"a child ended with status {status}"))
-                os.write(out, _LENGTH.pack(len(data)) + data)
+                _answer(out, number, f"a child ended with status {status}")
         while waiting and len(running) < most:
             number, job = waiting.popleft()
             pid = os.fork()

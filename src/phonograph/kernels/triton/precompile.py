@@ -81,7 +81,8 @@ def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
     parsed = backend.parse_options({**options, **src.parse_options()})
     key = get_cache_key(src, backend, parsed, env_vars=env_vars)
     files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return f"{src.name[:150]}.json" in (files.get_group(f"{src.name[:150]}.json") or {})
+    metadata = f"{src.name[:150]}.json"
+    return metadata in (files.get_group(metadata) or {})
 
 
 @contextmanager
@@ -94,9 +95,8 @@ def compile_only() -> Iterator[set[object]]:
         triton.CompilationError: a kernel does not compile.
     """
     launch = JITFunction.run
-    seen: set[object] = set()
+    seen: set[tuple[JITFunction[Any], object]] = set()
     compiler = _Compiler()
-    functions: set[JITFunction[Any]] = set()
     complete = False
 
     def request(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -106,7 +106,6 @@ def compile_only() -> Iterator[set[object]]:
         key = self, compute_cache_key(caches[1], specialization, options)
         if key not in seen:
             seen.add(key)
-            functions.add(self)
             self.compile = compiler
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
@@ -117,7 +116,7 @@ def compile_only() -> Iterator[set[object]]:
         complete = True
     finally:
         JITFunction.run = launch
-        for function in functions:
+        for function, _ in seen:
             function.compile = compile_here
         end_helper(compiled_all=complete)
         active_mode.set(None)  # Triton leaves it set where a kernel did not compile
