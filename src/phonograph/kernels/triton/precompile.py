@@ -86,7 +86,7 @@ def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
 
 
 @contextmanager
-def compile_only() -> Iterator[set[object]]:
+def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
     """Inside, launches of Triton kernels only have them compiled; yields the set of kernels seen, filled meanwhile.
 
     Everything compiled is ready at the end. Not for several threads at a time.
