@@ -1,6 +1,6 @@
 """A streamed answer on its way to the client: server-sent events, many thousand of them a second.
 
-A task that wakes for each token, through all the layers of the application, costs as much as everything else that a
+A task that wakes for each token, through all the layers of the application, costs a quarter of everything else that a
 token needs here. So the call writes itself: whoever takes in the engine's reports calls it once for what they brought,
 and it sends then and there. Its task only waits for the end, and for clients that do not read: sending to one of those
 stops half-way, the task goes on with it, and what has come by then is one piece.
