@@ -20,6 +20,8 @@ def _add(out_ptr, TURNS: gl.constexpr):
 
 @gluon.jit
 def _apart_kernel(out_ptr):
+    # Without a barrier of the first warps before, the checker reports nothing of the dispatch.
+    gl.thread_barrier()
     gl.warp_specialize(
         [(_add, (out_ptr, 3)), (_add, (out_ptr + 1, 4)), (_add, (out_ptr + 2, 5))],
         [1, 1],

@@ -12,6 +12,7 @@ COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#7b5ea7", "#6b7280")
 WIDTH, HEIGHT = 860, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 260, 48, 64
 _BOTTOM_Y, _RIGHT_X = HEIGHT - BOTTOM, WIDTH - RIGHT
+_LABEL_WIDTH, _LINE = 90, 13
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
@@ -144,13 +145,19 @@ def roofline_chart(
     roof = [(start, start * bandwidth / 1e12), (ridge, flops / 1e12), (high_x, flops / 1e12)]
     path = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in roof)
     parts.append(f'<polyline points="{path}" fill="none" stroke="#111827" stroke-width="2"/>')
+    labels: list[tuple[float, float]] = []
     for color, (name, one) in zip(_colors(len(series)), series.items(), strict=True):
-        for x, y, label in one:
+        for x, y, label in sorted(one, key=lambda point: -point[1]):
             share = y / min(flops, x * bandwidth)
             told = f"{name}, {label}: {y / 1e12:.3g} TFLOP/s, {100 * share:.0f}% of the roof"
-            at = f'cx="{place_x(x):.1f}" cy="{place_y(y / 1e12):.1f}"'
-            parts.append(f'<circle {at} r="4" fill="{color}"><title>{escape(told)}</title></circle>')
-            parts.append(_text(place_x(x) + 7, place_y(y / 1e12) + 12, f"{label} {100 * share:.0f}%", "start"))
+            at_x, at_y = place_x(x), place_y(y / 1e12)
+            parts.append(
+                f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="4" fill="{color}"><title>{escape(told)}</title></circle>'
+            )
+            # Points at one place have their labels below each other.
+            near = [below for side, below in labels if abs(side - at_x) < _LABEL_WIDTH and below <= at_y + 12 + _LINE]
+            labels.append((at_x, max([at_y + 12, *(below + _LINE for below in near)])))
+            parts.append(_text(at_x + 7, labels[-1][1], f"{label} {100 * share:.0f}%", "start"))
     return _document(title, parts, list(series))
 
 
