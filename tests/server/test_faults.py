@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -11,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+SHORT = {"prompt": "Hi", "max_tokens": 5}
 LONG = {"prompt": "Tom", "max_tokens": 8000, "ignore_eos": True}
 
 
@@ -179,3 +182,27 @@ def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Pr
         server = start("--port", port)
         assert server.exit_code() == 2
         assert f"port={port}: cannot be bound on 127.0.0.1" in server.said and "starting" not in server.said
+
+
+def test_ten_thousand_connections_that_say_nothing(start: Callable[..., Process]) -> None:
+    server = start()
+    address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = (1 << 20) if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(room, max(soft, 10_500)), hard))
+    silent: list[socket.socket] = []
+    try:
+        # Fewer where the system allows a process fewer files.
+        while len(silent) < min(10_000, room - 500):
+            silent.append(socket.create_connection(address))
+            if len(silent) % 2:
+                silent[-1].sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=SHORT, timeout=20) for _ in range(8)]
+            assert [one.result().status_code for one in asked] == [200] * 8
+        assert psutil.Process(server.process.pid).num_fds() > len(silent)
+    finally:
+        for connection in silent:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: psutil.Process(server.process.pid).num_fds() < 200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -129,26 +128,3 @@ def test_a_client_that_reads_slowly_delays_nobody(server: Server) -> None:
         while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             data += slow.recv(65536)
     assert data.count(b'"finish_reason":"length"') == 2
-
-
-def test_many_connections_that_say_nothing(server: Server) -> None:
-    address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
-    silent = [socket.create_connection(address) for _ in range(200)]
-    try:
-        for half in silent[::2]:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")
-        answers: list[int] = []
-        threads = [
-            threading.Thread(
-                target=lambda: answers.append(server.post("/v1/completions", {"prompt": "Hi"}).status_code)
-            )
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert answers == [200] * 8
-    finally:
-        for connection in silent:
-            connection.close()

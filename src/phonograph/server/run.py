@@ -71,6 +71,8 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             mode = "; ".join(str(reason) for reason in engine.facts.resolution.reasons)
+            # Whoever reads the line may connect at once; until uvicorn accepts, it waits in the queue.
+            listener.listen(BACKLOG)
             ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {mode}")
             return await http.run_until_done(listener)
 
