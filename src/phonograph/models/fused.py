@@ -15,7 +15,8 @@ vocabulary, F = (H + 2K) * D.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -64,6 +65,7 @@ class FusedDecoder:
         space = self.workspace
         widths = (one.shape[1] for one in (space.attention_TF, space.hidden_TE, space.inner_TI, space.qkv_TF))
         self.span_sizes = SpanSizes(*widths)
+        self._indices: Sequence[int] = range(len(decoder.layers))
         self._spans: list[SpanWeights] = []
         if has_span(self.span_sizes):
             following = [*decoder.layers[1:], None]
@@ -84,6 +86,16 @@ class FusedDecoder:
         if span is not None:
             return self._few(input_ids_T, attention, span)
         return self._one_token(input_ids_T, attention) if num_tokens == 1 else self._many(input_ids_T, attention)
+
+    @contextmanager
+    def only_layers(self, indices: Sequence[int]) -> Generator[None]:
+        """Inside, `forward` runs these layers alone, for what it launches: all kernels are those of the first layer,
+        the second, the last, and such whose attention differs."""
+        every, self._indices = self._indices, indices
+        try:
+            yield
+        finally:
+            self._indices = every
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
         """Whether the last layer of a prefill of so many tokens computes only rows that need logits.
@@ -111,7 +123,8 @@ class FusedDecoder:
         hidden, qkv, attended, inner = space.hidden_TE[:1], space.qkv_TF[:1], space.attention_TF[:1], space.inner_TI[:1]
         first = decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, space.normed_TE[:1])
-        for index, layer in enumerate(decoder.layers):
+        for index in self._indices:
+            layer = decoder.layers[index]
             gemv.gemv_norm(hidden, layer.input_norm, eps, layer.qkv.t(), layer.qkv_bias, qkv)
             attention(index, qkv, attended)
             gemv.gemv_add(attended, layer.output.t(), layer.output_bias, hidden)
@@ -128,9 +141,9 @@ class FusedDecoder:
         scratch, first = self._scratch, decoder.layers[0]
         layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
         linear(normed, first.qkv.t(), first.qkv_bias, qkv, scratch=scratch)
-        for index, weights in enumerate(self._spans):
+        for index in self._indices:
             attention(index, qkv, attended)
-            run_span(weights, attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
+            run_span(self._spans[index], attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
         return hidden
 
     def _many(
@@ -147,8 +160,10 @@ class FusedDecoder:
             config is None and takes_squares(rows, weight.shape[1], weight.shape[0], hidden.dtype)
             for weight in (first.qkv, first.gate_up)
         )
-        following = [*decoder.layers[1:], None]
-        for index, (layer, next_layer) in enumerate(zip(decoder.layers, following, strict=True)):
+        for index in self._indices:
+            layer, next_layer = decoder.layers[index], None
+            if index + 1 < len(decoder.layers):
+                next_layer = decoder.layers[index + 1]
             linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch, config=config)
             attention(index, qkv, attended)
             if next_layer is None and rows_P is not None:

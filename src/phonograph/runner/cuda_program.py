@@ -7,6 +7,8 @@ state that lives on the device, and the sampled tokens stay there for the next s
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
+from dataclasses import fields
 
 import torch
 
@@ -94,6 +96,18 @@ class CudaStepProgram:
             batch_invariant=self._batch_invariant,
         )
         return hidden_TE, logits_NV, tokens_N
+
+    def few_layers(self) -> AbstractContextManager[None]:
+        """Inside, `run` launches every kernel of its shape, but only in the first two layers, the last, and one of each
+        kind of attention. What it computes is of no use."""
+        last = len(self._layers) - 1
+        kinds: dict[tuple[object, ...], int] = {}
+        for layer in self._layers:
+            # A library may read a layer's own tensors once, which is not for captures.
+            values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
+            kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
+            kinds.setdefault(kind, layer.index)
+        return self.model.only_layers(sorted({0, min(1, last), last, *kinds.values()}))
 
     def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
         """Masks the logits of these rows of the last run in place, and chooses their tokens; rows below 0 are none."""

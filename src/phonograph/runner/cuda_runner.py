@@ -141,7 +141,7 @@ class CudaRunner:
         # Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two
         # in the magnitude below it or above.
         samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
-        with compile_only() as kernels:
+        with compile_only() as kernels, self._program.few_layers():
             for key in samples.values():
                 self._prepared(key)()
             for key in self._eager_shapes():

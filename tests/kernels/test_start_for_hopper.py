@@ -1,0 +1,51 @@
+"""A start compiles every kernel that the graphs of an H200 and its eager steps launch, by running few layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 6, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN3 = {
+    **LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
+    "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+WINDOWS = {
+    **LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+    "sliding_window": 4096, "max_position_embeddings": 40960,
+    "layer_types": [f"{kind}_attention" for kind in ("full", "full", "full", "sliding", "full", "full")],
+}  # fmt: skip
+
+
+def start(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "start_for_hopper.py"), str(folder)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, WINDOWS], ids=["llama", "qwen3", "windows"])
+def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], tmp_path: Path) -> None:
+    found = start(config, tmp_path)
+    few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))
+    assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10
+    assert few == every
+    assert captured <= few and eager <= few
