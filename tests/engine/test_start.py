@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -28,6 +30,19 @@ def test_phases_come_in_order_and_end(device: str, load_format: str) -> None:
     for phase, steps in phases.items():
         assert all(done <= total for done, total in steps)
         assert steps[0][0] == 0 and steps[-1][0] == steps[-1][1] - (phase == "graphs")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torchs_compiler_is_not_imported(device: str) -> None:
+    """It takes nearly a second, and nothing here uses it."""
+    program = (
+        "import sys; from phonograph.engine.llm import LLM; "
+        f"llm = LLM(model='demo', device='{device}', max_num_seqs=2, max_model_len=64); "
+        "llm.generate(['1+1=']); print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.gpu
@@ -96,6 +111,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, failures: dict[GraphKey, int]) -> l
     runner.runtime = SimpleNamespace(memory_bytes=7)
     runner._graphs = SimpleNamespace(capture=graphs)
     runner.runtime.scope = nullcontext
+    runner._program = SimpleNamespace(few_layers=nullcontext)
     runner._masked = SimpleNamespace(
         sizes=(1, 2),
         run=lambda size: done.append(("dry masks" if dry else "run masks", size)),

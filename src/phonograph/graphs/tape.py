@@ -135,6 +135,11 @@ class _Recorder(TorchDispatchMode):
         self.made_here: set[int] = set()
         """Storages that operators of this capture made: the intermediates."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Or torch imports its compiler, which nothing here uses, at the first capture: 0.8 s of a start.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
