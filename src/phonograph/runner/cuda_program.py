@@ -147,7 +147,10 @@ class CudaStepProgram:
             clear_TF=None if self._backend.clears_padding else out_TF,
             batch_invariant=self._batch_invariant,
         )
-        query_THD = qkv_TF[:, : spec.num_query_heads * spec.head_size].unflatten(-1, (-1, spec.head_size))
+        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
+        query_THD = qkv_TF.as_strided(
+            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
+        )
         out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
         if pieces:
             self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)
