@@ -116,6 +116,13 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def with_checked(self, **values: object) -> SamplingParams:
+        """A copy with these values, which are known to be right: `replace` would check all others again."""
+        copied = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            copied._set(name, values[name] if name in values else getattr(self, name))
+        return copied
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuses token ids that the model does not have. To be called before the request is admitted.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -148,3 +149,11 @@ def test_vocabulary() -> None:
         SamplingParams(logit_bias={99: 1.0, 100: 1.0}).check_vocabulary(100)
     with pytest.raises(RequestError, match=r"stop_token_ids=250: .* 0 to 99"):
         SamplingParams(stop_token_ids=[250]).check_vocabulary(100)
+
+
+def test_a_copy_with_checked_values_has_all_others() -> None:
+    params = SamplingParams(
+        n=2, temperature=0.3, top_k=7, logit_bias={2: 1.0}, stop=["a"], max_tokens=9, ignore_eos=True
+    )
+    assert params.with_checked(seed=5, stop=()) == replace(params, seed=5, stop=()) != params
+    assert params.seed is None and params.stop == ("a",)

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.dead_ends import dead_end
@@ -93,7 +93,7 @@ class Session:
             raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
         if params.seed is None:
             # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
-            params = replace(params, seed=self._seeds.getrandbits(63))
+            params = params.with_checked(seed=self._seeds.getrandbits(63))
         grammar = None if params.structured_outputs is None else self.grammars.request(params.structured_outputs)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._samples:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.sampling_params import SamplingParams
@@ -74,7 +73,7 @@ class AsyncEngine:
         if self.problem is not None:
             raise self.problem
         # Stop strings are found here, where text is made.
-        bare = replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
+        bare = params.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
         indices = itertools.count()
         call = Call(
             [
