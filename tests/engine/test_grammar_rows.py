@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,9 @@ class TableModel:
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
         return num_tokens >= 2 * SLOTS
+
+    def only_layers(self, indices: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward(self, input_ids: torch.Tensor, attention: object, rows: torch.Tensor | None = None) -> torch.Tensor:
         hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
