@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import prefill_problem as prefill
 import test_attention_decode as decode
+import test_attention_decode_hopper as hopper_decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_masked_sampling as masked
@@ -45,7 +46,11 @@ from triton.runtime.jit import KernelInterface
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.pdl import gluon_usable
 
-FOR_HOPPER = ("stream._stream_kernel", "attention_prefill_hopper._prefill_kernel")
+FOR_HOPPER = (
+    "stream._stream_kernel",
+    "attention_prefill_hopper._prefill_kernel",
+    "attention_decode_hopper._decode_kernel",
+)
 
 
 def find_kernels() -> dict[int, str]:
@@ -110,6 +115,8 @@ def run_all(device: torch.device) -> None:
 
         check_warps_apart(device)
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
+        for name in ("plain", "cut, sinks"):
+            hopper_decode.check(hopper_decode.CASES[name], device)
         for case in (stream.CASES[2], stream.CASES[4]):
             stream.check(*case, device, 4)
     test_prepare.test_steps_of_mixed_batches(device)

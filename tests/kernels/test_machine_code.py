@@ -18,6 +18,6 @@ def test_nothing_is_read_that_nothing_wrote() -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     attention = [name for name in report if name.startswith("_attention_kernel")]
     assert len(attention) == 4 and all(count > 1000 for count, _ in (report[name] for name in attention))
-    for name in ("_stream_kernel", "_prefill_kernel"):
+    for name in ("_stream_kernel", "_prefill_kernel", "_decode_kernel"):
         assert len([one for one in report if one.startswith(name)]) == 2
     assert {name: unwritten for name, (_, unwritten) in report.items() if unwritten} == {}

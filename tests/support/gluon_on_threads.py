@@ -189,6 +189,10 @@ class _Language:
         return torch.maximum(left, right) if isinstance(left, torch.Tensor) and left.dim() else max(left, right)
 
     @staticmethod
+    def cdiv(left: Any, right: Any) -> Any:
+        return -(-left // right)
+
+    @staticmethod
     def minimum(left: Any, right: Any) -> Any:
         return min(left, right)
 

@@ -21,16 +21,19 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
-    RECORD_WORDS,
     SEQUENCE_WORDS,
     DecodePlan,
+    cut_of,
     make_decode_plan,
     plan_decode,
+    read_record,
     row_tiles,
     sequence_chunks,
+    share_of,
 )
+from phonograph.kernels.triton.cache_matrix import as_matrix
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
-from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.pdl import gluon_usable, pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -46,6 +49,8 @@ _IN_FLIGHT = 80 * 1024, 96 * 1024
 _MAX_STAGES = 6
 # Keys of each program that the second-level cache is asked for before the launch may begin.
 _AHEAD = 64
+_ON_HOPPER = False
+"""Whether `attention_decode_hopper` runs what it can. Not measured yet."""
 
 
 def decode_attention(
@@ -88,6 +93,34 @@ def decode_attention(
     merge_rows = max(4 if plan.group <= 4 else 8, 512 // width)
     stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
+    matrix = as_matrix(kv_cache, width) if _ON_HOPPER else None
+    features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
+    if (
+        matrix is not None
+        and not features
+        and width in (64, 128)
+        and kv_cache.dtype == query_THD.dtype
+        and gluon_usable()
+    ):
+        # Here, since it imports what not every Triton has.
+        from phonograph.kernels.triton.attention_decode_hopper import decode_on_hopper
+
+        decode_on_hopper(
+            plan,
+            query_THD,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            out_THD,
+            lse_HT,
+            matrix=matrix,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            causal=causal,
+        )
+        return
     pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](
         query_THD,
@@ -192,21 +225,11 @@ def _attention_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    record = records + program * RECORD_WORDS
-    index = tl.load(record)
-    chunk = tl.load(record + 1)
-    chunk_keys = tl.load(record + 2)
-    total = tl.load(record + 3)
-    seq = tl.load(record + 4)
-    query_start = tl.load(record + 5)
-    query_len = tl.load(record + 6)
-    seq_len = tl.load(record + 7)
+    index, chunk, chunk_keys, total, seq, query_start, query_len, seq_len = read_record(records, program)
     end = tl.load(query_start_loc + num_seqs)
-    share, extra = total // PROGRAMS, total % PROGRAMS
     # `position` runs over the chunks of the batch, `chunk` over those of the sequence.
-    begin = program * share + tl.minimum(program, extra)
-    position = begin
-    stop = begin + share + (program < extra).to(tl.int32)
+    own = share_of(program, total, PROGRAMS)
+    position, stop = own[2], own[3]
     if PDL:
         if AHEAD > 0 and position < stop:
             _, start, num_chunks, num_row_tiles = sequence_chunks(
@@ -230,22 +253,9 @@ def _attention_kernel(
             query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
         )
         unit = chunk // num_chunks
-        key_chunk = chunk % num_chunks
-        taken = tl.minimum(num_chunks - key_chunk, stop - position)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, own, program, num_chunks)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
-        # The programs in which the unit begins and ends.
-        unit_begin = position - key_chunk
-        unit_end = unit_begin + num_chunks - 1
-        longer = extra * (share + 1)
-        shorter = tl.maximum(share, 1)
-        first = tl.where(
-            unit_begin < longer, unit_begin // (share + 1), extra + tl.maximum(unit_begin - longer, 0) // shorter
-        )
-        last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
-        # The unit's first partial result is its program's second, unless that program begins with it.
-        first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
-        slot = tl.where(position == begin, 2 * program, 2 * program + 1)
         key = start + key_chunk * chunk_keys
         key_end = tl.minimum(key + taken * chunk_keys, seq_len)
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)

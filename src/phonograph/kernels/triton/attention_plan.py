@@ -161,6 +161,58 @@ def sequence_chunks(
     return low, start, chunks, tl.where(rows <= SMALL, tl.cdiv(rows, SMALL), tl.cdiv(rows, LARGE))
 
 
+@triton.jit
+def read_record(records, program):
+    """Of a program: entry in `sequences`, chunk there, keys of a chunk, all chunks, then the entry itself."""
+    record = records + program * RECORD_WORDS
+    index = tl.load(record)
+    chunk = tl.load(record + 1)
+    chunk_keys = tl.load(record + 2)
+    total = tl.load(record + 3)
+    return (
+        index,
+        chunk,
+        chunk_keys,
+        total,
+        tl.load(record + 4),
+        tl.load(record + 5),
+        tl.load(record + 6),
+        tl.load(record + 7),
+    )
+
+
+@triton.jit
+def share_of(program, total, PROGRAMS: tl.constexpr):
+    """Chunks of most programs, programs that have one more, and the program's own: the first, and behind the last."""
+    share, extra = total // PROGRAMS, total % PROGRAMS
+    begin = program * share + tl.minimum(program, extra)
+    return share, extra, begin, begin + share + (program < extra).to(tl.int32)
+
+
+@triton.jit
+def cut_of(position, chunk, own, program, num_chunks):
+    """Of the unit at a position: which chunk of its keys, how many of them are the program's, in which programs the
+    unit begins and ends, and the slots for partial results: of the first of them, and of this one.
+
+    own: what `share_of` says; num_chunks: of the unit
+    """
+    share, extra, begin, stop = own
+    key_chunk = chunk % num_chunks
+    taken = tl.minimum(num_chunks - key_chunk, stop - position)
+    unit_begin = position - key_chunk
+    unit_end = unit_begin + num_chunks - 1
+    longer = extra * (share + 1)
+    shorter = tl.maximum(share, 1)
+    first = tl.where(
+        unit_begin < longer, unit_begin // (share + 1), extra + tl.maximum(unit_begin - longer, 0) // shorter
+    )
+    last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
+    # The unit's first partial result is its program's second, unless that program begins with it.
+    first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
+    slot = tl.where(position == begin, 2 * program, 2 * program + 1)
+    return key_chunk, taken, first, last, first_slot, slot
+
+
 @triton.jit(do_not_specialize=["num_seqs", "max_query_len"])
 def _plan_kernel(
     query_start_loc,

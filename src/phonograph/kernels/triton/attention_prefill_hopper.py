@@ -41,6 +41,7 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     read_entry,
     tile_keys,
 )
+from phonograph.kernels.triton.cache_matrix import TILE, CacheMatrix
 from phonograph.kernels.triton.hopper import (
     behind,
     let_next_kernel_start,
@@ -49,8 +50,6 @@ from phonograph.kernels.triton.hopper import (
 )
 from phonograph.kernels.triton.pdl import pdl_usable
 
-PIECE = 64
-"""Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
 _TILES = 3
 """Of keys, and of values, that have a place."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -69,8 +68,7 @@ def attend_on_hopper(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
-    matrix: tuple[int, int],
-    heads_outside: bool,
+    matrix: CacheMatrix,
     scale: float,
     window: tuple[int, int],
     sinks: torch.Tensor | None,
@@ -78,16 +76,16 @@ def attend_on_hopper(
 ) -> None:
     """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128, plans that cut keys.
 
-    matrix: rows and columns of the cache for the copy engine; heads_outside: whether a head's slots are rows
+    matrix: the cache for the copy engine
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
-    rows, columns = matrix
+    rows, columns, heads_outside = matrix
     kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([PIECE, head_size], kind)
+    layout = gl.NVMMASharedLayout.get_default_for([TILE, head_size], kind)
     pdl = pdl_usable()
     _prefill_kernel[(plan.num_sms,)](
         query_THD,
-        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, head_size], layout),
+        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [TILE, head_size], layout),
         block_table,
         query_start_loc,
         seq_lens,
