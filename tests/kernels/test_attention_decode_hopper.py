@@ -89,6 +89,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges, rings, masks and merges as they are written, but not layouts or the visibility of writes."""
     monkeypatch.setattr(hopper, "_decode_kernel", gluon_on_threads.launcher(hopper, "_decode_kernel"))
     monkeypatch.setattr(attention_decode, "gluon_usable", lambda: True)
+    monkeypatch.setattr(hopper, "pdl_usable", lambda: True)
 
 
 @pytest.mark.usefixtures("on_threads")

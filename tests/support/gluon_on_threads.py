@@ -230,7 +230,7 @@ class _Language:
         if "%never" in text:
             return arguments[0]
         if "ld.acquire" not in text:
-            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
+            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async", "prefetch.global")), text
             return None
         pointer, turned = arguments
         _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")

@@ -2,8 +2,7 @@
 
 There a program's loads end with each unit, a sequence's keys of one head, and begin anew with the next: of 8 tiles of
 keys it reads the first with nothing else under way. Here one warp has the copy engine bring the keys of all the
-program's units, end to end, and another the values, each as far ahead as its ring has room; four warps attend. They
-begin before the kernel before has ended: only tiles with keys of this step wait for it.
+program's units, end to end, and another the values, each as far ahead as its ring has room; four warps attend.
 
 The products are Hopper's, of 64 rows, of which a decode has as many as there are query heads to a KV head. The tensor
 cores have time for that: a tile of 64 keys keeps them busy for a third of what its bytes take.
@@ -84,6 +83,8 @@ def decode_on_hopper(
     _decode_kernel[(plan.programs,)](
         query_THD,
         TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [TILE, head_size], layout),
+        kv_cache,
+        columns,
         block_table,
         query_start_loc,
         out_THD,
@@ -124,8 +125,45 @@ def decode_on_hopper(
 
 
 @gluon.jit
+def _place(
+    block,
+    key,
+    kv_head,
+    blocks_of_heads,
+    HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEADS_OUTSIDE: gl.constexpr,
+):
+    """Row and column of a key in the cache as a matrix."""
+    if HEADS_OUTSIDE:
+        row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+        column = 0
+    else:
+        row = block * BLOCK_SIZE + key % BLOCK_SIZE
+        column = kv_head * HEAD_SIZE
+    return row, column
+
+
+@gluon.jit
+def _ask_for(tile, columns, SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr):
+    """Has the second-level cache read a tile's rows. What is not written yet does no harm there."""
+    row_N = gl.arange(0, SIZE, layout=gl.BlockedLayout([SIZE // 32], [32], [1], [0]))
+    for line in gl.static_range(HEAD_SIZE // 64):
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [tile + row_N * columns + line * 64],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
 def _load(
     cache,
+    memory,
+    columns,
     ring,
     full,
     empty,
@@ -152,6 +190,21 @@ def _load(
     index, chunk, chunk_keys, total, seq, _, query_len, seq_len = read_record(records, program)
     own = share_of(program, total, PROGRAMS)
     position = own[2]
+    if PDL:
+        if position < own[3]:
+            _, start, num_chunks, num_row_tiles = sequence_chunks(
+                query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, SIZE, LEFT
+            )
+            first_key = start + chunk % num_chunks * chunk_keys
+            if first_key < seq_len:
+                block = gl.load(block_table + seq.to(gl.int64) * stride_table + first_key // BLOCK_SIZE)
+                row, column = _place(
+                    block, first_key, chunk // num_chunks // num_row_tiles, blocks_of_heads,
+                    HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE,
+                )  # fmt: skip
+                _ask_for(memory + (first_row + row).to(gl.int64) * columns + column, columns, SIZE, HEAD_SIZE)
+        # For all keys, not those of this step's tokens alone: other sequences may have found blocks that it writes.
+        wait_for_kernel_before()
     at, turn = 0, 0
     while position < own[3]:
         entry = sequences + (index + 1) * _WORDS
@@ -166,19 +219,9 @@ def _load(
         table = block_table + seq.to(gl.int64) * stride_table
         first_key = start + key_chunk * chunk_keys
         key_end = gl.minimum(first_key + taken * chunk_keys, seq_len)
-        # What the kernels of this step before this one write.
-        fresh = seq_len - query_len
         for key in range(first_key, key_end, SIZE):
-            if PDL:  # noqa: SIM102 (decided when compiled, the next one when run)
-                if key + SIZE > fresh:
-                    wait_for_kernel_before()
             block = gl.load(table + key // BLOCK_SIZE)
-            if HEADS_OUTSIDE:
-                row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-                column = 0
-            else:
-                row = block * BLOCK_SIZE + key % BLOCK_SIZE
-                column = kv_head * HEAD_SIZE
+            row, column = _place(block, key, kv_head, blocks_of_heads, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE)
             mbarrier.wait(empty.index(at), turn ^ 1)
             mbarrier.expect(full.index(at), cache.block_type.nbytes)
             tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), ring.index(at))
@@ -512,6 +555,8 @@ def _run(
 def _decode_kernel(
     query_THD,
     cache,
+    memory,
+    columns,
     block_table,
     query_start_loc,
     out_THD,
@@ -546,7 +591,8 @@ def _decode_kernel(
     PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
+    """memory, columns: of `cache`; values_row: of its rows the first of values; blocks_of_heads: heads, where each has a
+    block's rows."""
     if PDL:
         let_next_kernel_start()
     shape: gl.constexpr = [TILES, cache.block_type.shape[0], HEAD_SIZE]
@@ -572,15 +618,16 @@ def _decode_kernel(
             (
                 _load,
                 (
-                    cache, keys, keys_full, keys_empty, read, 0, blocks_of_heads, stride_table, PROGRAMS, KV_HEADS,
-                    GROUP, HEAD_SIZE, BLOCK_SIZE, SMALL, LARGE, LEFT, HEADS_OUTSIDE, PDL,
+                    cache, memory, columns, keys, keys_full, keys_empty, read, 0, blocks_of_heads, stride_table,
+                    PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, SMALL, LARGE, LEFT, HEADS_OUTSIDE, PDL,
                 ),
             ),
             (
                 _load,
                 (
-                    cache, values, values_full, values_empty, read, values_row, blocks_of_heads, stride_table, PROGRAMS,
-                    KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, SMALL, LARGE, LEFT, HEADS_OUTSIDE, PDL,
+                    cache, memory, columns, values, values_full, values_empty, read, values_row, blocks_of_heads,
+                    stride_table, PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, SMALL, LARGE, LEFT, HEADS_OUTSIDE,
+                    PDL,
                 ),
             ),
         ],
