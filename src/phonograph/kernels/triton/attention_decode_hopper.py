@@ -591,8 +591,8 @@ def _decode_kernel(
     PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """memory, columns: of `cache`; values_row: of its rows the first of values; blocks_of_heads: heads, where each has a
-    block's rows."""
+    """memory, columns: of `cache`; values_row: of its rows the first of values; blocks_of_heads: heads, where each
+    has a block's rows."""
     if PDL:
         let_next_kernel_start()
     shape: gl.constexpr = [TILES, cache.block_type.shape[0], HEAD_SIZE]
