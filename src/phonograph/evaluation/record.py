@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from phonograph import __version__
+from phonograph.device import num_cores
 
 _LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")
@@ -63,15 +64,10 @@ def _program(path: Path) -> list[str]:
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": _num_cores()}
+    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": num_cores()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def _num_cores() -> int:
-    """Cores that this process may use, which on a shared machine are fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

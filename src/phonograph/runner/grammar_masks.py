@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from phonograph.device import num_cores
 from phonograph.grammar import Grammar, Matcher
 from phonograph.kernels.sampling import mask_tokens
 
 _ALONE_SECONDS = 500e-6
 """How long bitmasks are filled one after another. Most take 3 us; waking threads costs more than ten of them."""
-_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+_THREADS = max(1, min(8, num_cores() // 2))
 
 
 class GrammarMasks:

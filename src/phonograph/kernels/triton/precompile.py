@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, compute_cache_key
 
+from phonograph.device import num_cores
 from phonograph.kernels.triton.compile_helper import Job, end_helper, helper
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Pool(ThreadPoolExecutor):
     """Threads that load the kernels that they compile."""
 
     def __init__(self, device: int) -> None:
-        threads = min(_THREADS, 2 * (os.cpu_count() or 1))
+        threads = min(_THREADS, 2 * num_cores())
         super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
 
     def submit(self, fn: Callable[[], CompiledKernel], /) -> Future[CompiledKernel]:  # pyright: ignore[reportIncompatibleMethodOverride]
