@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 from compile_for_hopper import Hopper
-from triton.runtime.jit import JITFunction, compute_cache_key
+from triton.runtime.jit import JITFunction
 
 from phonograph.attention import triton as triton_backend
 from phonograph.config import EngineConfig
@@ -31,6 +31,7 @@ from phonograph.engine import build, wiring_cuda
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton import span
+from phonograph.kernels.triton.precompile import filed_under
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
 from phonograph.runner import cuda_runner, sampler
@@ -111,10 +112,7 @@ def unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def record(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-    keywords["debug"] = keywords.get("debug", self.debug)
-    caches = self.device_caches[0]
-    _, specialization, options = caches[-1](*args, **keywords)
-    kernels.add((self.__name__, compute_cache_key(caches[1], specialization, options)))
+    kernels.add((self.__name__, filed_under(self, args, keywords)))
 
 
 @contextmanager

@@ -79,12 +79,6 @@ def check(case: Case, device: torch.device) -> None:
 
 
 @pytest.fixture
-def hopper_gpu() -> None:
-    if not attention_decode.gluon_usable():
-        pytest.skip("needs a Hopper GPU")
-
-
-@pytest.fixture
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges, rings, masks and merges as they are written, but not layouts or the visibility of writes."""
     monkeypatch.setattr(hopper, "_decode_kernel", gluon_on_threads.launcher(hopper, "_decode_kernel"))

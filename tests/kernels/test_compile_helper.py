@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import report_of
 
 from phonograph.kernels.triton import compile_helper
 
@@ -18,13 +16,7 @@ KERNELS = {"_plan_kernel", "_attention_kernel", "_stream_kernel"}
 
 
 def run(cache: Path, *arguments: str) -> dict[str, Any]:
-    script = Path(__file__).parent / "compile_with_helper.py"
-    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return report_of(Path(__file__).with_name("compile_with_helper.py"), *arguments, TRITON_CACHE_DIR=str(cache))
 
 
 def test_children_compile_and_this_process_loads(tmp_path: Path) -> None:

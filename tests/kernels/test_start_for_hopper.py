@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import report_of
 
 pytest.importorskip("triton")
 LLAMA = {
@@ -31,15 +29,7 @@ WINDOWS = {
 
 def start(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "start_for_hopper.py"), str(folder)],
-        env={**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return report_of(Path(__file__).with_name("start_for_hopper.py"), str(folder), TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, WINDOWS], ids=["llama", "qwen3", "windows"])

@@ -23,6 +23,7 @@ from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
     SEQUENCE_WORDS,
     DecodePlan,
+    add_parts,
     cut_of,
     make_decode_plan,
     plan_decode,
@@ -578,36 +579,10 @@ def _merge(
         if sinks is not None:
             max_M = tl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
             sum_M += 1.0
-        for part in range(0, num_parts, PARTS):
-            lses = ()
-            parts = ()
-            new_max_M = max_M
-            # All are asked for before the first is used, and past the first-level cache, which does not see what other
-            # multiprocessors write.
-            for offset in tl.static_range(PARTS):
-                index = part + offset
-                slot = tl.where(index == 0, first_slot, 2 * (first + index))
-                mask_M = valid_M & (index < num_parts)
-                scratch = slot * SCRATCH_ROWS + scratch_M
-                lse_M = tl.load(partial_lse + scratch, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
-                part_MD = tl.load(
-                    partial_out + scratch[:, None] * WIDTH + dim[None, :],
-                    mask=mask_M[:, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
-                parts = parts + (part_MD,)  # noqa: RUF005
-                new_max_M = tl.maximum(new_max_M, lse_M)
-            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-            decay_M = tl.exp2(max_M - shift_M)
-            sum_M = sum_M * decay_M
-            acc_MD = acc_MD * decay_M[:, None]
-            for offset in tl.static_range(PARTS):
-                weight_M = tl.exp2(lses[offset] - shift_M)
-                sum_M += weight_M
-                acc_MD += parts[offset] * weight_M[:, None]
-            max_M = new_max_M
+        max_M, sum_M, acc_MD = add_parts(
+            partial_out, partial_lse, scratch_M, valid_M, dim, first, num_parts, first_slot, max_M, sum_M, acc_MD,
+            WIDTH, SCRATCH_ROWS, PARTS,
+        )  # fmt: skip
         acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
         pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
         mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]

@@ -28,11 +28,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.triton.attention_hopper import (
+    INFINITY,
+    LN_2,
+    LOG2_E,
+    clear,
+    describe,
+    free,
+    load_rows,
+    masked,
+    place_of,
+)
 from phonograph.kernels.triton.attention_plan import (
     SEQUENCE_WORDS,
     DecodePlan,
+    add_parts,
     cut_of,
     read_record,
     row_tiles,
@@ -47,10 +58,7 @@ _RING_BYTES = 48 * 1024
 """Of keys, and of values, under way: two programs have room on a multiprocessor."""
 _MERGE_VALUES = 8192
 """Values that a merge has in flight, over all its threads."""
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(SEQUENCE_WORDS.value)
-_INFINITY = gl.constexpr(float("inf"))
 
 
 def decode_on_hopper(
@@ -74,17 +82,14 @@ def decode_on_hopper(
     matrix: the cache for the copy engine
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
-    rows, columns, heads_outside = matrix
-    kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([TILE, head_size], kind)
     small, large = row_tiles(plan.group, head_size)
     merge_rows = 4 if plan.group <= 4 else 8
     pdl = pdl_usable()
     _decode_kernel[(plan.programs,)](
         query_THD,
-        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [TILE, head_size], layout),
+        describe(kv_cache, matrix),
         kv_cache,
-        columns,
+        matrix.columns,
         block_table,
         query_start_loc,
         out_THD,
@@ -97,8 +102,8 @@ def decode_on_hopper(
         plan.partial_lse,
         query_THD.shape[0],
         seq_lens.shape[0],
-        rows // 2,
-        num_kv_heads if heads_outside else 1,
+        matrix.rows // 2,
+        num_kv_heads if matrix.heads_outside else 1,
         block_table.stride(0),
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
@@ -113,7 +118,7 @@ def decode_on_hopper(
         SCRATCH_ROWS=plan.partial_out.shape[1],
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
-        HEADS_OUTSIDE=heads_outside,
+        HEADS_OUTSIDE=matrix.heads_outside,
         TILES=_RING_BYTES // (TILE * head_size * kv_cache.element_size()),
         MERGE_ROWS=merge_rows,
         PARTS=_MERGE_VALUES // (merge_rows * head_size),
@@ -122,26 +127,6 @@ def decode_on_hopper(
         num_warps=4,
         maxnreg=128,
     )
-
-
-@gluon.jit
-def _place(
-    block,
-    key,
-    kv_head,
-    blocks_of_heads,
-    HEAD_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HEADS_OUTSIDE: gl.constexpr,
-):
-    """Row and column of a key in the cache as a matrix."""
-    if HEADS_OUTSIDE:
-        row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-        column = 0
-    else:
-        row = block * BLOCK_SIZE + key % BLOCK_SIZE
-        column = kv_head * HEAD_SIZE
-    return row, column
 
 
 @gluon.jit
@@ -190,21 +175,6 @@ def _load(
     index, chunk, chunk_keys, total, seq, _, query_len, seq_len = read_record(records, program)
     own = share_of(program, total, PROGRAMS)
     position = own[2]
-    if PDL:
-        if position < own[3]:
-            _, start, num_chunks, num_row_tiles = sequence_chunks(
-                query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, SIZE, LEFT
-            )
-            first_key = start + chunk % num_chunks * chunk_keys
-            if first_key < seq_len:
-                block = gl.load(block_table + seq.to(gl.int64) * stride_table + first_key // BLOCK_SIZE)
-                row, column = _place(
-                    block, first_key, chunk // num_chunks // num_row_tiles, blocks_of_heads,
-                    HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE,
-                )  # fmt: skip
-                _ask_for(memory + (first_row + row).to(gl.int64) * columns + column, columns, SIZE, HEAD_SIZE)
-        # For all keys, not those of this step's tokens alone: other sequences may have found blocks that it writes.
-        wait_for_kernel_before()
     at, turn = 0, 0
     while position < own[3]:
         entry = sequences + (index + 1) * _WORDS
@@ -219,9 +189,16 @@ def _load(
         table = block_table + seq.to(gl.int64) * stride_table
         first_key = start + key_chunk * chunk_keys
         key_end = gl.minimum(first_key + taken * chunk_keys, seq_len)
+        if PDL:
+            if (position == own[2]) & (first_key < key_end):
+                block = gl.load(table + first_key // BLOCK_SIZE)
+                row, column = place_of(block, first_key, kv_head, blocks_of_heads, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE)
+                _ask_for(memory + (first_row + row).to(gl.int64) * columns + column, columns, SIZE, HEAD_SIZE)
+            # For all keys, not those of this step's tokens alone: other sequences may have found blocks that it writes.
+            wait_for_kernel_before()
         for key in range(first_key, key_end, SIZE):
             block = gl.load(table + key // BLOCK_SIZE)
-            row, column = _place(block, key, kv_head, blocks_of_heads, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE)
+            row, column = place_of(block, key, kv_head, blocks_of_heads, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE)
             mbarrier.wait(empty.index(at), turn ^ 1)
             mbarrier.expect(full.index(at), cache.block_type.nbytes)
             tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), ring.index(at))
@@ -234,48 +211,6 @@ def _load(
             seq = next_seq
             query_len = next_len
             seq_len = next_keys
-
-
-@gluon.jit
-def _load_query(
-    query_THD,
-    query_start,
-    query_len,
-    kv_head,
-    first_row,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    STRIDE_TOKEN: gl.constexpr,
-    COPY: gl.constexpr,
-):
-    """A unit's rows, [M, D]; of none, zeros."""
-    row_M = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    token_M = row_M // GROUP
-    head_M = kv_head * GROUP + row_M % GROUP
-    query = query_THD + query_start.to(gl.int64) * STRIDE_TOKEN
-    pointers = query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :]
-    return gl.load(pointers, mask=(token_M < query_len)[:, None], other=0.0)
-
-
-@gluon.jit
-def _free(empty, at):
-    """A tile's place, once all warps are past reading it."""
-    gl.thread_barrier()
-    mbarrier.arrive(empty.index(at), count=1)
-
-
-@gluon.jit
-def _clear(values, at, first_key, low, high):
-    """Zeros for values of a tile's keys that are not there: slots that nobody wrote may hold NaN, which no weight takes
-    away."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SIZE: gl.constexpr = values.type.shape[1]
-    place = values.index(at)
-    key_N = (first_key + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
-    place.store(gl.where((key_N >= low) & (key_N < high), place.load(LAYOUT), 0.0))
-    fence_async_shared()
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -305,7 +240,7 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     sums_MD = gl.zeros([M, HEAD_SIZE], gl.float32, OUT)
     sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, LAYOUT))
-    max_M = gl.full([M], -_INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
+    max_M = gl.full([M], -INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
     # All rows see all keys from `plain` to `edge`.
     plain = low
     if LEFT >= 0:
@@ -314,22 +249,16 @@ def _attend(
     if RIGHT >= 0:
         edge = gl.minimum(high, first + RIGHT + 1)
     for key in range(start, stop, SIZE):
-        masked = (key < plain) | (key + SIZE > edge)
+        is_masked = (key < plain) | (key + SIZE > edge)
         mbarrier.wait(keys_full.index(at), turn)
         zeros = gl.zeros([M, SIZE], gl.float32, LAYOUT)
         logits_MN = warpgroup_mma(query_MD, keys.index(at).permute((1, 0)), zeros, is_async=True)
         logits_MN = warpgroup_mma_wait(0, deps=(logits_MN,))
-        _free(keys_empty, at)
-        if masked:
-            key_N = (key + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
-            seen = (key_N >= low) & (key_N < high)
-            if LEFT >= 0:
-                seen = seen & (key_N >= position_M[:, None] - LEFT)
-            if RIGHT >= 0:
-                seen = seen & (key_N <= position_M[:, None] + RIGHT)
-            logits_MN = gl.where(seen, logits_MN, -_INFINITY)
+        free(keys_empty, at)
+        if is_masked:
+            logits_MN = masked(logits_MN, key, position_M, low, high, LEFT, RIGHT, LAYOUT)
         new_max_M = gl.maximum(max_M, gl.max(logits_MN, 1) * unit)
-        shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
+        shift_M = gl.where(new_max_M == -INFINITY, 0.0, new_max_M)
         weight_MN = gl.exp2(logits_MN * unit - shift_M[:, None])
         decay_M = gl.exp2(max_M - shift_M)
         sum_M = sum_M * decay_M + gl.sum(weight_MN, 1)
@@ -337,11 +266,13 @@ def _attend(
         weights = gl.convert_layout(weight_MN.to(query_MD.dtype), WEIGHTS)
         sums_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
         mbarrier.wait(values_full.index(at), turn)
-        if masked:
-            _clear(values, at, key, low, high)
+        if is_masked:
+            clear(values.index(at), key, low, high)
+            fence_async_shared()
+            gl.thread_barrier()
         sums_MD = warpgroup_mma(weights, values.index(at), sums_MD, is_async=True)
         sums_MD, _ = warpgroup_mma_wait(0, deps=(sums_MD, weights))
-        _free(values_empty, at)
+        free(values_empty, at)
         at, turn = behind(at, turn, TILES)
     return sums_MD, sum_M, max_M, at, turn
 
@@ -376,43 +307,21 @@ def _merge(
         token_M = row_M // GROUP
         head_M = kv_head * GROUP + row_M % GROUP
         valid_M = scratch_M < num_rows
-        max_M = gl.full([STRIP], -_INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
+        max_M = gl.full([STRIP], -INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
         sum_M = gl.zeros([STRIP], gl.float32, gl.SliceLayout(1, LAYOUT))
         acc_MD = gl.zeros([STRIP, HEAD_SIZE], gl.float32, LAYOUT)
         if sinks is not None:
-            max_M = gl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
+            max_M = gl.load(sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
             sum_M += 1.0
-        for part in range(0, num_parts, PARTS):
-            lses = ()
-            parts = ()
-            new_max_M = max_M
-            # All are asked for before the first is used, and past the first-level cache, which does not see what other
-            # multiprocessors write.
-            for offset in gl.static_range(PARTS):
-                index = part + offset
-                slot = gl.where(index == 0, first_slot, 2 * (first + index))
-                mask_M = valid_M & (index < num_parts)
-                scratch = slot * SCRATCH_ROWS + scratch_M
-                lse_M = gl.load(partial_lse + scratch, mask=mask_M, other=-_INFINITY, cache_modifier=".cg")
-                pointers = partial_out + (scratch * HEAD_SIZE)[:, None] + dim[None, :]
-                part_MD = gl.load(pointers, mask=mask_M[:, None], other=0.0, cache_modifier=".cg")
-                lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
-                parts = parts + (part_MD,)  # noqa: RUF005
-                new_max_M = gl.maximum(new_max_M, lse_M)
-            shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
-            decay_M = gl.exp2(max_M - shift_M)
-            sum_M = sum_M * decay_M
-            acc_MD = acc_MD * decay_M[:, None]
-            for offset in gl.static_range(PARTS):
-                weight_M = gl.exp2(lses[offset] - shift_M)
-                sum_M += weight_M
-                acc_MD += parts[offset] * weight_M[:, None]
-            max_M = new_max_M
+        max_M, sum_M, acc_MD = add_parts(
+            partial_out, partial_lse, scratch_M, valid_M, dim, first, num_parts, first_slot, max_M, sum_M, acc_MD,
+            HEAD_SIZE, SCRATCH_ROWS, PARTS,
+        )  # fmt: skip
         acc_MD *= gl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
         pointers = out + ((token_M * (KV_HEADS * GROUP) + head_M) * HEAD_SIZE)[:, None] + dim[None, :]
         gl.store(pointers, acc_MD.to(out_THD.dtype.element_ty), mask=valid_M[:, None])
         if lse_HT is not None:
-            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY) * _LN_2
+            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -INFINITY) * LN_2
             gl.store(lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M, lse_M, mask=valid_M)
 
 
@@ -472,8 +381,8 @@ def _run(
         first_key = start + key_chunk * chunk_keys
         key_end = gl.minimum(first_key + taken * chunk_keys, seq_len)
 
-        query_MD = _load_query(
-            query_THD, query_start, query_len, kv_head, first_row, GROUP, HEAD_SIZE, STRIDE_TOKEN, COPY
+        query_MD = load_rows(
+            query_THD, STRIDE_TOKEN, query_start, query_len, kv_head, first_row, GROUP, HEAD_SIZE, M, COPY
         )
         row_M = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         token_M = row_M // GROUP
@@ -484,7 +393,7 @@ def _run(
             turn,
             (first_key, key_end, low, seq_len, seq_len - query_len + first_row // GROUP, seq_len - 1),
             seq_len - query_len + token_M,
-            scale * _LOG2_E,
+            scale * LOG2_E,
             HEAD_SIZE,
             LEFT,
             RIGHT,
@@ -497,20 +406,20 @@ def _run(
         factor_M = gl.where(sum_M > 0, 1.0, 0.0)
         if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if first == last:
-                sink_M = gl.load(sinks + head_M, mask=local_M < num_rows, other=0.0) * _LOG2_E
+                sink_M = gl.load(sinks + head_M, mask=local_M < num_rows, other=0.0) * LOG2_E
                 new_max_M = gl.maximum(max_M, sink_M)
                 factor_M = gl.exp2(max_M - new_max_M)
                 sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
                 max_M = new_max_M
         factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
-        lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
+        lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -INFINITY)
         sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
         out_M = gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
         dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))
         if first == last:
             if lse_HT is not None:
                 lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
-                gl.store(lse_ptrs, lse_M * _LN_2, mask=local_M < num_rows)
+                gl.store(lse_ptrs, lse_M * LN_2, mask=local_M < num_rows)
             place_M = (first_row + out_M) // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + (first_row + out_M) % GROUP
             out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
             out_ptrs = out + (place_M * HEAD_SIZE)[:, None] + dim[None, :]
@@ -548,7 +457,7 @@ def _run(
             gl.store(out_THD + row * ROW + offset, zeros, mask=offset < ROW)
         if lse_HT is not None:
             for head in range(KV_HEADS * GROUP):
-                gl.store(lse_HT + head * stride_lse + row, -_INFINITY)
+                gl.store(lse_HT + head * stride_lse + row, -INFINITY)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_table", "stride_lse"])

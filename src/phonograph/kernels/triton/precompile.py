@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -85,6 +85,13 @@ def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
     return metadata in (files.get_group(metadata) or {})
 
 
+def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+    """The name by which Triton knows, on the current device, the kernel that a launch needs."""
+    caches = function.device_caches[torch.cuda.current_device()]
+    _, specialization, options = caches[-1](*arguments, **{"debug": function.debug, **keywords})
+    return compute_cache_key(caches[1], specialization, options)
+
+
 @contextmanager
 def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
     """Inside, launches of Triton kernels only have them compiled; yields the set of kernels seen, filled meanwhile.
@@ -100,10 +107,7 @@ def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
     complete = False
 
     def request(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kwargs["debug"] = kwargs.get("debug", self.debug)
-        caches = self.device_caches[torch.cuda.current_device()]
-        _, specialization, options = caches[-1](*args, **kwargs)
-        key = self, compute_cache_key(caches[1], specialization, options)
+        key = self, filed_under(self, args, kwargs)
         if key not in seen:
             seen.add(key)
             self.compile = compiler

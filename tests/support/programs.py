@@ -1,0 +1,23 @@
+"""Programs that tests run in processes of their own: what they tell torch or Triton has to come before the import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def report_of(script: Path, *arguments: str, **environ: str) -> Any:
+    """The JSON on the last line that a Python program printed; it has to end well."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
