@@ -156,7 +156,10 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
             )
         return [one for one in found if fits(one)]
 
-    return {"tiles": tiles, "rows": rows, "splits": splits, "halves": halves, "splits again": splits}
+    return {
+        "tiles": tiles, "rows": rows, "splits": splits, "halves": halves, "splits again": splits,
+        "splits once more": splits, "rows again": rows,
+    }  # fmt: skip
 
 
 def variations() -> dict[str, Variation]:

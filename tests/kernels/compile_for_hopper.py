@@ -33,7 +33,6 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton import (
     attention_decode,
-    attention_decode_hopper,
     attention_plan,
     attention_prefill,
     attention_prefill_hopper,
@@ -109,7 +108,7 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
-    for module in (attention_decode, attention_decode_hopper, attention_plan, attention_prefill_hopper, stream):
+    for module in (attention_decode, attention_plan, attention_prefill_hopper, stream):
         module.pdl_usable = lambda: True
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
@@ -133,13 +132,6 @@ def main() -> None:
         name = str(case)
         problem = Problem(case, torch.device("cpu"))
         problem.run(problem.plan())
-    attention_decode._ON_HOPPER, attention_decode.gluon_usable = True, lambda: True
-    for changes in ({}, {"head_size": 64, "window": (100, -1), "sinks": True, "lse": False}):
-        case = Case(**{**vars(drafts), **changes})
-        name = str(case)
-        problem = Problem(case, torch.device("cpu"))
-        problem.run(problem.plan())
-    attention_decode._ON_HOPPER = False
     sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
     for config in (
         StreamConfig(8, 64, 128, 11, 12, (2, 1, 2, 1)),

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import prefill_problem as prefill
 import test_attention_decode as decode
-import test_attention_decode_hopper as hopper_decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_masked_sampling as masked
@@ -49,7 +48,6 @@ from phonograph.kernels.triton.pdl import gluon_usable
 FOR_HOPPER = (
     "stream._stream_kernel",
     "attention_prefill_hopper._prefill_kernel",
-    "attention_decode_hopper._decode_kernel",
 )
 
 
@@ -115,8 +113,6 @@ def run_all(device: torch.device) -> None:
 
         check_warps_apart(device)
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
-        for name in ("plain", "cut, sinks"):
-            hopper_decode.check(hopper_decode.CASES[name], device)
         for case in (stream.CASES[2], stream.CASES[4]):
             stream.check(*case, device, 4)
     test_prepare.test_steps_of_mixed_batches(device)

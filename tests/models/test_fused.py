@@ -148,7 +148,18 @@ def test_rows_are_left_out_of_long_steps_only(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("qwen3", tmp_path)
-    model = make_fused(read_model_spec(tmp_path), device, monkeypatch)
-    assert [model.leaves_rows_out(tokens) for tokens in (1, 3, 4, 16)] == [False, False, True, True]
-    exact = FusedDecoder(model.decoder, max_num_tokens=16, max_num_logits=2, max_positions=64, batch_invariant=True)
-    assert not exact.leaves_rows_out(16)
+    decoder = make_fused(read_model_spec(tmp_path), device, monkeypatch).decoder
+
+    def leaving(max_num_logits: int, *, batch_invariant: bool = False) -> list[int]:
+        model = FusedDecoder(
+            decoder,
+            max_num_tokens=256,
+            max_num_logits=max_num_logits,
+            max_positions=64,
+            batch_invariant=batch_invariant,
+        )
+        return [tokens for tokens in (1, 3, 4, 16, 128, 129, 199, 200, 256) if model.leaves_rows_out(tokens)]
+
+    assert leaving(2) == [129, 199, 200, 256], "the weights of 128 take as long as of one"
+    assert leaving(100) == [200, 256]
+    assert leaving(2, batch_invariant=True) == []

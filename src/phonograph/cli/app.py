@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from phonograph import __version__
+from phonograph.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
-from phonograph.kernels.triton.compile_helper import start_early
 
 COMMANDS = {
     "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran and why."),
@@ -27,6 +27,8 @@ COMMANDS = {
 """What each command is: the function that runs it, and one line for the help."""
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
+OF_OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
+"""What measures engines that are not here."""
 
 app = App(
     name="phonograph",
@@ -41,11 +43,20 @@ for _name, (_function, _summary) in COMMANDS.items():
 def main(tokens: Sequence[str] | None = None) -> int:
     """Runs the command that `tokens` (or the process's arguments) name; returns the exit code, 2 for a user error."""
     words = sys.argv[1:] if tokens is None else tokens
-    if words and words[0] in WITH_ENGINE and not {"cpu", "--device=cpu"} & set(words):
+    if _starts_engine(words):
         start_early()
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except (PhonographError, CycloptsError) as error:
         print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    finally:
+        resume_collector()
     return result if isinstance(result, int) else 0
+
+
+def _starts_engine(words: Sequence[str]) -> bool:
+    """Whether this process is likely to start one on a GPU."""
+    if tuple(words[:2]) in OF_OTHER_PROCESSES and "--once" not in words:
+        return False
+    return bool(words) and words[0] in WITH_ENGINE and not {"cpu", "--device=cpu"} & set(words)

@@ -67,24 +67,25 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
     """
     report = progress or _unseen
+    on_gpu = plan.device.kind == "cuda"
     report("weights", 0, 1)
+    make_runner = make_cpu_runner
+    if on_gpu:
+        # Imports Triton, which a CPU installation need not have.
+        from phonograph.engine.wiring_cuda import begin_compiling, make_cuda_runner
+
+        make_runner = make_cuda_runner
+        begin_compiling()
     parts = _make_parts(plan, lambda done, total: report("weights", done, total))
     if plan.config.load_format == "dummy":
         report("weights", 1, 1)
-    if plan.device.kind == "cpu":
-        runner = make_cpu_runner(plan, parts)
-    else:
-        # Imports Triton, which a CPU installation need not have.
-        from phonograph.engine.wiring_cuda import make_cuda_runner
-
-        runner = make_cuda_runner(plan, parts)
+    runner = make_runner(plan, parts)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
         if done == 0 and on_gpu:
             report("kernels", 1, 1)
         report("graphs", done, total)
 
-    on_gpu = plan.device.kind == "cuda"
     if on_gpu:
         report("kernels", 0, 1)
     captured = runner.capture(captured_one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phonograph.config import EngineConfig
+from phonograph.early_start import pause_collector, resume_collector
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
 from phonograph.engine.plan import make_plan
 from phonograph.errors import PhonographError
@@ -18,8 +19,12 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
     """
-    model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    engine = build_engine(make_plan(config, model, this_device(config.device)), progress)
+    pause_collector()
+    try:
+        model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+        engine = build_engine(make_plan(config, model, this_device(config.device)), progress)
+    finally:
+        resume_collector()
     if config.verify_graphs:
         report = verify_engine(engine, num_replays=1)
         if not report.ok:

@@ -7,12 +7,20 @@ import torch
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_prefixes, make_sampler
 from phonograph.graphs.cuda import CudaRuntime
+from phonograph.kernels.triton import compile_helper
+from phonograph.kernels.triton.precompile import begin_hashing
 from phonograph.models.fused import FusedDecoder
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.cuda_runner import CudaRunner
 from phonograph.runner.device_inputs import DeviceInputs
 from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.synthetic import SyntheticBatches
+
+
+def begin_compiling() -> None:
+    """Begins what compiling kernels needs and weights do not."""
+    begin_hashing()
+    compile_helper.start_early()
 
 
 def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:

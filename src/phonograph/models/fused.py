@@ -35,6 +35,7 @@ from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, StreamCon
 from phonograph.models.decoder import Decoder, DecoderLayer
 from phonograph.models.workspace import Workspace
 
+_FEW_TOKENS = 128
 FusedAttention = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer index, projection [T, F], output [T, H * D]): rotates, writes keys and values, attends into the output."""
 
@@ -101,9 +102,10 @@ class FusedDecoder:
         """Whether the last layer of a prefill of so many tokens computes only rows that need logits.
 
         Always as many as there can be, so that its kernels are those of every other such step; and so only where that
-        is half the tokens at most.
+        is half the tokens at most. Of so few tokens that a product takes as long as its weights nothing is left out.
         """
-        return self._config is None and num_tokens >= 2 * self.workspace.logits_NV.shape[0]
+        most_logits = self.workspace.logits_NV.shape[0]
+        return self._config is None and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, num_logits: int) -> torch.Tensor:
         """Logits [N, V], in the workspace, of the rows `rows_N` of what `forward` returned (None: of all its rows)."""

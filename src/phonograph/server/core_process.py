@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from phonograph.config import EngineConfig
+from phonograph.early_start import start_early
 from phonograph.errors import PhonographError
-from phonograph.kernels.triton.compile_helper import start_early
 from phonograph.server.messages import Command, EngineFacts, Message, Progress, StartFailed
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
     SEQUENCE_WORDS,
     DecodePlan,
-    add_parts,
     cut_of,
     make_decode_plan,
     plan_decode,
@@ -32,9 +31,8 @@ from phonograph.kernels.triton.attention_plan import (
     sequence_chunks,
     share_of,
 )
-from phonograph.kernels.triton.cache_matrix import as_matrix
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
-from phonograph.kernels.triton.pdl import gluon_usable, pdl_usable
+from phonograph.kernels.triton.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -50,8 +48,6 @@ _IN_FLIGHT = 80 * 1024, 96 * 1024
 _MAX_STAGES = 6
 # Keys of each program that the second-level cache is asked for before the launch may begin.
 _AHEAD = 64
-_ON_HOPPER = False
-"""Whether `attention_decode_hopper` runs what it can. Not measured yet."""
 
 
 def decode_attention(
@@ -91,37 +87,9 @@ def decode_attention(
     width = plan.partial_out.shape[2]
     # One kernel for all graphs, whatever the longest query.
     small, large = row_tiles(plan.group, width)
-    merge_rows = max(4 if plan.group <= 4 else 8, 512 // width)
+    merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    matrix = as_matrix(kv_cache, width) if _ON_HOPPER else None
-    features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
-    if (
-        matrix is not None
-        and not features
-        and width in (64, 128)
-        and kv_cache.dtype == query_THD.dtype
-        and gluon_usable()
-    ):
-        # Here, since it imports what not every Triton has.
-        from phonograph.kernels.triton.attention_decode_hopper import decode_on_hopper
-
-        decode_on_hopper(
-            plan,
-            query_THD,
-            kv_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            out_THD,
-            lse_HT,
-            matrix=matrix,
-            scale=scale,
-            window=window,
-            sinks=sinks,
-            causal=causal,
-        )
-        return
     pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](
         query_THD,
@@ -579,10 +547,37 @@ def _merge(
         if sinks is not None:
             max_M = tl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
             sum_M += 1.0
-        max_M, sum_M, acc_MD = add_parts(
-            partial_out, partial_lse, scratch_M, valid_M, dim, first, num_parts, first_slot, max_M, sum_M, acc_MD,
-            WIDTH, SCRATCH_ROWS, PARTS,
-        )  # fmt: skip
+        first_M = 2 * first * SCRATCH_ROWS + scratch_M
+        lse_of_M = partial_lse + first_M
+        part_of_MD = partial_out + first_M[:, None] * WIDTH + dim[None, :]
+        # The first may be its program's second.
+        further = (first_slot - 2 * first) * SCRATCH_ROWS
+        for part in range(0, num_parts, PARTS):
+            lses = ()
+            parts = ()
+            new_max_M = max_M
+            # All are asked for before the first is used, and past the first-level cache, which does not see what other
+            # multiprocessors write. With few operations each: one pass of the compiler takes a time that grows with
+            # their square.
+            for offset in tl.static_range(PARTS):
+                rows = (part + offset) * (2 * SCRATCH_ROWS)
+                if offset == 0:
+                    rows = tl.where(part == 0, further, rows)
+                there = part + offset < num_parts
+                lse_M = tl.load(lse_of_M + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
+                part_MD = tl.load(part_of_MD + rows * WIDTH, mask=there, other=0.0, cache_modifier=".cg")
+                lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
+                parts = parts + (part_MD,)  # noqa: RUF005
+                new_max_M = tl.maximum(new_max_M, lse_M)
+            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+            decay_M = tl.exp2(max_M - shift_M)
+            sum_M = sum_M * decay_M
+            acc_MD = acc_MD * decay_M[:, None]
+            for offset in tl.static_range(PARTS):
+                weight_M = tl.exp2(lses[offset] - shift_M)
+                sum_M += weight_M
+                acc_MD += parts[offset] * weight_M[:, None]
+            max_M = new_max_M
         acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
         pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
         mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper share: where keys lie in the cache, a tile's rows, masks, places in a ring.
+"""What attention of prefills for Hopper is made of: where keys lie in the cache, a tile's rows, masks, a ring's places.
 
 Shapes: M rows, N keys of a piece (of one block), D head size.
 """

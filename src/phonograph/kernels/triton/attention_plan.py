@@ -213,58 +213,6 @@ def cut_of(position, chunk, own, program, num_chunks):
     return key_chunk, taken, first, last, first_slot, slot
 
 
-@triton.jit
-def add_parts(
-    partial_out,
-    partial_lse,
-    scratch_M,
-    valid_M,
-    dim,
-    first,
-    num_parts,
-    first_slot,
-    max_M,
-    sum_M,
-    acc_MD,
-    WIDTH: tl.constexpr,
-    SCRATCH_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Adds to some rows of a unit what `num_parts` programs from `first` on left of them, PARTS at a time: the largest
-    logit, the weights' sum and the sums [M, D]."""
-    for part in range(0, num_parts, PARTS):
-        lses = ()
-        parts = ()
-        new_max_M = max_M
-        # All are asked for before the first is used, and past the first-level cache, which does not see what other
-        # multiprocessors write.
-        for offset in tl.static_range(PARTS):
-            index = part + offset
-            slot = tl.where(index == 0, first_slot, 2 * (first + index))
-            mask_M = valid_M & (index < num_parts)
-            scratch = slot * SCRATCH_ROWS + scratch_M
-            lse_M = tl.load(partial_lse + scratch, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
-            part_MD = tl.load(
-                partial_out + scratch[:, None] * WIDTH + dim[None, :],
-                mask=mask_M[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
-            parts = parts + (part_MD,)  # noqa: RUF005
-            new_max_M = tl.maximum(new_max_M, lse_M)
-        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        decay_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * decay_M
-        acc_MD = acc_MD * decay_M[:, None]
-        for offset in tl.static_range(PARTS):
-            weight_M = tl.exp2(lses[offset] - shift_M)
-            sum_M += weight_M
-            acc_MD += parts[offset] * weight_M[:, None]
-        max_M = new_max_M
-    return max_M, sum_M, acc_MD
-
-
 @triton.jit(do_not_specialize=["num_seqs", "max_query_len"])
 def _plan_kernel(
     query_start_loc,

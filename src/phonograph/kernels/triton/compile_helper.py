@@ -1,4 +1,4 @@
-"""A process that compiles kernels, in as many children of its own as there are cores for it.
+"""A process that compiles kernels, in as many children of its own as there are whole cores for it.
 
 Triton makes a kernel's intermediate code in Python, under Python's lock: in one process the kernels of a start take ten
 seconds, however many threads they have. So a helper imports the compiler once and forks a child for each kernel. What
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phonograph.device import num_cores
+from phonograph.device import num_whole_cores
 from phonograph.frames import framed, read_frame
 
 log = logging.getLogger(__name__)
@@ -46,19 +46,31 @@ _MOST_CHILDREN = 32
 _CHILD_BYTES = 1 << 30
 """More than one takes."""
 _POLL_SECONDS = 0.02
+_PIPE_BYTES = 1 << 20
+"""The most that Linux gives without asking further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A kernel as `triton.compile` takes it. module, name: where the function is."""
+    """A kernel as `triton.compile` takes it.
+
+    module, name: where the function is
+    key: the hash of its source in the engine's process. Triton's goes by which functions were hashed before (it takes
+    over the global constants of a function that it calls only where that was), and what is compiled is filed under it.
+    """
 
     module: str
     name: str
+    key: str
     signature: Mapping[str, Any]
     constants: Mapping[Any, Any]
     attributes: Mapping[Any, Any]
     target: tuple[Any, ...]
     options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Any, *about: Any) -> Job:
+        return cls(function.module, function.__name__, function.cache_key, *about)
 
 
 class CompileHelper:
@@ -70,36 +82,42 @@ class CompileHelper:
             [sys.executable, "-m", "phonograph.kernels.triton.compile_helper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # All kernels of a start, so that whoever asks need not wait for the helper's imports.
+            pipesize=_PIPE_BYTES,
             env=environ,
             # Ctrl-C is for the engine's process, which ends this one.
             start_new_session=True,
         )
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._waiting: dict[int, Future[str | None]] = {}
         self._number = 0
         self._ended = False
         threading.Thread(target=self._receive, name="compile-helper", daemon=True).start()
 
-    def compile(self, job: Job) -> str | None:
-        """Waits until it was compiled; None where it was, else why not. It raises nothing."""
+    def ask(self, job: Job) -> Future[str | None]:
+        """Has it compiled. The future's result is None where it was, else why not; it raises nothing."""
+        future: Future[str | None] = Future()
         try:
             data = pickle.dumps(job)
         except Exception as error:  # of what values a kernel may have been given
-            return f"cannot be sent: {error!r}"
-        future: Future[str | None] = Future()
+            future.set_result(f"cannot be sent: {error!r}")
+            return future
         with self._lock:
             if self._ended:
-                return "the helper has ended"
+                future.set_result("the helper has ended")
+                return future
             self._number += 1
-            self._waiting[self._number] = future
-            try:
-                assert self._process.stdin is not None
-                self._process.stdin.write(framed(pickle.dumps((self._number, data))))
+            number = self._number
+            self._waiting[number] = future
+        try:
+            assert self._process.stdin is not None
+            with self._sending:
+                self._process.stdin.write(framed(pickle.dumps((number, data))))
                 self._process.stdin.flush()
-            except OSError as error:
-                del self._waiting[self._number]
-                return f"the helper has ended: {error!r}"
-        return future.result()
+        except OSError as error:
+            self._told(number, f"the helper has ended: {error!r}")
+        return future
 
     def close(self) -> None:
         """Ends the helper and its children. Closing again does nothing."""
@@ -111,16 +129,19 @@ class CompileHelper:
         assert self._process.stdout is not None
         with contextlib.suppress(EOFError):
             while True:
-                number, problem = pickle.loads(read_frame(self._process.stdout))
-                with self._lock:
-                    future = self._waiting.pop(number, None)
-                if future is not None:
-                    future.set_result(problem)
+                self._told(*pickle.loads(read_frame(self._process.stdout)))
         with self._lock:
             self._ended = True
             waiting = list(self._waiting.values())
+            self._waiting.clear()
         for future in waiting:
             future.set_result("the helper has ended")
+
+    def _told(self, number: int, problem: str | None) -> None:
+        with self._lock:
+            future = self._waiting.pop(number, None)
+        if future is not None:
+            future.set_result(problem)
 
 
 ALONE = 8
@@ -196,6 +217,7 @@ def _compile(job: Job) -> None:
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(job.module), job.name)
+    function.hash = job.key
     source: Any = ASTSource
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source
@@ -230,10 +252,13 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
         for module in ("stream", "attention_prefill_hopper"):
             importlib.import_module(f"phonograph.kernels.triton.{module}")
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # hashes the compiler, which every child would do again
     gc.collect()
     gc.freeze()
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = max(1, min(_MOST_CHILDREN, num_cores(), free_bytes // _CHILD_BYTES))
+    most = max(1, min(_MOST_CHILDREN, num_whole_cores(), free_bytes // _CHILD_BYTES))
     # Without a buffer, in which a request could wait unseen.
     requests = os.fdopen(0, "rb", buffering=0)
     waiting, running = deque[tuple[int, bytes]](), dict[int, int]()

@@ -1,9 +1,10 @@
 """Compiles the kernels of a step in parallel, by running the step's Python without launching anything.
 
 A kernel is compiled when it is first launched, one after another, which would take most of the start-up. Within
-`compile_only` every launch is turned into the request to compile that kernel, in a pool of threads; what follows finds
-them ready. Half of a compilation holds Python's lock, so where many kernels are missing from Triton's cache on disk,
-processes make them (`compile_helper`) and the threads only load.
+`compile_only` every launch is turned into the request to compile that kernel; what follows finds them ready. Half of a
+compilation holds Python's lock, so where many kernels are missing from Triton's cache on disk, processes make them
+(`compile_helper`), and threads of this one only load. The processes begin as soon as a kernel is asked for, the threads
+when the step's Python is done: each of its calls of torch lets go of the lock and would have to wait for them all.
 
 Each is also made ready to launch as soon as it is compiled: for that Triton builds a small C module where its cache has
 none, which would otherwise wait for the slowest kernel to compile.
@@ -14,11 +15,12 @@ none, which would otherwise wait for the slowest kernel to compile.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from triton import AsyncCompileMode
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler import compile as compile_here
 from triton.runtime._async_compile import active_mode
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, compute_cache_key
 
@@ -36,18 +38,24 @@ from phonograph.kernels.triton.compile_helper import Job, end_helper, helper
 log = logging.getLogger(__name__)
 
 _THREADS = 32
+_Load = Callable[[], CompiledKernel]
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads that load the kernels that they compile."""
+    """Threads that load the kernels asked for, from `begin` on."""
 
     def __init__(self, device: int) -> None:
         threads = min(_THREADS, 2 * num_cores())
         super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
+        self._begun = threading.Event()
 
-    def submit(self, fn: Callable[[], CompiledKernel], /) -> Future[CompiledKernel]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def submit(self, fn: Callable[[], _Load], /) -> Future[CompiledKernel]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """fn: what Triton would have the pool call, which calls a `_Compiler`: it is called here."""
+        load = fn()
+
         def compile_and_load() -> CompiledKernel:
-            kernel = fn()
+            self._begun.wait()
+            kernel = load()
             # What a device has no room for says so again where it is launched.
             with suppress(OutOfResources):
                 kernel._init_handles()
@@ -55,24 +63,56 @@ class _Pool(ThreadPoolExecutor):
 
         return super().submit(compile_and_load)
 
+    def begin(self) -> None:
+        self._begun.set()
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A kernel that is not on disk. answer: why the helper could not compile it, or None; there once it was asked."""
+
+    job: Job
+    answer: Future[str | None] | None = None
+
 
 class _Compiler:
-    """Compiles with the helper's children what is not on disk; a call is one of `triton.compile`."""
+    """Has the helper's children compile what is not on disk. A call is one of `triton.compile`, but only asks; what it
+    returns waits for the kernel."""
 
     def __init__(self) -> None:
-        self._missing = itertools.count(1)
+        self._asked: list[_Asked] = []
 
-    def __call__(self, src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> CompiledKernel:
+    def __call__(self, src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> _Load:
+        asked = None
         if isinstance(src, ASTSource) and not _on_disk(src, target, options, _env_vars):
-            there = helper(next(self._missing))
+            about = target.backend, target.arch, target.warp_size
+            asked = _Asked(Job.of(src.fn, src.signature, src.constants, src.attrs, about, options))
+            self._asked.append(asked)
+            there = helper(len(self._asked))
             if there is not None:
-                function: Any = src.fn
-                named = function.module, function.__name__
-                about = target.backend, target.arch, target.warp_size
-                problem = there.compile(Job(*named, src.signature, src.constants, src.attrs, about, options))
+                for each in self._asked:
+                    if each.answer is None:
+                        each.answer = there.ask(each.job)
+
+        def load() -> CompiledKernel:
+            if asked is not None and asked.answer is not None:
+                problem = asked.answer.result()
                 if problem is not None:
                     log.info("%s is compiled in this process: %s", src.name, problem)
-        return compile_here(src, target=target, options=options, _env_vars=_env_vars)
+            return compile_here(src, target=target, options=options, _env_vars=_env_vars)
+
+        return load
+
+
+_hashing: threading.Thread | None = None
+
+
+def begin_hashing() -> None:
+    """Hashes the compiler in a thread, a third of a second that the first look into Triton's cache would take."""
+    global _hashing
+    if _hashing is None:
+        _hashing = threading.Thread(target=triton_key, name="hash-triton", daemon=True)
+        _hashing.start()
 
 
 def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
@@ -113,10 +153,15 @@ def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
             self.compile = compiler
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
+    if _hashing is not None:
+        _hashing.join()
     JITFunction.run = request  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with _Pool(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
-            yield seen
+            try:
+                yield seen
+            finally:
+                pool.begin()
         complete = True
     finally:
         JITFunction.run = launch

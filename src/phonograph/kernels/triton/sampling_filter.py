@@ -180,7 +180,7 @@ def _filter_and_draw(
     return ((1 << ID_BITS) - 1 - (chosen & ((1 << ID_BITS) - 1))).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["listed", "blocks"])
 def filter_kernel(
     logits_ptr,
     row_stride,
@@ -198,6 +198,7 @@ def filter_kernel(
     tokens_ptr,
     last_token_ptr,
     rows_ptr,
+    listed,
     blocks,
     V: tl.constexpr,
     ID_BITS: tl.constexpr,
@@ -206,13 +207,12 @@ def filter_kernel(
     MAX_PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    LISTED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
-    row, slot = row_and_slot(entry, rows_ptr, slots_ptr, LISTED_ROWS)
+    row, slot = row_and_slot(entry, rows_ptr, slots_ptr, listed)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
