@@ -68,10 +68,15 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self._requests) - len(self._waiting),
-            num_waiting=len(self._waiting),
+            num_running=len(self._requests) - self.num_waiting,
+            num_waiting=self.num_waiting,
             blocks_used=self._cache.pool.num_held,
             num_blocks=self.limits.num_blocks,
             num_preemptions=self._num_preemptions,

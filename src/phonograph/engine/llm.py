@@ -172,33 +172,45 @@ class LLM:
         """Queues what is asked, each made a prompt by `encode`, and steps until all is answered."""
         each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
         ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
-        outputs: list[RequestOutput] = []
+        outputs = self._run(self._queue(many, encode, each, ranks), len(many), progress)
+        if len(outputs) == 1 and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
+
+    def _queue(
+        self, many: Sequence[Asked], encode: Callable[[Asked], Prompt], each: list[SamplingParams], ranks: list[int]
+    ) -> Iterator[RequestOutput]:
+        """Queues one with each output that is taken from it; those refused come with their error."""
         for index, (asked, one, rank) in enumerate(zip(many, each, ranks, strict=True)):
             prompt: Prompt = []
             try:
                 prompt = encode(asked)
-                outputs.append(self._session.add(prompt, one, priority=rank))
+                yield self._session.add(prompt, one, priority=rank)
             except RequestError as error:
                 if len(many) == 1:
                     raise
                 text = prompt if isinstance(prompt, str) else None
                 ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
-                outputs.append(
-                    RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
-                )
-        self._run(outputs, progress)
-        if len(outputs) == 1 and outputs[0].error is not None:
-            raise outputs[0].error
-        return outputs
+                yield RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
 
-    def _run(self, outputs: list[RequestOutput], progress: bool) -> None:
-        done = sum(output.finished for output in outputs)
-        tokens = 0
+    def _run(self, queue: Iterator[RequestOutput], count: int, progress: bool) -> list[RequestOutput]:
+        """Steps while it takes from the queue, so far ahead that each step is what it would be with all of them there:
+        the device need not wait until thousands of prompts have been encoded."""
+        outputs: list[RequestOutput] = []
+        done = tokens = 0
+        scheduler = self._engine.core.scheduler
+        # No step admits more than there are slots. By priority the last may be the first.
+        ahead = scheduler.limits.max_num_seqs if scheduler.limits.policy == "fcfs" else count
         start = time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) if progress else nullcontext() as bar:
-            task = None if bar is None else bar.add_task("requests", total=len(outputs), completed=done)
-            while self._session.has_unfinished:
+            task = None if bar is None else bar.add_task("requests", total=count)
+            while True:
+                while scheduler.num_waiting < ahead and (output := next(queue, None)) is not None:
+                    outputs.append(output)
+                    done += output.finished
+                if not self._session.has_unfinished:
+                    break
                 changed = self._session.step()
                 tokens += len(changed)
                 if bar is None or task is None:
@@ -206,6 +218,7 @@ class LLM:
                 done += sum(output.finished for output in changed)
                 speed = tokens / (time.perf_counter() - start)
                 bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+        return outputs
 
 
 def _one_per_prompt(name: str, given: Any, count: int) -> list[Any]:
