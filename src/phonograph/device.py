@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from phonograph.errors import ConfigError
 
@@ -14,25 +13,6 @@ GIB = 1024**3
 def num_cores() -> int:
     """Cores of this machine that this process may use, which may be fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-
-
-def num_whole_cores() -> int:
-    """Of `num_cores`, those that are not a second thread of another: what work that fills a core is shared out by.
-
-    The same where the system does not say.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return num_cores()
-    siblings: set[str] = set()
-    for core in os.sched_getaffinity(0):
-        try:
-            siblings.add(Path(_SIBLINGS.format(core)).read_text(encoding="ascii").strip())
-        except OSError:
-            return num_cores()
-    return len(siblings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

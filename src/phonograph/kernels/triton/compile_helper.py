@@ -1,4 +1,4 @@
-"""A process that compiles kernels, in as many children of its own as there are whole cores for it.
+"""A process that compiles kernels, in as many children of its own as there are cores for it.
 
 Triton makes a kernel's intermediate code in Python, under Python's lock: in one process the kernels of a start take ten
 seconds, however many threads they have. So a helper imports the compiler once and forks a child for each kernel. What
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phonograph.device import num_whole_cores
+from phonograph.device import num_cores
 from phonograph.frames import framed, read_frame
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = max(1, min(_MOST_CHILDREN, num_whole_cores(), free_bytes // _CHILD_BYTES))
+    most = max(1, min(_MOST_CHILDREN, num_cores(), free_bytes // _CHILD_BYTES))
     # Without a buffer, in which a request could wait unseen.
     requests = os.fdopen(0, "rb", buffering=0)
     waiting, running = deque[tuple[int, bytes]](), dict[int, int]()

@@ -99,7 +99,8 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
         16, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
         ProductConfig(32, 512, 1),
     ),
-    (32, _QWEN3_600M): StreamConfig(32, 64, 128, 11, 4, (8, 1, 8, 1)),
+    (32, _QWEN3_600M): StreamConfig(32, 64, 128, 10, 6, (8, 1, 8, 1)),
+    (64, _QWEN3_600M): StreamConfig(64, 64, 128, 7, 6, (4, 1, 8, 1)),
     (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
     (32, _LLAMA3_8B): StreamConfig(32, 128, 128, 3, 12, (4, 1, 4, 2)),
 }  # fmt: skip
