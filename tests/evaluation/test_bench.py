@@ -45,7 +45,8 @@ def test_latency_of_a_batch(demo_llm: LLM) -> None:
     assert demo_llm.engine.core.scheduler.stats.prefix_hits == hits, "a prompt was seen before"
 
 
-def test_throughput_of_ragged_requests(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_throughput_of_ragged_requests(longest_first: bool, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[tuple[str, int, int]] = []
     runs: list[list[SamplingParams]] = []
 
@@ -58,12 +59,16 @@ def test_throughput_of_ragged_requests(demo_llm: LLM, monkeypatch: pytest.Monkey
     lengths = random.Random(1)
     expected_in = [lengths.randrange(2, 41) for _ in range(23)]
     expected_out = [lengths.randrange(3, 10) for _ in range(23)]
+    if longest_first:
+        pairs = sorted(zip(expected_out, expected_in, strict=True), key=lambda pair: pair[0], reverse=True)
+        expected_out, expected_in = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     (row,) = bench_throughput(
         demo_llm,
         num_prompts=23,
         input_len=Lengths(2, 40),
         output_len=Lengths(3, 9),
         progress=lambda *one: progress.append(one),
+        longest_first=longest_first,
     )
     assert progress == [("requests", done, 23) for done in range(1, 24)]
     assert [[one.max_tokens for one in params] for params in runs] == [expected_out]

@@ -105,13 +105,14 @@ def throughput(
     num_prompts: Annotated[int, Parameter(help="Requests, all there from the start.")] = 256,
     input_len: Annotated[str, Parameter(help="Tokens of a prompt, or a range such as 100-1023.")] = "100-1023",
     output_len: Annotated[str, Parameter(help="Tokens to generate, or a range.")] = "100-1023",
+    longest_first: Annotated[bool, Parameter(negative="", help="Queue those of the most output tokens first.")] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> int:
     """Serve many random requests as fast as the engine can."""
     from phonograph.evaluation.bench_suites import throughput_suite
 
-    workload = throughput_suite(num_prompts, input_len, output_len)
+    workload = throughput_suite(num_prompts, input_len, output_len, longest_first=longest_first)
     return _run_suites(config, {"throughput": workload}, output, as_json=as_json)
 
 

@@ -136,9 +136,18 @@ def bench_mixed(llm: LLM, cases: Sequence[MixedCase], progress: BenchProgress) -
 
 
 def bench_throughput(
-    llm: LLM, *, num_prompts: int, input_len: Lengths, output_len: Lengths, progress: BenchProgress
+    llm: LLM,
+    *,
+    num_prompts: int,
+    input_len: Lengths,
+    output_len: Lengths,
+    progress: BenchProgress,
+    longest_first: bool = False,
 ) -> Iterator[Row]:
     """Output tokens a second of random requests that are all there from the start, and never end early.
+
+    longest_first: those of the most output tokens are queued first. Then the last to end began early, and prompts can
+        be spread over the steps in which the first decode: `max_num_batched_tokens` little above `max_num_seqs`.
 
     Raises:
         ConfigError: there is no request, or the longest one does not fit the engine.
@@ -150,6 +159,9 @@ def bench_throughput(
         raise ConfigError("input_len", input_len.high, problem)
     lengths, rng = random.Random(1), random.Random(0)
     input_lens, output_lens = input_len.draw(lengths, num_prompts), output_len.draw(lengths, num_prompts)
+    if longest_first:
+        order = sorted(range(num_prompts), key=lambda request: -output_lens[request])
+        input_lens, output_lens = ([lens[request] for request in order] for lens in (input_lens, output_lens))
     warmup = [random_prompt(llm, rng, length) for length in input_lens[:THROUGHPUT_WARMUP_REQUESTS]]
     timed(llm, warmup, [greedy(min(THROUGHPUT_WARMUP_TOKENS, output_len.high))] * len(warmup))
     num_done = 0
@@ -170,7 +182,8 @@ def bench_throughput(
         "ttft_seconds": summary([answer.ttft for answer in run.answers]),
         "itl_seconds": summary([gap for answer in run.answers for gap in answer.itl]),
     }
-    yield Row(suite="throughput", case=f"{num_prompts} requests", facts=facts, steps=run.steps)
+    case = f"{num_prompts} requests" + (", longest first" if longest_first else "")
+    yield Row(suite="throughput", case=case, facts=facts, steps=run.steps)
 
 
 def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:

@@ -112,14 +112,23 @@ def mixed_suite(text: str | None) -> Suite:
     return run
 
 
-def throughput_suite(num_prompts: int, input_len: str | None = None, output_len: str | None = None) -> Suite:
+def throughput_suite(
+    num_prompts: int, input_len: str | None = None, output_len: str | None = None, *, longest_first: bool = False
+) -> Suite:
     check_at_least("num_prompts", num_prompts, 1)
     published = cases.THROUGHPUT_LENS
     inputs = published if input_len is None else cases.Lengths.parse("input_len", input_len)
     outputs = published if output_len is None else cases.Lengths.parse("output_len", output_len)
 
     def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
-        return bench_throughput(llm, num_prompts=num_prompts, input_len=inputs, output_len=outputs, progress=progress)
+        return bench_throughput(
+            llm,
+            num_prompts=num_prompts,
+            input_len=inputs,
+            output_len=outputs,
+            progress=progress,
+            longest_first=longest_first,
+        )
 
     return run
 
