@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -69,26 +70,26 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     report = progress or _unseen
     on_gpu = plan.device.kind == "cuda"
     report("weights", 0, 1)
-    make_runner = make_cpu_runner
+    make_runner, compiling = make_cpu_runner, nullcontext
     if on_gpu:
         # Imports Triton, which a CPU installation need not have.
-        from phonograph.engine.wiring_cuda import begin_compiling, make_cuda_runner
+        from phonograph.engine.wiring_cuda import compiling, make_cuda_runner
 
         make_runner = make_cuda_runner
-        begin_compiling()
-    parts = _make_parts(plan, lambda done, total: report("weights", done, total))
-    if plan.config.load_format == "dummy":
-        report("weights", 1, 1)
-    runner = make_runner(plan, parts)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
         if done == 0 and on_gpu:
             report("kernels", 1, 1)
         report("graphs", done, total)
 
-    if on_gpu:
-        report("kernels", 0, 1)
-    captured = runner.capture(captured_one)
+    with compiling():
+        parts = _make_parts(plan, lambda done, total: report("weights", done, total))
+        if plan.config.load_format == "dummy":
+            report("weights", 1, 1)
+        runner = make_runner(plan, parts)
+        if on_gpu:
+            report("kernels", 0, 1)
+        captured = runner.capture(captured_one)
     if on_gpu and not captured.num_graphs:
         report("kernels", 1, 1)
     limits = plan.limits

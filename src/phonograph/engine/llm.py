@@ -209,16 +209,15 @@ class LLM:
                 while scheduler.num_waiting < ahead and (output := next(queue, None)) is not None:
                     outputs.append(output)
                     done += output.finished
-                if not self._session.has_unfinished:
-                    break
-                changed = self._session.step()
-                tokens += len(changed)
-                if bar is None or task is None:
-                    continue
-                done += sum(output.finished for output in changed)
-                speed = tokens / (time.perf_counter() - start)
-                bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
-        return outputs
+                unfinished = self._session.has_unfinished
+                changed = self._session.step() if unfinished else []
+                if bar is not None and task is not None:
+                    tokens += len(changed)
+                    done += sum(output.finished for output in changed)
+                    speed = tokens / (time.perf_counter() - start)
+                    bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+                if not unfinished:
+                    return outputs
 
 
 def _one_per_prompt(name: str, given: Any, count: int) -> list[Any]:

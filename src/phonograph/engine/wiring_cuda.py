@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
 from phonograph.engine.plan import EnginePlan
@@ -17,10 +20,15 @@ from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.synthetic import SyntheticBatches
 
 
-def begin_compiling() -> None:
-    """Begins what compiling kernels needs and weights do not."""
+@contextmanager
+def compiling() -> Generator[None]:
+    """Around a start: begins what compiling kernels needs and weights do not; leaves no process behind."""
     begin_hashing()
     compile_helper.start_early()
+    try:
+        yield
+    finally:
+        compile_helper.end_helper(compiled_all=False)
 
 
 def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:

@@ -82,12 +82,16 @@ class CompileHelper:
             [sys.executable, "-m", "phonograph.kernels.triton.compile_helper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # All kernels of a start, so that whoever asks need not wait for the helper's imports.
-            pipesize=_PIPE_BYTES,
             env=environ,
             # Ctrl-C is for the engine's process, which ends this one.
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        with contextlib.suppress(ImportError, AttributeError, OSError):  # Linux has it, and allows it mostly
+            import fcntl
+
+            # Room for all kernels of a start, so that whoever asks need not wait for the helper's imports.
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._waiting: dict[int, Future[str | None]] = {}
