@@ -6,14 +6,6 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def hopper_gpu() -> None:
-    from phonograph.kernels.triton.pdl import gluon_usable
-
-    if not gluon_usable():
-        pytest.skip("needs a Hopper GPU")
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -45,10 +45,7 @@ from triton.runtime.jit import KernelInterface
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.pdl import gluon_usable
 
-FOR_HOPPER = (
-    "stream._stream_kernel",
-    "attention_prefill_hopper._prefill_kernel",
-)
+FOR_HOPPER = ("stream._stream_kernel", "attention_prefill_hopper._prefill_kernel")
 
 
 def find_kernels() -> dict[int, str]:

@@ -189,10 +189,6 @@ class _Language:
         return torch.maximum(left, right) if isinstance(left, torch.Tensor) and left.dim() else max(left, right)
 
     @staticmethod
-    def cdiv(left: Any, right: Any) -> Any:
-        return -(-left // right)
-
-    @staticmethod
     def minimum(left: Any, right: Any) -> Any:
         return min(left, right)
 
@@ -230,7 +226,7 @@ class _Language:
         if "%never" in text:
             return arguments[0]
         if "ld.acquire" not in text:
-            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async", "prefetch.global")), text
+            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
             return None
         pointer, turned = arguments
         _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")

@@ -162,10 +162,9 @@ class FusedDecoder:
             config is None and takes_squares(rows, weight.shape[1], weight.shape[0], hidden.dtype)
             for weight in (first.qkv, first.gate_up)
         )
+        following = [*decoder.layers[1:], None]
         for index in self._indices:
-            layer, next_layer = decoder.layers[index], None
-            if index + 1 < len(decoder.layers):
-                next_layer = decoder.layers[index + 1]
+            layer, next_layer = decoder.layers[index], following[index]
             linear(normed, layer.qkv.t(), layer.qkv_bias, qkv, squares=squares, scratch=scratch, config=config)
             attention(index, qkv, attended)
             if next_layer is None and rows_P is not None:

@@ -29,12 +29,12 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.cache_matrix import TILE, as_matrix
 from phonograph.kernels.triton.fp8 import at_width_of
 from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable
 
 __all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
 
+_BLOCK_N = 64
 _MERGE_ROWS = 16
 # Padded tokens of a step, fixed with its graph.
 _FEW_TOKENS = 2560
@@ -83,12 +83,15 @@ def prefill_attention(
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
     width = plan.partial_out.shape[-1]
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    matrix = as_matrix(kv_cache, width)
+    heads_outside = num_kv_heads > 1 and stride_slot == head_size
+    tma = _fits_tma(kv_cache, width, heads_outside)
+    columns = head_size if heads_outside else num_kv_heads * head_size
+    rows = 2 * stride_kv // columns
     features = softcap != 0.0 or alibi_slopes is not None or k_scale is not None or v_scale is not None
     if (
         num_tokens >= _HOPPER_TOKENS
         and plan.cuts
-        and matrix is not None
+        and tma
         and not features
         and width in (64, 128)
         and kv_cache.dtype == query_THD.dtype
@@ -106,7 +109,8 @@ def prefill_attention(
             seq_lens,
             out_THD,
             lse_HT,
-            matrix=matrix,
+            matrix=(rows, columns),
+            heads_outside=heads_outside,
             scale=scale,
             window=window,
             sinks=sinks,
@@ -114,14 +118,12 @@ def prefill_attention(
         )
         _merge(plan, query_start_loc, out_THD, lse_HT, sinks)
         return
-    few = plan.cuts and num_tokens <= _FEW_TOKENS
-    num_warps, num_stages, share = _configuration(width, matrix is not None, few=few)
+    num_warps, num_stages, share = _configuration(width, tma, few=plan.cuts and num_tokens <= _FEW_TOKENS)
     pdl = pdl_usable()
     cache = kv_cache
-    if matrix is not None:
-        shape = [matrix.rows, matrix.columns]
-        cache = TensorDescriptor(kv_cache, shape, [matrix.columns, 1], [TILE, head_size])
-        stride_kv = matrix.rows // 2
+    if tma:
+        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
+        stride_kv = rows // 2
     right = 0 if causal else window[1]
     programs = plan.num_sms * share
     _attention_kernel[(programs,)](
@@ -156,12 +158,12 @@ def prefill_attention(
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=TILE,
+        BLOCK_N=_BLOCK_N,
         LEFT=window[0],
         RIGHT=right,
         SOFTCAP=softcap != 0.0,
-        TMA=matrix is not None,
-        HEADS_OUTSIDE=matrix is not None and matrix.heads_outside,
+        TMA=tma,
+        HEADS_OUTSIDE=heads_outside,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=num_warps,
@@ -216,6 +218,20 @@ def _configuration(width: int, tma: bool, *, few: bool) -> tuple[int, int, int]:
     if not tma:
         return 4, 3, 2
     return (8, 3, 1) if few else (4, 2, 2)
+
+
+def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
+    """Whether the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]), each key tile in one block."""
+    _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
+    stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
+    return (
+        block_size % _BLOCK_N == 0
+        and (128 % block_size == 0 or block_size % 128 == 0)
+        and width == head_size
+        and stride_kv == num_blocks * stride_block
+        and stride_block == block_size * num_kv_heads * head_size
+        and (num_kv_heads == 1 or stride_head == (block_size * head_size if heads_outside else head_size))
+    )
 
 
 @triton.jit

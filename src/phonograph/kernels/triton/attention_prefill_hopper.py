@@ -32,18 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.attention_hopper import (
-    INFINITY,
-    LN_2,
-    LOG2_E,
-    clear,
-    describe,
-    free,
-    load_rows,
-    masked,
-    place_of,
-)
 from phonograph.kernels.triton.attention_prefill_plan import (
     BLOCK_M,
     ENTRY_WORDS,
@@ -51,7 +41,6 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.cache_matrix import CacheMatrix
 from phonograph.kernels.triton.hopper import (
     behind,
     let_next_kernel_start,
@@ -60,9 +49,14 @@ from phonograph.kernels.triton.hopper import (
 )
 from phonograph.kernels.triton.pdl import pdl_usable
 
+PIECE = 64
+"""Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
 _TILES = 3
 """Of keys, and of values, that have a place."""
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
+_INFINITY = gl.constexpr(float("inf"))
 
 
 def attend_on_hopper(
@@ -75,7 +69,8 @@ def attend_on_hopper(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
-    matrix: CacheMatrix,
+    matrix: tuple[int, int],
+    heads_outside: bool,
     scale: float,
     window: tuple[int, int],
     sinks: torch.Tensor | None,
@@ -83,14 +78,16 @@ def attend_on_hopper(
 ) -> None:
     """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128, plans that cut keys.
 
-    matrix: the cache for the copy engine
+    matrix: rows and columns of the cache for the copy engine; heads_outside: whether a head's slots are rows
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
-    heads_outside = matrix.heads_outside
+    rows, columns = matrix
+    kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([PIECE, head_size], kind)
     pdl = pdl_usable()
     _prefill_kernel[(plan.num_sms,)](
         query_THD,
-        describe(kv_cache, matrix),
+        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, head_size], layout),
         block_table,
         query_start_loc,
         seq_lens,
@@ -102,7 +99,7 @@ def attend_on_hopper(
         plan.partial_out,
         plan.partial_lse,
         query_THD.stride(0),
-        matrix.rows // 2,
+        rows // 2,
         num_kv_heads if heads_outside else 1,
         block_table.stride(0),
         lse_HT.stride(0) if lse_HT is not None else 0,
@@ -177,9 +174,12 @@ def _load(
                 mbarrier.expect(full.index(at), 2 * cache.block_type.nbytes)
                 for half in gl.static_range(2):
                     block = left if half == 0 else right
-                    row, column = place_of(
-                        block, key + half * SIZE, kv_head, blocks_of_heads, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE
-                    )
+                    if HEADS_OUTSIDE:
+                        row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
+                        column = 0
+                    else:
+                        row = block * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
+                        column = kv_head * HEAD_SIZE
                     place = ring.index(2 * at + half)
                     tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), place)
                 at, turn = behind(at, turn, TILES)
@@ -195,11 +195,28 @@ def _logits(query_MD, keys, piece, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a piece: minus infinity for keys that are not there or not seen."""
+    N: gl.constexpr = logits_MN.shape[1]
+    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    seen = (key_N >= low) & (key_N < high)
+    if LEFT >= 0:
+        seen = seen & (key_N >= position_M[:, None] - LEFT)
+    if RIGHT >= 0:
+        seen = seen & (key_N <= position_M[:, None] + RIGHT)
+    return gl.where(seen, logits_MN, -_INFINITY)
+
+
+@gluon.jit
 def _clear(values, at, first_key, low, high):
-    """Zeros for values of a tile's keys that are not there."""
+    """Zeros for values of a tile's keys that are not there: slots that nobody wrote may hold NaN, which no weight takes
+    away."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SIZE: gl.constexpr = values.type.shape[1]
     for half in gl.static_range(2):
-        clear(values.index(2 * at + half), first_key + half * SIZE, low, high)
+        piece = values.index(2 * at + half)
+        key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
+        piece.store(gl.where((key_N >= low) & (key_N < high), piece.load(LAYOUT), 0.0))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -211,7 +228,7 @@ def _weigh(
     max_M,
     sum_M,
     unit,
-    is_masked,
+    masked,
     first_key,
     position_M,
     low,
@@ -221,11 +238,11 @@ def _weigh(
     LAYOUT: gl.constexpr,
 ):
     """Weights of a tile's two pieces, what earlier sums are to be multiplied by, the new largest logit and sum."""
-    if is_masked:
-        left_MN = masked(left_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
-        right_MN = masked(right_MN, first_key + right_MN.shape[1], position_M, low, high, LEFT, RIGHT, LAYOUT)
+    if masked:
+        left_MN = _masked(left_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+        right_MN = _masked(right_MN, first_key + right_MN.shape[1], position_M, low, high, LEFT, RIGHT, LAYOUT)
     new_max_M = gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
-    shift_M = gl.where(new_max_M == -INFINITY, 0.0, new_max_M)
+    shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
     left_MN = gl.exp2(left_MN * unit - shift_M[:, None])
     right_MN = gl.exp2(right_MN * unit - shift_M[:, None])
     decay_M = gl.exp2(max_M - shift_M)
@@ -270,6 +287,13 @@ def _take_turn(turns, taken, GROUP_OF_WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _free(empty, at):
+    """A tile's place, once all warps are past reading it."""
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(at), count=1)
+
+
+@gluon.jit
 def _attend(
     query_MD,
     rings,
@@ -298,7 +322,7 @@ def _attend(
     at, turn, value_at, value_turn, taken = places
     sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
     sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, LAYOUT))
-    max_M = gl.full([M], -INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
+    max_M = gl.full([M], -_INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
     tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
     # All rows see all keys from `plain` to `edge`.
     plain = start
@@ -315,18 +339,18 @@ def _attend(
         right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
-        free(keys_empty, at)
+        _free(keys_empty, at)
         at, turn = behind(at, turn, TILES)
-        is_masked = (start < plain) | (start + 2 * SIZE > edge)
+        masked = (start < plain) | (start + 2 * SIZE > edge)
         left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
-            left_MN, right_MN, max_M, sum_M, unit, is_masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
+            left_MN, right_MN, max_M, sum_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
         )
         left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         for tile in range(1, tiles):
             key = start + tile * (2 * SIZE)
             mbarrier.wait(values_full.index(value_at), value_turn)
-            if is_masked & (GROUP_OF_WARPS == 0):
+            if masked & (GROUP_OF_WARPS == 0):
                 # For both: the other's turn with these values comes after this one's.
                 _clear(values, value_at, key - 2 * SIZE, low, high)
             mbarrier.wait(keys_full.index(at), turn)
@@ -336,11 +360,11 @@ def _attend(
             sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
             left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
-            free(keys_empty, at)
+            _free(keys_empty, at)
             at, turn = behind(at, turn, TILES)
-            is_masked = (key < plain) | (key + 2 * SIZE > edge)
+            masked = (key < plain) | (key + 2 * SIZE > edge)
             left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
-                left_MN, right_MN, max_M, sum_M, unit, is_masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
+                left_MN, right_MN, max_M, sum_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
             )
             sum_M = _before_what_follows(sum_M)
             new_left = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
@@ -349,18 +373,18 @@ def _attend(
             done_MD, _, _, left_weights, right_weights = warpgroup_mma_wait(
                 0, deps=(sums_MD, left_weights, right_weights, new_left, new_right)
             )
-            free(values_empty, value_at)
+            _free(values_empty, value_at)
             value_at, value_turn = behind(value_at, value_turn, TILES)
             done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
             sums_MD = warpgroup_mma_init(done_MD)
         mbarrier.wait(values_full.index(value_at), value_turn)
-        if is_masked & (GROUP_OF_WARPS == 0):
+        if masked & (GROUP_OF_WARPS == 0):
             _clear(values, value_at, start + (tiles - 1) * (2 * SIZE), low, high)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
         sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
-        free(values_empty, value_at)
+        _free(values_empty, value_at)
         value_at, value_turn = behind(value_at, value_turn, TILES)
         sums_MD = warpgroup_mma_init(done_MD)
     return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, value_at, value_turn, taken)
@@ -389,10 +413,14 @@ def _load_query(
     query_start = gl.load(query_start_loc + seq)
     query_len = gl.load(query_start_loc + seq + 1) - query_start
     first_row = gl.load(entry + 1, mask=num_items > 0, other=0) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
-    return load_rows(
-        query_THD, stride_token, query_start, gl.where(item < num_items, query_len, 0), known % KV_HEADS, first_row,
-        GROUP, HEAD_SIZE, ROWS, COPY,
-    )  # fmt: skip
+    row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
+    token_M = row_M // GROUP
+    head_M = known % KV_HEADS * GROUP + row_M % GROUP
+    query = query_THD + query_start.to(gl.int64) * stride_token
+    pointers = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+    there_M = (token_M < query_len) & (item < num_items)
+    return gl.load(pointers, mask=there_M[:, None], other=0.0)
 
 
 @gluon.jit
@@ -452,7 +480,7 @@ def _run(
                 places,
                 (start, stop, low, high, first, last),
                 position_M,
-                scale * LOG2_E,
+                scale * _LOG2_E,
                 GROUP_OF_WARPS,
                 HEAD_SIZE,
                 LEFT,
@@ -472,18 +500,18 @@ def _run(
             factor_M = gl.where(sum_M > 0, 1.0, 0.0)
             if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
                 if slot < 0:
-                    sink_M = gl.load(sinks + head_M) * LOG2_E
+                    sink_M = gl.load(sinks + head_M) * _LOG2_E
                     new_max_M = gl.maximum(max_M, sink_M)
                     factor_M = gl.exp2(max_M - new_max_M)
                     sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
                     max_M = new_max_M
             factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
-            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -INFINITY)
+            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
             sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
             if slot < 0:
                 if lse_HT is not None:
                     lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
-                    gl.store(lse_ptrs, lse_M * LN_2, mask=token_M < query_len)
+                    gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
                 rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
                 copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
                 place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP

@@ -74,7 +74,7 @@ class Job:
 
 
 class CompileHelper:
-    """The helper, from the engine's process. For several threads at a time."""
+    """The helper, from the engine's process. One thread asks; any may wait for the answers."""
 
     def __init__(self) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -93,7 +93,6 @@ class CompileHelper:
             # Room for all kernels of a start, so that whoever asks need not wait for the helper's imports.
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._waiting: dict[int, Future[str | None]] = {}
         self._number = 0
         self._ended = False
@@ -116,9 +115,8 @@ class CompileHelper:
             self._waiting[number] = future
         try:
             assert self._process.stdin is not None
-            with self._sending:
-                self._process.stdin.write(framed(pickle.dumps((number, data))))
-                self._process.stdin.flush()
+            self._process.stdin.write(framed(pickle.dumps((number, data))))
+            self._process.stdin.flush()
         except OSError as error:
             self._told(number, f"the helper has ended: {error!r}")
         return future
@@ -136,10 +134,9 @@ class CompileHelper:
                 self._told(*pickle.loads(read_frame(self._process.stdout)))
         with self._lock:
             self._ended = True
-            waiting = list(self._waiting.values())
-            self._waiting.clear()
-        for future in waiting:
-            future.set_result("the helper has ended")
+            waiting = list(self._waiting)
+        for number in waiting:
+            self._told(number, "the helper has ended")
 
     def _told(self, number: int, problem: str | None) -> None:
         with self._lock:
