@@ -19,6 +19,7 @@ from phonograph.models.decoder import Decoder
 from phonograph.models.folder import model_folder
 from phonograph.models.kv_scales import is_kv_scale
 from phonograph.models.spec import ModelSpec
+from phonograph.models.staging import Copies
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -109,27 +110,32 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | N
     shapes = decoder.spec.tensor_shapes()
     destinations = decoder.destinations()
     written: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-                    if is_kv_scale(name):
+
+    def report(num_there: int) -> None:
+        if progress is not None:
+            progress(num_there, len(shapes))
+
+    with Copies(decoder.device, report) as copies:
+        for file in files:
+            try:
+                with safe_open(file, framework="pt", device="cpu") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                        if is_kv_scale(name):
+                            tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                            decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
+                            continue
+                        if name not in shapes:
+                            _refuse_unexpected(name, file, decoder.spec)
+                            continue
+                        if name in written:
+                            raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                        decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
-                        continue
-                    if name not in shapes:
-                        _refuse_unexpected(name, file, decoder.spec)
-                        continue
-                    if name in written:
-                        raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
-                    tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                    _check(name, tensor, shapes[name], file)
-                    destinations[name].copy_(tensor)
-                    written[name] = file
-                    if progress is not None:
-                        progress(len(written), len(shapes))
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
+                        _check(name, tensor, shapes[name], file)
+                        copies.add(destinations[name], tensor)
+                        written[name] = file
+            except (SafetensorError, OSError) as error:
+                raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
+        copies.finish()
     decoder.kv_scales.check(decoder.spec.num_layers)
     missing = [name for name in shapes if name not in written]
     if missing:

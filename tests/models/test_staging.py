@@ -1,0 +1,99 @@
+"""Weights on their way to a device, a piece at a time, by several threads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from phonograph.models import staging
+from phonograph.models.staging import Copies, Staging
+
+SHAPES = [(), (1,), (7,), (33, 5), (5, 1000), (3, 40, 9), (0, 4), (1, 2049)]
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strided: bool) -> torch.Tensor:
+    """Strided: as a slice of a fused matrix, or a transposed one."""
+    if strided and len(shape) == 2:
+        return torch.full((shape[1], shape[0] + 3), float("nan"), dtype=dtype, device=device).t()[1:-2]
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def check(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "STAGING_BYTES", 256)
+    one = Staging(device)
+    for seed, shape in enumerate(SHAPES):
+        for source_type, type_there in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+            for strided in (False, True):
+                source = noise(shape, source_type, seed)
+                there = poisoned(shape, type_there, device, strided)
+                one.copy(there, source)
+                assert torch.equal(there.cpu(), source.to(type_there)), (shape, source_type, strided)
+
+
+def test_pieces_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(torch.device("cpu"), monkeypatch)
+
+
+@pytest.mark.gpu
+def test_pieces_of_any_shape_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(torch.device("cuda"), monkeypatch)
+
+
+def check_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "STAGING_BYTES", 4096)
+    rng = random.Random(3)
+    sources = [noise((rng.randint(1, 60), rng.randint(1, 300)), torch.bfloat16, seed) for seed in range(60)]
+    there = [torch.full(one.shape, float("nan"), dtype=torch.bfloat16, device=device) for one in sources]
+    told: list[int] = []
+    with Copies(device, told.append) as copies:
+        for destination, source in zip(there, sources, strict=True):
+            copies.add(destination, source)
+        copies.finish()
+    assert told == list(range(1, 61))
+    assert all(torch.equal(one.cpu(), source) for one, source in zip(there, sources, strict=True))
+
+
+def test_all_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(torch.device("cpu"), monkeypatch)
+
+
+@pytest.mark.gpu
+def test_threads_bring_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(torch.device("cuda"), monkeypatch)
+
+
+class Elsewhere:
+    """A device that copies go to by threads, whose memory is this machine's."""
+
+    type = "cuda"
+
+
+def test_a_copy_that_fails_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "Staging", lambda _: Staging(torch.device("cpu")))
+    told: list[int] = []
+    source = torch.ones(4, 3)
+    with pytest.raises(RuntimeError), Copies(Elsewhere(), told.append) as copies:  # pyright: ignore[reportArgumentType]
+        copies.add(torch.zeros(4, 3), source)
+        copies.add(torch.zeros(4, 5), source)
+        copies.finish()
+    assert len(told) <= 1
+
+
+def test_threads_bring_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "STAGING_BYTES", 512)
+    monkeypatch.setattr(staging, "Staging", lambda _: Staging(torch.device("cpu")))
+    sources = [noise((31, 17), torch.float16, seed) for seed in range(40)]
+    there = [torch.full((31, 17), float("nan"), dtype=torch.float32) for _ in sources]
+    told: list[int] = []
+    with Copies(Elsewhere(), told.append) as copies:  # pyright: ignore[reportArgumentType]
+        for destination, source in zip(there, sources, strict=True):
+            copies.add(destination, source)
+        copies.finish()
+    assert told == list(range(1, 41))
+    assert all(torch.equal(one, source.float()) for one, source in zip(there, sources, strict=True))
