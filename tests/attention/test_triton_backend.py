@@ -65,6 +65,18 @@ def test_small(spec: AttentionSpec, device: torch.device) -> None:
     check(spec, device, (DECODES, MIXED, EMPTY))
 
 
+@pytest.mark.parametrize(
+    "spec", [TINY, replace(TINY, windows=(FULL, (6, 0))), replace(TINY, batch_invariant=True)], ids=str
+)
+def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where both launches run at the same time, which these small GPUs of the interpreter do not."""
+    monkeypatch.setattr("phonograph.attention.triton.takes_part", lambda _: True)
+    more = BatchShape(
+        name="more", query_lens=(1, 2, 40, 17, 1), seq_lens=(300, 50, 40, 90, 17), padded_reqs=1, padded_tokens=4
+    )
+    check(spec, device, (MIXED, more))
+
+
 FEATURES = {
     "plain": {},
     "left windows": {"windows": (FULL, (0, 0), (6, 0), (33, -1))},

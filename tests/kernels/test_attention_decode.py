@@ -43,6 +43,10 @@ SMALL = [
         num_query_heads=8,
         num_sms=1,
     ),
+    # Beside queries that are another launch's.
+    Case(batch=((1, 300), (17, 200), (1, 129), (5, 90), (40, 40)), num_sms=3, divide=True),
+    Case(batch=((1, 700), (17, 200), (16, 300)), num_sms=5, divide=True, window=(90, 0)),
+    Case(batch=((17, 200), (30, 30)), num_sms=3, divide=True),
     # Queries in bfloat16 are multiplied in float16.
     Case(batch=QUERIES, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, num_query_heads=14, num_sms=3),
 ]
@@ -81,7 +85,40 @@ def test_few_units_are_cut_evenly(lens: list[int], chunk_tiles: int, chunks: int
     problem.check(plan)
     assert plan.programs == 8
     assert (plan.records[:, 2] == chunk_tiles * plan.block_n).all()
-    assert (plan.records[:, 3] == chunks).all()
+    assert (plan.records[:, 3] == chunks // 8 * 1024 + chunks % 8).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "window", "used"),
+    [
+        # 7 tiles of 128 rows that see 400 keys (and cost 448 more), 1.4 times, beside 2,560 keys: 7.7 of 10.
+        (((1, 2560), (400, 600)), (-1, -1), 8),
+        # In a window of 20 they see 220, and the other query one tile of 64.
+        (((1, 2560), (400, 600)), (20, 0), 9),
+        # 32 tiles of 10,000 to 12,000 keys: at least one multiprocessor is left.
+        (((1, 3), (2000, 12000)), (-1, -1), 9),
+        # No more than a tile has KV heads.
+        (((1, 100), (64, 232)), (-1, -1), 2),
+        (((1, 256), (16, 232)), (-1, -1), 0),
+        (((17, 232), (0, 0)), (-1, -1), 10),
+        (((0, 0), (0, 0)), (-1, -1), 10),
+    ],
+)
+def test_multiprocessors_by_work(
+    batch: tuple[tuple[int, int], ...], window: tuple[int, int], used: int, device: torch.device
+) -> None:
+    """Of those for long queries the rest have two ranges each."""
+    problem = Problem(Case(batch=batch, window=window, num_sms=10, divide=True), device)
+    plan = problem.plan()
+    problem.check(plan)
+    assert problem.multiprocessors.item() == used
+    has_short = any(0 < query_len <= 16 for query_len, _ in batch)
+    num_ranges = 2 * (10 - used) if has_short else 20
+    share, extra = divmod(int(plan.records[0, 3]), 1024)
+    assert (plan.records[:num_ranges, 3] == plan.records[0, 3]).all()
+    assert not plan.records[num_ranges:, 3].any()
+    assert (share + extra > 0) == has_short
+    assert extra < num_ranges
 
 
 def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:

@@ -31,6 +31,7 @@ FEATURES = {
     "softcap": Case(softcap=5.0),
     "ALiBi": Case(alibi=True),
     "sinks": Case(sinks=True, window=(40, -1)),
+    "on one multiprocessor of two": Case(multiprocessors=1),
     "FP8": Case(kv_dtype=torch.float8_e5m2),
     "FP8 in blocks of a key tile": Case(kv_dtype=torch.float8_e4m3fn, block_size=64),
 }
@@ -41,7 +42,9 @@ def test_output_and_lse(name: str, device: torch.device) -> None:
     run(FEATURES[name], device, 5e-3)
 
 
-@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"block_size": 64, "window": (600, -1)}])
+@pytest.mark.parametrize(
+    "features", [{}, {"sinks": True}, {"multiprocessors": 3}, {"block_size": 64, "window": (600, -1)}]
+)
 def test_long_context_is_cut_and_merged(features: dict[str, object], device: torch.device) -> None:
     case = replace(Case(batch=((1, 9), (20, 1100), (18, 18)), num_kv_heads=1, num_heads=2, num_sms=4), **features)
     plan = run(case, device, 5e-3)
@@ -52,7 +55,7 @@ def test_a_plan_serves_batch_after_batch(device: torch.device) -> None:
     case = Case(num_kv_heads=1, num_heads=2, num_sms=4)
     plan = make_plan(case, device)
     for seed, lengths in enumerate([((20, 1100),), ((30, 30), (17, 40)), ((1, 5), (3, 9)), ((0, 0), (18, 700))]):
-        batch = Batch(replace(case, batch=lengths), device, seed)
+        batch = Batch(replace(case, batch=lengths, multiprocessors=4 - seed), device, seed)
         batch.plan(plan)
         for _ in range(2):
             batch.out_THD.fill_(torch.nan)
@@ -95,7 +98,7 @@ def test_the_list_covers_every_key_once(
     seq_lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
     plan_prefill(plan, lengths, seq_lens, min_query_len=MIN_QUERY_LEN, causal=causal, window=window)
     num_entries, num_merges, *counters = plan.header.tolist()
-    assert counters == [0, 0]
+    assert counters == [0, 0, 132]
     assert (plan.entries[num_entries:] == -7).all()
     assert (plan.merges[num_merges:] == -7).all()
     entries = [row[:5] for row in plan.entries[:num_entries].tolist()]

@@ -38,6 +38,7 @@ class Case:
     lse: bool = True
     padding: int = 2
     num_sms: int = 2
+    divide: bool = False
 
     def __str__(self) -> str:
         defaults = Case(batch=())
@@ -94,6 +95,7 @@ class Problem:
         plan.partial_out.fill_(NAN)
         plan.partial_lse.fill_(NAN)
         plan.records.fill_(-1)
+        self.multiprocessors = torch.full((1,), -1, dtype=torch.int32, device=self.device)
         return plan
 
     def run(self, plan: DecodePlan) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,7 +105,15 @@ class Problem:
         out = torch.full((num_tokens + 1, heads, dim), NAN, dtype=case.dtype, device=self.device)
         lse = torch.full((heads + 1, num_tokens), NAN, device=self.device) if case.lse else None
         starts, lens = self.starts.to(self.device), torch.tensor(self.lens, dtype=torch.int32, device=self.device)
-        plan_decode(plan, starts, lens, max_query_len=case.max_query_len, window=case.window)
+        plan_decode(
+            plan,
+            starts,
+            lens,
+            max_query_len=case.max_query_len,
+            window=case.window,
+            multiprocessors=self.multiprocessors if case.divide else None,
+            divide=case.divide,
+        )
 
         def on_device(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(self.device)

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.triton.attention_prefill import PrefillPlan, make_prefill_plan, plan_prefill, prefill_attention
+from phonograph.kernels.triton.attention_prefill import (
+    PrefillPlan,
+    make_prefill_plan,
+    merge_prefill,
+    multiprocessors_of,
+    plan_prefill,
+    prefill_attention,
+)
 
 MIN_QUERY_LEN = 17
 # (query length, keys): each below MIN_QUERY_LEN is left to the decode kernel; (0, 0) is an empty slot.
@@ -32,6 +39,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     num_sms: int = 2
+    multiprocessors: int = 1 << 20
     padding: int = 5
 
     @property
@@ -88,6 +96,7 @@ class Batch:
 
     def plan(self, plan: PrefillPlan) -> None:
         causal, window = self.case.causal, self.case.window
+        multiprocessors_of(plan).fill_(min(plan.num_sms, self.case.multiprocessors))
         plan_prefill(
             plan, self.query_start_loc, self.seq_lens, min_query_len=MIN_QUERY_LEN, causal=causal, window=window
         )
@@ -105,6 +114,7 @@ class Batch:
             **self.case.features,
             **self.tensors,
         )
+        merge_prefill(plan, self.query_start_loc, self.out_THD, self.lse_HT, self.tensors["sinks"])
 
     def check(self, tolerance: float) -> None:
         start = 0

@@ -1,8 +1,9 @@
 """Our own kernels as a backend: one launch for short queries, one for the rest, both on schedules made on the device.
 
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
-does not slow the decodes beside it. What a graph freezes is the longest query of the first part and whether there is a
-second; lengths are read on the device.
+does not slow the decodes beside it. The two run at the same time where the GPU lets a launch begin before the one
+before it has ended: that for long queries on as many multiprocessors as its share of the work is. What a graph freezes
+is the longest query of the first part and whether there is a second; lengths are read on the device.
 
 For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
 token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
@@ -30,8 +31,11 @@ from phonograph.kernels.triton.attention_decode import (
 from phonograph.kernels.triton.attention_prefill import (
     PrefillPlan,
     make_prefill_plan,
+    merge_prefill,
+    multiprocessors_of,
     plan_prefill,
     prefill_attention,
+    takes_part,
 )
 
 Window = tuple[int, int]
@@ -44,6 +48,7 @@ class TritonMetadata(GpuMetadata):
 
     short_query_len: longest query that the launch for short ones meets; 0 where it serves none
     has_long:        whether longer ones may be there
+    divide:          whether the launches divide the multiprocessors
     """
 
     query_start_loc: torch.Tensor
@@ -53,6 +58,7 @@ class TritonMetadata(GpuMetadata):
     causal: bool
     short_query_len: int
     has_long: bool
+    divide: bool
 
 
 class TritonMetadataBuilder(MetadataBuilder):
@@ -87,6 +93,7 @@ class TritonMetadataBuilder(MetadataBuilder):
             causal=common.causal,
             short_query_len=short_query_len,
             has_long=has_long,
+            divide=has_long and takes_part(common.slot_mapping.shape[0]),
         )
 
 
@@ -101,7 +108,15 @@ class TritonBackend(GpuBackend):
         assert isinstance(metadata, TritonMetadata)
         starts, lens = metadata.query_start_loc, metadata.seq_lens
         for window, (short, long) in metadata.plans.items():
-            plan_decode(short, starts, lens, max_query_len=metadata.short_query_len, window=window)
+            plan_decode(
+                short,
+                starts,
+                lens,
+                max_query_len=metadata.short_query_len,
+                window=window,
+                multiprocessors=multiprocessors_of(long),
+                divide=metadata.divide,
+            )
             if metadata.has_long:
                 min_query_len = metadata.short_query_len + 1
                 plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=metadata.causal, window=window)
@@ -117,7 +132,7 @@ class TritonBackend(GpuBackend):
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
         short, long = metadata.plans[layer.window]
-        # The long ones first: they are the longer launch, and the short ones' fills what its last programs leave idle.
+        # The long ones first: few of their programs have work, and the short ones' take all the room that is left.
         if metadata.has_long:
             prefill_attention(
                 long,
@@ -154,7 +169,10 @@ class TritonBackend(GpuBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=metadata.causal,
+            beside=metadata.has_long,
         )
+        if metadata.has_long:
+            merge_prefill(long, metadata.query_start_loc, out_THD, lse_HT, layer.sinks)
 
 
 def _make_plans(

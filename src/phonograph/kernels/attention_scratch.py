@@ -8,6 +8,8 @@ MAX_SHORT_QUERY = 16
 `attention_prefill`."""
 PREFILL_ROWS = 128
 """Rows of a prefill's tile."""
+SHORTEST_PIECE = 512
+"""Keys of a piece that a prefill's tile may be cut into, at least."""
 _PARTIALS_A_PROGRAM = 3
 
 

@@ -32,7 +32,7 @@ from phonograph.kernels.triton.attention_plan import (
     share_of,
 )
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
-from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.pdl import pdl_usable, pdl_wait_if
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -68,6 +68,7 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
+    beside: bool = False,
 ) -> None:
     """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
 
@@ -83,6 +84,8 @@ def decode_attention(
         scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
         alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
+        beside: whether the launch before this one is that for long queries (`prefill_attention`), so that both may run
+            at the same time
     """
     width = plan.partial_out.shape[2]
     # One kernel for all graphs, whatever the longest query.
@@ -114,6 +117,7 @@ def decode_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
+        int(beside),
         PROGRAMS=plan.programs,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
@@ -142,7 +146,7 @@ def decode_attention(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "beside"])
 def _attention_kernel(
     query_THD,
     cache,
@@ -166,6 +170,7 @@ def _attention_kernel(
     stride_lse,
     scale,
     softcap,
+    beside,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -194,10 +199,10 @@ def _attention_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    index, chunk, chunk_keys, total, seq, query_start, query_len, seq_len = read_record(records, program)
+    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len = read_record(records, program)
     end = tl.load(query_start_loc + num_seqs)
     # `position` runs over the chunks of the batch, `chunk` over those of the sequence.
-    own = share_of(program, total, PROGRAMS)
+    own = share_of(program, ranges)
     position, stop = own[2], own[3]
     if PDL:
         if AHEAD > 0 and position < stop:
@@ -209,7 +214,8 @@ def _attention_kernel(
                 base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
                 stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
             )  # fmt: skip
-        tl_cuda.gdc_wait()
+        # The launch beside this one began behind all that it reads (`pdl_wait_first`).
+        pdl_wait_if(beside == 0)
     while position < stop:
         # Asked for now, needed at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
@@ -256,19 +262,11 @@ def _attention_kernel(
         if complete != 0:
             first_row = row_tile * tile_rows
             num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
-            # Asking for more at once than there is takes time too.
-            if last - first < PARTS // 2:
-                _merge(
-                    out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
-                    first_row, num_rows, first, last, first_slot,
-                    KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS // 2,
-                )  # fmt: skip
-            else:
-                _merge(
-                    out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
-                    first_row, num_rows, first, last, first_slot,
-                    KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS,
-                )  # fmt: skip
+            _merge(
+                out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
+                first_row, num_rows, first, last, first_slot,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS,
+            )  # fmt: skip
             tl.store(counters + first, 0)
 
         position += taken
@@ -291,6 +289,10 @@ def _attention_kernel(
         if lse_HT is not None:
             for head in range(KV_HEADS * GROUP):
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
+
+    # Who waits for this kernel waits for that one too.
+    if PDL:
+        pdl_wait_if(beside != 0)
 
 
 @triton.jit

@@ -10,6 +10,9 @@ A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows
 KV head), heads innermost. A range holds whole units, but for its first and last. A chunk is one tile of keys in a batch
 of many units. In one of few it is as many as give every program at most one chunk, for a range that ends one unit and
 begins another starts reading twice, which costs a tenth of the time or more.
+
+Where the launch for long queries runs at the same time (`attention_decode`), it gets multiprocessors of its own, as
+many as their share of the work is, and the ranges are cut for the programs that fit the others.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -24,7 +27,14 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, decode_partials, decode_programs, row_tiles
+from phonograph.kernels.attention_scratch import (
+    MAX_SHORT_QUERY,
+    PREFILL_ROWS,
+    SHORTEST_PIECE,
+    decode_partials,
+    decode_programs,
+    row_tiles,
+)
 from phonograph.kernels.triton.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "row_tiles", "sequence_chunks"]
@@ -32,14 +42,22 @@ __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "
 RECORD_WORDS = tl.constexpr(8)
 SEQUENCE_WORDS = tl.constexpr(4)
 _FAR = tl.constexpr(2147483647)
+# A range's chunks and how many ranges have one more share a word.
+_RANGES = tl.constexpr(1024)
+# What starting and ending a tile of a long query costs, in keys, and what one of its keys costs beside one of a short
+# query. While decodes keep memory busy a tile of K keys takes 8 us and 0.0195 us * K (an H200, 16 bits, heads of 128),
+# a key of a decode 0.017 us of a multiprocessor; a fifth more, as the long ones must not be the last to end.
+_TILE_COST = tl.constexpr(448)
+_LONG_COST = tl.constexpr(1.4)
+_PIECE = tl.constexpr(SHORTEST_PIECE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
     """The work of one step, and scratch for its layers: tensors that live as long as any graph.
 
-    records [P, 8]:    of each program: entry in `sequences`, chunk in that sequence, keys of a chunk, all chunks of
-                       the batch, then the entry itself
+    records [P, 8]:    of each program: entry in `sequences`, chunk in that sequence, keys of a chunk, chunks of a range
+                       (and how many ranges have one more), then the entry itself
     sequences [R, 4]:  those served, in order: sequence, first token, query length, keys
     counters [P]:      partial results that are there, of the unit that begins in this program and ends in another; zero
                        between launches
@@ -102,6 +120,8 @@ def plan_decode(
     *,
     max_query_len: int,
     window: tuple[int, int],
+    multiprocessors: torch.Tensor | None = None,
+    divide: bool = False,
 ) -> None:
     """Writes the ranges of the sequences with 1 to `max_query_len` queries; one launch.
 
@@ -113,7 +133,10 @@ def plan_decode(
         seq_lens: [R] int32, keys of each sequence, the queries' own included
         max_query_len: at most MAX_SHORT_QUERY
         window: (left, right) keys beside the query; -1 for no bound. The keys ahead of a query do not matter here.
+        multiprocessors: [1] int32, of those for all others' launch: written, how many it is to use
+        divide: whether that launch runs at the same time and leaves the rest of them to this one
     """
+    assert plan.programs <= _RANGES.value
     seqs = plan.sequences.shape[0] - 1
     at_once = max(2, min(8, 8192 // seqs))
     small, large = row_tiles(plan.group, plan.partial_out.shape[2])
@@ -123,8 +146,10 @@ def plan_decode(
         seq_lens,
         plan.records,
         plan.sequences,
+        multiprocessors,
         seq_lens.shape[0],
         max_query_len,
+        int(divide),
         PROGRAMS=plan.programs,
         AT_ONCE=at_once,
         SEQS=seqs,
@@ -132,6 +157,7 @@ def plan_decode(
         GROUP=plan.group,
         SMALL=small,
         LARGE=large,
+        LONG=PREFILL_ROWS,
         BLOCK_N=plan.block_n,
         LEFT=window[0],
         PDL=pdl,
@@ -163,17 +189,17 @@ def sequence_chunks(
 
 @triton.jit
 def read_record(records, program):
-    """Of a program: entry in `sequences`, chunk there, keys of a chunk, all chunks, then the entry itself."""
+    """Of a program: entry in `sequences`, chunk there, a chunk's keys, what `share_of` reads, then the entry itself."""
     record = records + program * RECORD_WORDS
     index = tl.load(record)
     chunk = tl.load(record + 1)
     chunk_keys = tl.load(record + 2)
-    total = tl.load(record + 3)
+    ranges = tl.load(record + 3)
     return (
         index,
         chunk,
         chunk_keys,
-        total,
+        ranges,
         tl.load(record + 4),
         tl.load(record + 5),
         tl.load(record + 6),
@@ -182,9 +208,9 @@ def read_record(records, program):
 
 
 @triton.jit
-def share_of(program, total, PROGRAMS: tl.constexpr):
+def share_of(program, ranges):
     """Chunks of most programs, programs that have one more, and the program's own: the first, and behind the last."""
-    share, extra = total // PROGRAMS, total % PROGRAMS
+    share, extra = ranges // _RANGES, ranges % _RANGES
     begin = program * share + tl.minimum(program, extra)
     return share, extra, begin, begin + share + (program < extra).to(tl.int32)
 
@@ -213,14 +239,16 @@ def cut_of(position, chunk, own, program, num_chunks):
     return key_chunk, taken, first, last, first_slot, slot
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_query_len"])
+@triton.jit(do_not_specialize=["num_seqs", "max_query_len", "divide"])
 def _plan_kernel(
     query_start_loc,
     seq_lens,
     records,
     sequences,
+    multiprocessors,
     num_seqs,
     max_query_len,
+    divide,
     PROGRAMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SEQS: tl.constexpr,
@@ -228,6 +256,7 @@ def _plan_kernel(
     GROUP: tl.constexpr,
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
+    LONG: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     PDL: tl.constexpr,
@@ -243,11 +272,30 @@ def _plan_kernel(
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
     _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
+    programs = PROGRAMS
+    if multiprocessors is not None:
+        SMS: tl.constexpr = PROGRAMS // 2
+        MOST: tl.constexpr = SMS - (SMS + 15) // 16
+        short = tl.sum((tiles_R * units_R).to(tl.float32)) * (BLOCK_N / KV_HEADS)
+        long_R = tl.where(valid_R & (len_R > max_query_len), tl.cdiv(len_R * GROUP, LONG), 0)
+        seen_R = keys_R
+        if LEFT >= 0:
+            seen_R = tl.minimum(keys_R, LEFT + len_R)
+        # Of their own keys half are seen, on average.
+        seen_R = seen_R - len_R // 2
+        long = _LONG_COST * tl.sum(long_R.to(tl.float32) * (seen_R + _TILE_COST).to(tl.float32))
+        used = tl.minimum(tl.ceil(SMS * (long / tl.maximum(long + short, 1.0))).to(tl.int32), MOST)
+        # No more than there are pieces.
+        used = tl.minimum(used, tl.sum(long_R * tl.cdiv(seen_R, _PIECE)) * KV_HEADS)
+        divided = (divide != 0) & (short > 0)
+        programs = tl.where(divided, PROGRAMS - 2 * used, PROGRAMS)
+        if tl.program_id(0) == 0:
+            tl.store(multiprocessors, tl.where(divided, used, SMS))
     # The smallest chunk, up to half above a fair share, that leaves no program two.
-    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), PROGRAMS), 1)
+    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), 1)
     size_C = fair + tl.cdiv(fair * tl.arange(0, 16), 32)
     chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
-    size = tl.min(tl.where(chunks_C <= PROGRAMS, size_C, _FAR))
+    size = tl.min(tl.where(chunks_C <= programs, size_C, _FAR))
     size = tl.where(size == _FAR, 1, size)
 
     chunks_R = tl.cdiv(tiles_R, size) * units_R
@@ -262,8 +310,9 @@ def _plan_kernel(
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
-    share, extra = total // PROGRAMS, total % PROGRAMS
-    start_P = program_P * share + tl.minimum(program_P, extra)
+    share, extra = total // programs, total % programs
+    # Programs without a range begin where the last one ends, and have no chunks there.
+    start_P = tl.minimum(program_P * share + tl.minimum(program_P, extra), total)
     before_PR = first_R[None, :] <= start_P[:, None]
     index_P = tl.sum(before_PR.to(tl.int32), 1) - 1
     seq_P = tl.maximum(tl.max(tl.where(before_PR, seq_R[None, :], -1), 1), 0)
@@ -273,7 +322,7 @@ def _plan_kernel(
     tl.store(record_P, index_P, mask=exists_P)
     tl.store(record_P + 1, start_P - first_P, mask=exists_P)
     tl.store(record_P + 2, size * BLOCK_N + program_P * 0, mask=exists_P)
-    tl.store(record_P + 3, total, mask=exists_P)
+    tl.store(record_P + 3, tl.where(program_P < programs, share * _RANGES + extra, 0), mask=exists_P)
     tl.store(record_P + 4, seq_P, mask=exists_P)
     tl.store(record_P + 5, begin_P, mask=exists_P)
     tl.store(record_P + 6, tl.load(query_start_loc + seq_P + 1) - begin_P, mask=exists_P)

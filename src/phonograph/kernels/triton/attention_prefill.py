@@ -23,16 +23,26 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     COUNTER,
     ENTRY_WORDS,
     FINISHED,
+    MULTIPROCESSORS,
     PrefillPlan,
     make_prefill_plan,
+    multiprocessors_of,
     plan_prefill,
     read_entry,
     tile_keys,
 )
 from phonograph.kernels.triton.fp8 import at_width_of
-from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable
+from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable, pdl_wait_first
 
-__all__ = ["PrefillPlan", "make_prefill_plan", "plan_prefill", "prefill_attention"]
+__all__ = [
+    "PrefillPlan",
+    "make_prefill_plan",
+    "merge_prefill",
+    "multiprocessors_of",
+    "plan_prefill",
+    "prefill_attention",
+    "takes_part",
+]
 
 _BLOCK_N = 64
 _MERGE_ROWS = 16
@@ -63,8 +73,8 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; two launches,
-    or one where the plan cuts nothing.
+    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; one launch. What
+    it leaves of tiles that are cut is for `merge_prefill`.
 
     `causal` and `window` are those of the plan, which also says from which query length on a sequence is served.
 
@@ -116,7 +126,6 @@ def prefill_attention(
             sinks=sinks,
             causal=causal,
         )
-        _merge(plan, query_start_loc, out_THD, lse_HT, sinks)
         return
     num_warps, num_stages, share = _configuration(width, tma, few=plan.cuts and num_tokens <= _FEW_TOKENS)
     pdl = pdl_usable()
@@ -152,6 +161,7 @@ def prefill_attention(
         scale,
         softcap,
         PROGRAMS=programs,
+        SHARE=share,
         KV_HEADS=num_kv_heads,
         GROUP=plan.group,
         HEAD_SIZE=head_size,
@@ -171,16 +181,23 @@ def prefill_attention(
         # A logit must have the same bits in a tile with masks and in one without.
         enable_fp_fusion=plan.cuts,
     )
-    _merge(plan, query_start_loc, out_THD, lse_HT, sinks)
 
 
-def _merge(
+def takes_part(num_tokens: int) -> bool:
+    """Whether `prefill_attention` keeps to the multiprocessors that its plan names, at so many padded tokens, and lets
+    the launch behind it run on the others at the same time."""
+    return pdl_usable() and num_tokens < _HOPPER_TOKENS
+
+
+def merge_prefill(
     plan: PrefillPlan,
     query_start_loc: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
+    """Merges what `prefill_attention` left of tiles that are cut, by the same tensors; one launch, or none where the
+    plan cuts nothing."""
     if not plan.cuts:
         return
     pdl = pdl_usable()
@@ -376,6 +393,7 @@ def _attention_kernel(
     scale,
     softcap,
     PROGRAMS: tl.constexpr,
+    SHARE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -390,14 +408,15 @@ def _attention_kernel(
     HEADS_OUTSIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_begin(PDL)
+    pdl_wait_first(PDL)
     ALIBI: tl.constexpr = alibi_slopes is not None
     dim = tl.arange(0, WIDTH)
-    num_items = tl.load(header) * KV_HEADS
     item = tl.program_id(0)
+    programs = tl.minimum(tl.load(header + MULTIPROCESSORS) * SHARE, PROGRAMS)
+    num_items = tl.where(item < programs, tl.load(header) * KV_HEADS, 0)
     while item < num_items:
         # Asked for now, needed at the end.
-        next_item = PROGRAMS + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
+        next_item = programs + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
         seq, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry, query_start_loc, seq_lens)
@@ -479,7 +498,7 @@ def _attention_kernel(
         item = next_item
     # The last program to leave, of those that had work, makes the counters ready for the next launch.
     if tl.program_id(0) < num_items:  # noqa: SIM102 (`and` would count the others too)
-        if tl.atomic_add(header + FINISHED, 1) == tl.minimum(PROGRAMS, num_items) - 1:
+        if tl.atomic_add(header + FINISHED, 1) == tl.minimum(programs, num_items) - 1:
             tl.store(header + COUNTER, 0)
             tl.store(header + FINISHED, 0)
 

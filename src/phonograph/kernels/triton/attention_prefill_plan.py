@@ -22,7 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.attention_scratch import PREFILL_ROWS, prefill_partials, prefill_programs, prefill_slots
+from phonograph.kernels.attention_scratch import (
+    PREFILL_ROWS,
+    SHORTEST_PIECE,
+    prefill_partials,
+    prefill_programs,
+    prefill_slots,
+)
 from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
 
 BLOCK_M = PREFILL_ROWS
@@ -31,6 +37,7 @@ KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)
 COUNTER, FINISHED = tl.constexpr(2), tl.constexpr(3)
+MULTIPROCESSORS = tl.constexpr(4)
 
 # Tiles looked at together, and tiles that a program of the plan lists.
 _CHUNK = 256
@@ -40,7 +47,7 @@ _OWN = 32
 _PIECE_COST = tl.constexpr(64.0)
 _PARTIAL_COST = tl.constexpr(256.0)
 _MERGE_COST = tl.constexpr(128.0)
-_SHORTEST_PIECE = tl.constexpr(512)
+_SHORTEST_PIECE = tl.constexpr(SHORTEST_PIECE)
 _CANDIDATES = tl.constexpr(16)
 # A tile of just one length is one piece, however its quotient is rounded.
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
@@ -54,7 +61,8 @@ _FEWEST_SEQS = 32
 class PrefillPlan:
     """The work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
 
-    header [4]:       number of entries, number of merges; two counters of the attention kernel, zero between launches
+    header [5]:       number of entries, number of merges; two counters of the attention kernel, zero between launches;
+                      multiprocessors whose programs take work, all of them but where `plan_decode` says fewer
     entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; one for each KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   where each sequence's tiles begin; R a power of two
@@ -98,8 +106,10 @@ def make_prefill_plan(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
+    header = ints(5)
+    header[MULTIPROCESSORS.value :].fill_(num_sms)
     return PrefillPlan(
-        header=ints(4),
+        header=header,
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
@@ -113,6 +123,11 @@ def make_prefill_plan(
         max_slots=max_slots,
         cuts=cuts,
     )
+
+
+def multiprocessors_of(plan: PrefillPlan) -> torch.Tensor:
+    """[1] int32, for `plan_decode`."""
+    return plan.header[MULTIPROCESSORS.value :]
 
 
 def plan_prefill(
@@ -142,7 +157,7 @@ def plan_prefill(
         plan.merges,
         num_seqs,
         min_query_len,
-        plan.programs,
+        plan.programs // plan.num_sms,
         plan.max_slots,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
@@ -234,7 +249,7 @@ def _plan_kernel(
     merges,
     num_seqs,
     min_query_len,
-    programs,
+    programs_each,
     max_slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -276,6 +291,7 @@ def _plan_kernel(
         total_keys += tl.sum(keys.to(tl.float32))
         longest = tl.maximum(longest, tl.max(keys))
 
+    programs = programs_each * tl.load(header + MULTIPROCESSORS)
     # What each candidate length of a piece would cost: no cuts, then the longest tile in as many pieces as an even
     # share of the work goes into it, and more.
     candidate = tl.arange(0, _CANDIDATES)

@@ -4,6 +4,9 @@ Every kernel of a step begins with `pdl_begin` and is launched with `launch_pdl`
 until the one before has ended and its writes are visible. Only constants of the model may be read before that, and what
 the kernels at the head of a step wrote: `plan_decode` lets none start before it has ended. Since every kernel waits,
 waiting for the one before is waiting for all.
+
+Two kernels run side by side where the first begins with `pdl_wait_first` and the second waits at its end: what is
+before both has ended when the second starts, and who waits for the second waits for both.
 """
 
 # pyright: basic
@@ -38,3 +41,24 @@ def pdl_begin(PDL: tl.constexpr):
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
+
+
+@triton.jit
+def pdl_wait_if(condition):
+    """Waits for the kernel before, or does not, without a branch: one costs registers where it stands before a loop."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.wait; mov.u32 $0, 0; }",
+        "=r,r",
+        [condition.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def pdl_wait_first(PDL: tl.constexpr):
+    """Waits for the kernel before, and only then lets the next one start."""
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
