@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode_problem import NAN, Case, Problem
 
-from phonograph.kernels.triton.attention_decode import decode_attention, plan_decode
+from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (0, 0))
 QUERIES = ((1, 200), (1, 3), (3, 150), (16, 16), (9, 260), (17, 40), (2, 2), (0, 0), (0, 0))
@@ -119,6 +119,33 @@ def test_multiprocessors_by_work(
     assert not plan.records[num_ranges:, 3].any()
     assert (share + extra > 0) == has_short
     assert extra < num_ranges
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        # Two chunks a unit would leave a quarter of 264 programs without one.
+        [(1, 32768)] * 12,
+        [(1, 32768)] * 9,
+        [(1, 131072)],
+        [(1, 1024)] * 20,
+        [(1, 800)] * 256,
+        [(1, 65536), *[(1, 512)] * 63],
+    ],
+    ids=lambda batch: f"{len(batch)} of {batch[0][1]}",
+)
+def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], device: torch.device) -> None:
+    """At most what beginning a second unit costs, 4 tiles, or half the share where that is less."""
+    plan = make_decode_plan(
+        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
+    )
+    starts = torch.arange(len(batch) + 1, dtype=torch.int32, device=device)
+    lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+    plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1))
+    share, extra = divmod(int(plan.records[0, 3]), 1024)
+    busiest = (share + (extra > 0)) * int(plan.records[0, 2]) // plan.block_n
+    fair = -(-sum(-(-keys // plan.block_n) for _, keys in batch) * 8 // plan.programs)
+    assert busiest <= fair + min(4, -(-fair // 2))
 
 
 def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:

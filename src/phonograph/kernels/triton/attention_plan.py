@@ -50,6 +50,8 @@ _RANGES = tl.constexpr(1024)
 _TILE_COST = tl.constexpr(448)
 _LONG_COST = tl.constexpr(1.4)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
+# What ending one unit and beginning another costs a program, in tiles of keys.
+_UNIT_COST = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,9 +293,10 @@ def _plan_kernel(
         programs = tl.where(divided, PROGRAMS - 2 * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
-    # The smallest chunk, up to half above a fair share, that leaves no program two.
+    # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a second unit
+    # costs a program.
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), 1)
-    size_C = fair + tl.cdiv(fair * tl.arange(0, 16), 32)
+    size_C = fair + tl.cdiv(tl.minimum(fair, 2 * _UNIT_COST) * tl.arange(0, 16), 32)
     chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
     size = tl.min(tl.where(chunks_C <= programs, size_C, _FAR))
     size = tl.where(size == _FAR, 1, size)
