@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton import span
 from phonograph.kernels.triton.precompile import filed_under
 from phonograph.models.decoder import Decoder
+from phonograph.models.load import Loading
 from phonograph.models.spec import read_model_spec
 from phonograph.runner import cuda_runner, sampler
 from phonograph.runner.cuda_runner import CudaRunner
@@ -121,15 +122,16 @@ def nothing_compiled() -> Iterator[set[Any]]:
 
 
 def make_runner(folder: str) -> CudaRunner:
-    def start(self: CudaRunner, _: Any) -> None:
+    def start(self: CudaRunner, *_: Any) -> None:
         raise Started(self)
 
-    def make_decoder(spec: Any, *_: Any, dtype: Any, device: Any, max_positions: int, **__: Any) -> Decoder:
-        return Decoder(spec, dtype, device, max_positions=max_positions)
+    @contextmanager
+    def make_decoder(spec: Any, *_: Any, dtype: Any, device: Any, max_positions: int, **__: Any) -> Generator[Loading]:
+        yield Loading(Decoder(spec, dtype, device, max_positions=max_positions), lambda: None)
 
     CudaRunner.capture = start
     build.torch = wiring_cuda.torch = TorchOfMeta("torch")
-    build.load_model, wiring_cuda.CudaRuntime = make_decoder, Runtime
+    build.begin_loading, wiring_cuda.CudaRuntime = make_decoder, Runtime
     cuda_runner.compile_only, cuda_runner.load_kernels = nothing_compiled, lambda _: None
     config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda")
     model = read_model_spec(folder, trust_remote_code=False, revision=None)

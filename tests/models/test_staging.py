@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 
-from phonograph.models import staging
+from phonograph.models import load, staging
+from phonograph.models.decoder import Decoder
+from phonograph.models.spec import read_model_spec
 from phonograph.models.staging import Copies, Staging
 
 SHAPES = [(), (1,), (7,), (33, 5), (5, 1000), (3, 40, 9), (0, 4), (1, 2049)]
@@ -97,3 +102,55 @@ def test_threads_bring_all(monkeypatch: pytest.MonkeyPatch) -> None:
         copies.finish()
     assert told == list(range(1, 41))
     assert all(torch.equal(one, source.float()) for one, source in zip(there, sources, strict=True))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set, it lets copies begin; they are made by threads, though to this machine's memory."""
+    gate = threading.Event()
+
+    class Gated(Staging):
+        def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+            gate.wait(20)
+            super().copy(destination, source)
+
+    monkeypatch.setattr(staging, "Staging", lambda _: Gated(torch.device("cpu")))
+    monkeypatch.setattr(load, "Copies", lambda _, done: Copies(Elsewhere(), done))  # pyright: ignore[reportArgumentType]
+    return gate
+
+
+@torch.inference_mode()
+def poison(decoder: Decoder) -> None:
+    for parameter in decoder.parameters:
+        parameter.fill_(torch.nan)
+
+
+def test_weights_arrive_while_other_things_go_on(tmp_path: Path, gate: threading.Event) -> None:
+    reference = make_checkpoint("qwen3", tmp_path)
+    told: list[int] = []
+    cpu, spec = torch.device("cpu"), read_model_spec(tmp_path)
+    with load.begin_loading(
+        spec, tmp_path, dtype=torch.float32, device=cpu, progress=lambda done, _: told.append(done)
+    ) as loading:
+        assert not torch.is_inference_mode_enabled()
+        poison(loading.decoder)
+        gate.set()
+        loading.finish()
+    weights = dict(reference.named_parameters())
+    assert told == list(range(1, len(weights) + 1))
+    for name, view in loading.decoder.destinations().items():
+        torch.testing.assert_close(view, weights[name].float().expand(view.shape), rtol=0, atol=0)
+
+
+def test_what_fails_meanwhile_waits_for_no_weights(tmp_path: Path, gate: threading.Event) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    cpu, spec = torch.device("cpu"), read_model_spec(tmp_path)
+    with (
+        pytest.raises(KeyError),
+        load.begin_loading(spec, tmp_path, dtype=torch.float32, device=cpu) as loading,
+    ):
+        poison(loading.decoder)
+        threading.Timer(0.3, gate.set).start()
+        raise KeyError
+    left = [name for name, view in loading.decoder.destinations().items() if view.isnan().any()]
+    assert len(left) > len(loading.decoder.destinations()) // 2

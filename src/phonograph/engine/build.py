@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.select import load
 from phonograph.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
@@ -16,8 +16,9 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.models.decoder import Decoder
 from phonograph.models.kv_scales import KVScales
-from phonograph.models.load import load_model
+from phonograph.models.load import begin_loading
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
 from phonograph.runner.verify_subject import RunnerSubject
@@ -82,14 +83,28 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             report("kernels", 1, 1)
         report("graphs", done, total)
 
+    device = torch.device(plan.device.kind)
     with compiling():
-        parts = _make_parts(plan, lambda done, total: report("weights", done, total))
-        if plan.config.load_format == "dummy":
-            report("weights", 1, 1)
-        runner = make_runner(plan, parts)
-        if on_gpu:
-            report("kernels", 0, 1)
-        captured = runner.capture(captured_one)
+        # Ahead of the weights, as a library may turn out not to take what this model needs.
+        backend = load(plan.selection)(plan.attention, device, plan.limits.of_batches)
+        with begin_loading(
+            plan.model,
+            plan.config.model,
+            dtype=getattr(torch, plan.dtype),
+            device=device,
+            load_format=plan.config.load_format,
+            seed=plan.config.seed or 0,
+            progress=lambda done, total: report("weights", done, total),
+            revision=plan.config.revision,
+            max_positions=plan.limits.max_model_len,
+        ) as loading:
+            if plan.config.load_format == "dummy":
+                report("weights", 1, 1)
+            parts = _make_parts(plan, backend, loading.decoder)
+            runner = make_runner(plan, parts)
+            if on_gpu:
+                report("kernels", 0, 1)
+            captured = runner.capture(captured_one, loading.finish)
     if on_gpu and not captured.num_graphs:
         report("kernels", 1, 1)
     limits = plan.limits
@@ -111,24 +126,9 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
 
 
-def _make_parts(plan: EnginePlan, progress: Callable[[int, int], None]) -> Parts:
-    backend_class = load(plan.selection)
-    device, limits = torch.device(plan.device.kind), plan.limits
-    # Ahead of the weights, as a library may turn out not to take what this model needs.
-    backend = backend_class(plan.attention, device, limits.of_batches)
-    model = load_model(
-        plan.model,
-        plan.config.model,
-        dtype=getattr(torch, plan.dtype),
-        device=device,
-        load_format=plan.config.load_format,
-        seed=plan.config.seed or 0,
-        progress=progress,
-        revision=plan.config.revision,
-        max_positions=limits.max_model_len,
-    )
+def _make_parts(plan: EnginePlan, backend: AttentionBackend, model: Decoder) -> Parts:
     kv_caches = allocate_kv_caches(
-        plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=device
+        plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )
     scale = plan.model.head_size**-0.5
     # A cache in another format takes keys and values as they are.

@@ -7,9 +7,10 @@ of all of them is ever made. Every weight is written exactly once, or loading fa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,15 @@ DUMMY_STD = 0.02
 OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
-def load_model(
+class Loading(NamedTuple):
+    """A decoder whose weights may still be on their way to it; its scales are there. finish: waits for them."""
+
+    decoder: Decoder
+    finish: Callable[[], None]
+
+
+@contextmanager
+def begin_loading(
     spec: ModelSpec,
     path: str | Path,
     *,
@@ -41,10 +50,11 @@ def load_model(
     progress: Progress | None = None,
     revision: str | None = None,
     max_positions: int | None = None,
-) -> Decoder:
-    """A decoder with its weights, from a local folder, a hub id or "demo".
+) -> Generator[Loading]:
+    """A decoder from a local folder, a hub id or "demo". What has not reached it when the caller leaves never will.
 
     load_format:   "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` and needs no files
+    progress:      called here and in `Loading.finish`
     max_positions: see Decoder
 
     Raises:
@@ -54,15 +64,30 @@ def load_model(
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
+    drawn = load_format == "dummy"
+    files = {} if drawn else weight_files(model_folder(path, weights=True, revision=revision))
     with torch.inference_mode():
-        if load_format == "dummy":
-            decoder = Decoder(spec, dtype, device, max_positions)
-            _draw(decoder, seed)
-            return decoder
-        files = weight_files(model_folder(path, weights=True, revision=revision))
         decoder = Decoder(spec, dtype, device, max_positions)
-        _read(decoder, files, progress)
-        return decoder
+    num_tensors = len(spec.tensor_shapes())
+
+    def report(num_there: int) -> None:
+        if progress is not None:
+            progress(num_there, num_tensors)
+
+    with Copies(device, report) as copies:
+        with torch.inference_mode():
+            if drawn:
+                _draw(decoder, seed)
+            else:
+                _read(decoder, files, copies)
+        yield Loading(decoder, copies.finish)
+
+
+def load_model(spec: ModelSpec, path: str | Path, **settings: Any) -> Decoder:
+    """A decoder with all of its weights, by the settings of `begin_loading`, which also says what it raises."""
+    with begin_loading(spec, path, **settings) as loading:
+        loading.finish()
+        return loading.decoder
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -106,36 +131,30 @@ def _read_index(path: Path) -> dict[str, str]:
     raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
 
 
-def _read(decoder: Decoder, files: dict[Path, list[str]], progress: Progress | None) -> None:
+def _read(decoder: Decoder, files: dict[Path, list[str]], copies: Copies) -> None:
+    """Begins to copy every tensor, and reads the scales."""
     shapes = decoder.spec.tensor_shapes()
     destinations = decoder.destinations()
     written: dict[str, Path] = {}
-
-    def report(num_there: int) -> None:
-        if progress is not None:
-            progress(num_there, len(shapes))
-
-    with Copies(decoder.device, report) as copies:
-        for file in files:
-            try:
-                with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-                        if is_kv_scale(name):
-                            tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                            decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
-                            continue
-                        if name not in shapes:
-                            _refuse_unexpected(name, file, decoder.spec)
-                            continue
-                        if name in written:
-                            raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                    if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                        _check(name, tensor, shapes[name], file)
-                        copies.add(destinations[name], tensor)
-                        written[name] = file
-            except (SafetensorError, OSError) as error:
-                raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
-        copies.finish()
+                        decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
+                        continue
+                    if name not in shapes:
+                        _refuse_unexpected(name, file, decoder.spec)
+                        continue
+                    if name in written:
+                        raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
+                    tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                    _check(name, tensor, shapes[name], file)
+                    copies.add(destinations[name], tensor)
+                    written[name] = file
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
     decoder.kv_scales.check(decoder.spec.num_layers)
     missing = [name for name in shapes if name not in written]
     if missing:

@@ -114,11 +114,19 @@ class CudaRunner:
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
         self._ring = TokenRing(depth=self.lookahead + 2, max_rows=max_num_seqs)
 
-    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
-        """Compiles and loads all kernels, then captures every graph of the capture list, largest first."""
+    def capture(
+        self, progress: CaptureProgress | None = None, weights_there: Callable[[], None] | None = None
+    ) -> CaptureReport:
+        """Compiles and loads all kernels, then captures every graph of the capture list, largest first.
+
+        weights_there: waits for the weights, which kernels can be compiled without. Captures come behind it: they are
+            all Python, whose lock the threads that bring weights need too.
+        """
         keys = self.dispatcher.captures.largest_first()
         start = time.perf_counter()
         self._load_kernels(keys)
+        if weights_there is not None:
+            weights_there()
         loaded = time.perf_counter()
         for done, key in enumerate(keys):
             if progress is not None:

@@ -63,8 +63,12 @@ class ModelRunner:
         self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
 
-    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
-        """Captures every graph of the capture list, largest first."""
+    def capture(
+        self, progress: CaptureProgress | None = None, weights_there: Callable[[], None] | None = None
+    ) -> CaptureReport:
+        """Captures every graph of the capture list, largest first. weights_there: waits for the weights."""
+        if weights_there is not None:
+            weights_there()
         return self._graphs.capture(self.dispatcher.captures.largest_first(), self._capturable, progress)
 
     def _capturable(self, key: GraphKey) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
