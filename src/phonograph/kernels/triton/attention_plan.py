@@ -46,9 +46,9 @@ _FAR = tl.constexpr(2147483647)
 _RANGES = tl.constexpr(1024)
 # What starting and ending a tile of a long query costs, in keys, and what one of its keys costs beside one of a short
 # query. While decodes keep memory busy a tile of K keys takes 8 us and 0.0195 us * K (an H200, 16 bits, heads of 128),
-# a key of a decode 0.017 us of a multiprocessor; a fifth more, as the long ones must not be the last to end.
+# a key of a decode 0.017 us of a multiprocessor; half more, as the long ones must not be the last to end.
 _TILE_COST = tl.constexpr(448)
-_LONG_COST = tl.constexpr(1.4)
+_LONG_COST = tl.constexpr(1.8)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
 # What ending one unit and beginning another costs a program, in tiles of keys.
 _UNIT_COST = tl.constexpr(4)
