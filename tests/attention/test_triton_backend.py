@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import AttentionKind, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.conformance import check_backend
 from phonograph.attention.conformance_batch import BatchShape
 from phonograph.attention.metadata import CommonMetadata
@@ -75,6 +76,39 @@ def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monk
         name="more", query_lens=(1, 2, 40, 17, 1), seq_lens=(300, 50, 40, 90, 17), padded_reqs=1, padded_tokens=4
     )
     check(spec, device, (MIXED, more))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "divide", "beside"),
+    [([1, 1, 40], True, True), ([1] * 20, False, False), ([1, 1998], True, True), ([1, 1999], False, False)],
+)
+def test_when_both_launches_run_at_the_same_time(
+    query_lens: list[int], divide: bool, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the GPU can, but not beside the kernel for Hopper: it lets the next launch begin before it has waited."""
+    launched: list[tuple[str, bool]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def launch(*_: object, beside: bool = False, **others: object) -> None:
+            launched.append((name, beside))
+
+        return launch
+
+    for name in ("prefill_attention", "decode_attention", "merge_prefill"):
+        monkeypatch.setattr(f"phonograph.attention.triton.{name}", note(name))
+    monkeypatch.setattr("phonograph.kernels.triton.attention_prefill.pdl_usable", lambda: True)
+    limits = BatchLimits(max_num_seqs=32, max_num_tokens=4096, max_model_len=4096)
+    backend = TritonBackend(TINY, torch.device("cpu"), limits)
+    metadata = backend.make_builder().build(common(query_lens), key=None)
+    query = torch.empty(sum(query_lens), 4, 32)
+    backend.forward(AttentionLayer(index=0, scale=1.0), query, torch.empty(2, 1, 16, 2, 32), metadata, query)
+    assert metadata.divide == divide
+    alone = [("decode_attention", False)]
+    assert launched == (
+        [("prefill_attention", False), ("decode_attention", beside), ("merge_prefill", False)]
+        if max(query_lens) > 16
+        else alone
+    )
 
 
 FEATURES = {

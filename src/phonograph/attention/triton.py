@@ -2,8 +2,9 @@
 
 A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
 does not slow the decodes beside it. The two run at the same time where the GPU lets a launch begin before the one
-before it has ended: that for long queries on as many multiprocessors as its share of the work is. What a graph freezes
-is the longest query of the first part and whether there is a second; lengths are read on the device.
+before it has ended: that for long queries on as many multiprocessors as its share of the work is. (Not in steps of so
+many tokens that it fills the GPU.) What a graph freezes is the longest query of the first part and whether there is a
+second; lengths are read on the device.
 
 For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
 token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
@@ -169,7 +170,7 @@ class TritonBackend(GpuBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=metadata.causal,
-            beside=metadata.has_long,
+            beside=metadata.has_long and takes_part(query_THD.shape[0]),
         )
         if metadata.has_long:
             merge_prefill(long, metadata.query_start_loc, out_THD, lse_HT, layer.sinks)

@@ -84,8 +84,8 @@ def decode_attention(
         scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
         alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
-        beside: whether the launch before this one is that for long queries (`prefill_attention`), so that both may run
-            at the same time
+        beside: whether the launch before this one is that for long queries and takes part (`prefill_attention`,
+            `takes_part`), so that both may run at the same time
     """
     width = plan.partial_out.shape[2]
     # One kernel for all graphs, whatever the longest query.

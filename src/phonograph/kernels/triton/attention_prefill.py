@@ -185,7 +185,8 @@ def prefill_attention(
 
 def takes_part(num_tokens: int) -> bool:
     """Whether `prefill_attention` keeps to the multiprocessors that its plan names, at so many padded tokens, and lets
-    the launch behind it run on the others at the same time."""
+    the launch behind it run on the others at the same time. The kernel for Hopper does neither: it lets that launch
+    begin before it has itself waited for the kernel before."""
     return pdl_usable() and num_tokens < _HOPPER_TOKENS
 
 
