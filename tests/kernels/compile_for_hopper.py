@@ -3,8 +3,8 @@
 ptxas 12.8 got one of ours wrong: where two products of the tensor cores read shared memory at one address by two
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
-run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, and those that read
-what nothing wrote.
+run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those that read what
+nothing wrote, and in order those that wait for the kernel before ("wait") and that let the next begin ("let").
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Hopper(DriverBase):
         raise NotImplementedError
 
 
-def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
-    """How many instructions there are, and those that read a uniform register that none before them writes."""
+def read_code(cubin: bytes) -> tuple[int, list[str], list[str]]:
+    """How many instructions there are, those that read a uniform register that none before them writes, and those of
+    programmatic dependent launch."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -84,6 +85,7 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
         ).stdout
     lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
     written, unwritten = {_ZERO}, list[str]()
+    launches = ["let" if "PREEXIT" in line else "wait" for line in lines if re.search("PREEXIT|ACQBULK", line)]
     for line in lines:
         match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
         if match is None:
@@ -95,15 +97,18 @@ def unwritten_reads(cubin: bytes) -> tuple[int, list[str]]:
         reads: set[int] = set()
         for operand in operands[writes:]:
             for number in map(int, re.findall(r"(?<![A-Z])UR(\d+)", operand)):
-                # Four registers: of the matrix on the left, which may lie in registers, and of that on the right.
-                first = 2 if operands[1].startswith("R") else 0
-                reads.update(range(number + first, number + 4) if "gdesc[" in operand else (number,))
+                if "gdesc[" in operand:
+                    # Four registers: of the matrix on the left, which may lie in registers, and of that on the right.
+                    first = 2 if operands[1].startswith("R") else 0
+                    reads.update(range(number + first, number + 4))
+                else:
+                    reads.add(number)
         if not reads <= written:
             unwritten.append(line)
         if writes and (target := re.match(r"UR(\d+)", operands[0])):
             wide = ".64" in operation or ".WIDE" in operation
             written.update(range(int(target[1]), int(target[1]) + 1 + wide))
-    return len(lines), unwritten
+    return len(lines), unwritten, launches
 
 
 def main() -> None:
@@ -150,7 +155,12 @@ def main() -> None:
         name = str(long)
         device = torch.device("cpu")
         prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    report = {name: unwritten_reads(kernel.asm["cubin"]) for name, kernel in kernels.items()}
+    attention_prefill._HOPPER_TOKENS = 1 << 30
+    attention_prefill.pdl_usable = lambda: True
+    long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
+    name = f"long {long}"
+    prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
+    report = {name: read_code(kernel.asm["cubin"]) for name, kernel in kernels.items()}
     print(json.dumps(report))
 
 
