@@ -79,11 +79,10 @@ def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monk
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "divide", "beside"),
-    [([1, 1, 40], True, True), ([1] * 20, False, False), ([1, 1998], True, True), ([1, 1999], False, False)],
+    ("query_lens", "together"), [([1, 1, 40], True), ([1] * 20, False), ([1, 1998], True), ([1, 1999], False)]
 )
 def test_when_both_launches_run_at_the_same_time(
-    query_lens: list[int], divide: bool, beside: bool, monkeypatch: pytest.MonkeyPatch
+    query_lens: list[int], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the GPU can, but not beside the kernel for Hopper: it lets the next launch begin before it has waited."""
     launched: list[tuple[str, bool]] = []
@@ -102,10 +101,10 @@ def test_when_both_launches_run_at_the_same_time(
     metadata = backend.make_builder().build(common(query_lens), key=None)
     query = torch.empty(sum(query_lens), 4, 32)
     backend.forward(AttentionLayer(index=0, scale=1.0), query, torch.empty(2, 1, 16, 2, 32), metadata, query)
-    assert metadata.divide == divide
+    assert metadata.divide == together
     alone = [("decode_attention", False)]
     assert launched == (
-        [("prefill_attention", False), ("decode_attention", beside), ("merge_prefill", False)]
+        [("prefill_attention", False), ("decode_attention", together), ("merge_prefill", False)]
         if max(query_lens) > 16
         else alone
     )

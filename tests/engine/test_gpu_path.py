@@ -55,7 +55,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(wiring_cuda, "torch", HostTorch())
     monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: CallRuntime())
     monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_load_kernels", lambda self, keys: None)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "load_kernels", lambda self: None)
     # Weights as they lie on a GPU.
     monkeypatch.setattr(Decoder, "_matrix", lambda self, size_in, size_out: self._allocate(size_out, size_in).t())
     yield

@@ -141,6 +141,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
         )
+        runner.load_kernels()
         report = runner.capture()
         log: list[str] = []
         if not on_gpu:

@@ -118,6 +118,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, failures: dict[GraphKey, int]) -> l
         capture=lambda runtime: done.append(("capture masks", 0)) or 2,
     )
     seen: list[int] = []
+    runner.load_kernels()
     report = runner.capture(lambda number, total, key: seen.append(key.num_tokens))
     assert (report.num_graphs, report.memory_bytes) == (len(KEYS) + 2, 7)
     assert seen == [key.num_tokens for key in KEYS]

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from programs import report_of
 
+Report = dict[str, tuple[int, list[str], list[str]]]
+
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, tuple[int, list[str], list[str]]]:
+def report() -> Report:
     return report_of(Path(__file__).with_name("compile_for_hopper.py"))
 
 
 @pytest.mark.long
-def test_nothing_is_read_that_nothing_wrote(report: dict[str, tuple[int, list[str], list[str]]]) -> None:
+def test_nothing_is_read_that_nothing_wrote(report: Report) -> None:
     attention = [name for name in report if name.startswith("_attention_kernel") and " long " not in name]
     assert len(attention) == 4 and all(report[name][0] > 1000 for name in attention)
     for name in ("_stream_kernel", "_prefill_kernel"):
@@ -23,9 +25,7 @@ def test_nothing_is_read_that_nothing_wrote(report: dict[str, tuple[int, list[st
 
 
 @pytest.mark.long
-def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(
-    report: dict[str, tuple[int, list[str], list[str]]],
-) -> None:
+def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(report: Report) -> None:
     """The first before it lets the next begin; the second at its end, and before it reads where it does not follow the
     first."""
     launches = {name: launches for name, (_, _, launches) in report.items()}

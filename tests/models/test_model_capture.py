@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint
+from checkpoints import VOCAB_SIZE, load_model, make_checkpoint
 
 from phonograph.graphs.tape import TapeRuntime
-from phonograph.models.load import load_model
 from phonograph.models.spec import read_model_spec
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import FAMILIES, load_model, make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models import load as load_module
 from phonograph.models.decoder import Decoder
-from phonograph.models.load import load_model
 from phonograph.models.spec import read_model_spec
 
 CPU = torch.device("cpu")
@@ -116,7 +115,7 @@ from pathlib import Path
 
 import torch
 
-from phonograph.models.load import load_model
+from phonograph.models.load import begin_loading
 from phonograph.models.spec import read_model_spec
 
 
@@ -129,7 +128,8 @@ folder = Path(sys.argv[1])
 spec, seen = read_model_spec(folder), []
 before = anonymous_memory()
 watch = lambda done, total: seen.append(anonymous_memory())
-load_model(spec, folder, dtype=torch.float32, device=torch.device("cpu"), progress=watch)
+with begin_loading(spec, folder, dtype=torch.float32, device=torch.device("cpu"), progress=watch) as loading:
+    loading.finish()
 print(max(seen) - before)
 """
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from checkpoints import FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
 from dense import DenseSequences
 from transformers import PreTrainedModel
 
-from phonograph.models.load import load_model
 from phonograph.models.spec import read_model_spec
 
 TOLERANCE = 1e-4

@@ -50,62 +50,62 @@ def test_pieces_of_any_shape_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     check(torch.device("cuda"), monkeypatch)
 
 
-def check_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "STAGING_BYTES", 4096)
-    rng = random.Random(3)
-    sources = [noise((rng.randint(1, 60), rng.randint(1, 300)), torch.bfloat16, seed) for seed in range(60)]
-    there = [torch.full(one.shape, float("nan"), dtype=torch.bfloat16, device=device) for one in sources]
-    told: list[int] = []
-    with Copies(device, told.append) as copies:
-        for destination, source in zip(there, sources, strict=True):
-            copies.add(destination, source)
-        copies.finish()
-    assert told == list(range(1, 61))
-    assert all(torch.equal(one.cpu(), source) for one, source in zip(there, sources, strict=True))
-
-
-def test_all_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_many(torch.device("cpu"), monkeypatch)
-
-
-@pytest.mark.gpu
-def test_threads_bring_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_many(torch.device("cuda"), monkeypatch)
-
-
 class Elsewhere:
     """A device that copies go to by threads, whose memory is this machine's."""
 
     type = "cuda"
 
 
-def test_a_copy_that_fails_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(staging, "Staging", lambda _: Staging(torch.device("cpu")))
+    return Elsewhere()  # pyright: ignore[reportReturnType]
+
+
+def check_many(to: torch.device, memory: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(3)
+    shapes = [(rng.randint(1, 60), rng.randint(1, 300)) for _ in range(60)]
+    for num_bytes, source_type, type_there in (
+        (4096, torch.bfloat16, torch.bfloat16),
+        (512, torch.float16, torch.float32),
+    ):
+        monkeypatch.setattr(staging, "STAGING_BYTES", num_bytes)
+        sources = [noise(shape, source_type, seed) for seed, shape in enumerate(shapes)]
+        there = [poisoned(shape, type_there, memory, strided=False) for shape in shapes]
+        told: list[int] = []
+        with Copies(to, told.append) as copies:
+            for destination, source in zip(there, sources, strict=True):
+                copies.add(destination, source)
+            copies.finish()
+        assert told == list(range(1, 61))
+        assert all(torch.equal(one.cpu(), source.to(type_there)) for one, source in zip(there, sources, strict=True))
+
+
+def test_all_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(torch.device("cpu"), torch.device("cpu"), monkeypatch)
+
+
+@pytest.mark.gpu
+def test_threads_bring_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(torch.device("cuda"), torch.device("cuda"), monkeypatch)
+
+
+def test_threads_bring_all(elsewhere: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(elsewhere, torch.device("cpu"), monkeypatch)
+
+
+def test_a_copy_that_fails_fails_all(elsewhere: torch.device) -> None:
     told: list[int] = []
     source = torch.ones(4, 3)
-    with pytest.raises(RuntimeError), Copies(Elsewhere(), told.append) as copies:  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError), Copies(elsewhere, told.append) as copies:
         copies.add(torch.zeros(4, 3), source)
         copies.add(torch.zeros(4, 5), source)
         copies.finish()
     assert len(told) <= 1
 
 
-def test_threads_bring_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "STAGING_BYTES", 512)
-    monkeypatch.setattr(staging, "Staging", lambda _: Staging(torch.device("cpu")))
-    sources = [noise((31, 17), torch.float16, seed) for seed in range(40)]
-    there = [torch.full((31, 17), float("nan"), dtype=torch.float32) for _ in sources]
-    told: list[int] = []
-    with Copies(Elsewhere(), told.append) as copies:  # pyright: ignore[reportArgumentType]
-        for destination, source in zip(there, sources, strict=True):
-            copies.add(destination, source)
-        copies.finish()
-    assert told == list(range(1, 41))
-    assert all(torch.equal(one, source.float()) for one, source in zip(there, sources, strict=True))
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def gate(elsewhere: torch.device, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set, it lets copies begin; they are made by threads, though to this machine's memory."""
     gate = threading.Event()
 
@@ -115,7 +115,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             super().copy(destination, source)
 
     monkeypatch.setattr(staging, "Staging", lambda _: Gated(torch.device("cpu")))
-    monkeypatch.setattr(load, "Copies", lambda _, done: Copies(Elsewhere(), done))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(load, "Copies", lambda _, done: Copies(elsewhere, done))
     return gate
 
 

@@ -22,6 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from phonograph.models.decoder import Decoder
+from phonograph.models.load import begin_loading
+from phonograph.models.spec import ModelSpec
+
 VOCAB_SIZE = 211
 LOGITS_STD = 2.0
 
@@ -117,3 +121,10 @@ def make_checkpoint(
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def load_model(spec: ModelSpec, folder: Path, **settings: Any) -> Decoder:
+    """A decoder with all of its weights, by the settings of `begin_loading`."""
+    with begin_loading(spec, folder, **settings) as loading:
+        loading.finish()
+        return loading.decoder

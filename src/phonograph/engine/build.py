@@ -104,7 +104,10 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             runner = make_runner(plan, parts)
             if on_gpu:
                 report("kernels", 0, 1)
-            captured = runner.capture(captured_one, loading.finish)
+            runner.load_kernels()
+            # Captures come behind the weights: they are all Python, whose lock the threads that bring them need too.
+            loading.finish()
+            captured = runner.capture(captured_one)
     if on_gpu and not captured.num_graphs:
         report("kernels", 1, 1)
     limits = plan.limits

@@ -10,6 +10,8 @@ PREFILL_ROWS = 128
 """Rows of a prefill's tile."""
 SHORTEST_PIECE = 512
 """Keys of a piece that a prefill's tile may be cut into, at least."""
+DECODE_PROGRAMS = 2
+"""Programs of the launch for short queries that a multiprocessor has room for."""
 _PARTIALS_A_PROGRAM = 3
 
 
@@ -26,7 +28,7 @@ def row_tiles(group: int, width: int) -> tuple[int, int]:
 
 
 def decode_programs(num_sms: int) -> int:
-    return 2 * num_sms
+    return DECODE_PROGRAMS * num_sms
 
 
 def decode_partials(group: int, head_size: int, num_sms: int) -> tuple[int, int, int]:

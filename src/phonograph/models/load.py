@@ -83,13 +83,6 @@ def begin_loading(
         yield Loading(decoder, copies.finish)
 
 
-def load_model(spec: ModelSpec, path: str | Path, **settings: Any) -> Decoder:
-    """A decoder with all of its weights, by the settings of `begin_loading`, which also says what it raises."""
-    with begin_loading(spec, path, **settings) as loading:
-        loading.finish()
-        return loading.decoder
-
-
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a folder, each with the tensors that the index says it holds (none without an index).
 

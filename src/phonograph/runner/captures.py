@@ -16,15 +16,11 @@ CaptureProgress = Callable[[int, int, GraphKey], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """What the capture phase made and cost: num_graphs, seconds, memory_bytes.
-
-    compile_seconds: beside `seconds`, for kernels that had to be compiled or read from Triton's cache
-    """
+    """What the capture phase made and cost: num_graphs, seconds, memory_bytes."""
 
     num_graphs: int
     seconds: float
     memory_bytes: int
-    compile_seconds: float = 0.0
 
 
 class CapturedGraphs:

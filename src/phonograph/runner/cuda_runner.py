@@ -114,40 +114,11 @@ class CudaRunner:
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
         self._ring = TokenRing(depth=self.lookahead + 2, max_rows=max_num_seqs)
 
-    def capture(
-        self, progress: CaptureProgress | None = None, weights_there: Callable[[], None] | None = None
-    ) -> CaptureReport:
-        """Compiles and loads all kernels, then captures every graph of the capture list, largest first.
-
-        weights_there: waits for the weights, which kernels can be compiled without. Captures come behind it: they are
-            all Python, whose lock the threads that bring weights need too.
-        """
-        keys = self.dispatcher.captures.largest_first()
-        start = time.perf_counter()
-        self._load_kernels(keys)
-        if weights_there is not None:
-            weights_there()
-        loaded = time.perf_counter()
-        for done, key in enumerate(keys):
-            if progress is not None:
-                progress(done, len(keys), key)
-            try:
-                self._graphs.capture((key,), self._captured)
-            except CaptureError:
-                # A library may have something left to load, which is not for captures: its first run is eager then.
-                self._prepared(key)()
-                self._graphs.capture((key,), self._captured)
-        num_masked = self._masked.capture(self.runtime) if keys else 0
-        return CaptureReport(
-            num_graphs=len(keys) + num_masked,
-            seconds=time.perf_counter() - loaded,
-            memory_bytes=self.runtime.memory_bytes,
-            compile_seconds=loaded - start,
-        )
-
-    def _load_kernels(self, keys: tuple[GraphKey, ...]) -> None:
+    def load_kernels(self) -> None:
+        """Compiles and loads the kernels of all steps; the weights need not be there."""
         # Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two
         # in the magnitude below it or above.
+        keys = self.dispatcher.captures.largest_first()
         samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
         with compile_only() as kernels, self._program.few_layers():
             for key in samples.values():
@@ -161,6 +132,26 @@ class CudaRunner:
                 for size in self._masked.sizes:
                     self._masked.run(size)
         load_kernels(kernels)
+
+    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
+        """Captures every graph of the capture list, largest first, with kernels that are loaded."""
+        keys = self.dispatcher.captures.largest_first()
+        start = time.perf_counter()
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress(done, len(keys), key)
+            try:
+                self._graphs.capture((key,), self._captured)
+            except CaptureError:
+                # A library may have something left to load, which is not for captures: its first run is eager then.
+                self._prepared(key)()
+                self._graphs.capture((key,), self._captured)
+        num_masked = self._masked.capture(self.runtime) if keys else 0
+        return CaptureReport(
+            num_graphs=len(keys) + num_masked,
+            seconds=time.perf_counter() - start,
+            memory_bytes=self.runtime.memory_bytes,
+        )
 
     def _eager_shapes(self) -> list[GraphKey]:
         """Steps that no graph holds, both ends of every octave: their kernels must not be compiled while serving."""

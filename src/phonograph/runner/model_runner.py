@@ -63,12 +63,11 @@ class ModelRunner:
         self._graphs = CapturedGraphs(runtime)
         self._live: dict[int, NewSequence] = {}
 
-    def capture(
-        self, progress: CaptureProgress | None = None, weights_there: Callable[[], None] | None = None
-    ) -> CaptureReport:
-        """Captures every graph of the capture list, largest first. weights_there: waits for the weights."""
-        if weights_there is not None:
-            weights_there()
+    def load_kernels(self) -> None:
+        """There are none that would have to be compiled."""
+
+    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
+        """Captures every graph of the capture list, largest first."""
         return self._graphs.capture(self.dispatcher.captures.largest_first(), self._capturable, progress)
 
     def _capturable(self, key: GraphKey) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:

@@ -28,6 +28,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
+    DECODE_PROGRAMS,
     MAX_SHORT_QUERY,
     PREFILL_ROWS,
     SHORTEST_PIECE,
@@ -160,6 +161,7 @@ def plan_decode(
         SMALL=small,
         LARGE=large,
         LONG=PREFILL_ROWS,
+        EACH=DECODE_PROGRAMS,
         BLOCK_N=plan.block_n,
         LEFT=window[0],
         PDL=pdl,
@@ -259,6 +261,7 @@ def _plan_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     LONG: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     PDL: tl.constexpr,
@@ -276,7 +279,7 @@ def _plan_kernel(
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
     programs = PROGRAMS
     if multiprocessors is not None:
-        SMS: tl.constexpr = PROGRAMS // 2
+        SMS: tl.constexpr = PROGRAMS // EACH
         MOST: tl.constexpr = SMS - (SMS + 15) // 16
         short = tl.sum((tiles_R * units_R).to(tl.float32)) * (BLOCK_N / KV_HEADS)
         long_R = tl.where(valid_R & (len_R > max_query_len), tl.cdiv(len_R * GROUP, LONG), 0)
@@ -290,7 +293,7 @@ def _plan_kernel(
         # No more than there are pieces.
         used = tl.minimum(used, tl.sum(long_R * tl.cdiv(seen_R, _PIECE)) * KV_HEADS)
         divided = (divide != 0) & (short > 0)
-        programs = tl.where(divided, PROGRAMS - 2 * used, PROGRAMS)
+        programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
     # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a second unit
@@ -313,9 +316,9 @@ def _plan_kernel(
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
-    share, extra = total // programs, total % programs
+    ranges = total // programs * _RANGES + total % programs
     # Programs without a range begin where the last one ends, and have no chunks there.
-    start_P = tl.minimum(program_P * share + tl.minimum(program_P, extra), total)
+    start_P = tl.minimum(share_of(program_P, ranges)[2], total)
     before_PR = first_R[None, :] <= start_P[:, None]
     index_P = tl.sum(before_PR.to(tl.int32), 1) - 1
     seq_P = tl.maximum(tl.max(tl.where(before_PR, seq_R[None, :], -1), 1), 0)
@@ -325,7 +328,7 @@ def _plan_kernel(
     tl.store(record_P, index_P, mask=exists_P)
     tl.store(record_P + 1, start_P - first_P, mask=exists_P)
     tl.store(record_P + 2, size * BLOCK_N + program_P * 0, mask=exists_P)
-    tl.store(record_P + 3, tl.where(program_P < programs, share * _RANGES + extra, 0), mask=exists_P)
+    tl.store(record_P + 3, tl.where(program_P < programs, ranges, 0), mask=exists_P)
     tl.store(record_P + 4, seq_P, mask=exists_P)
     tl.store(record_P + 5, begin_P, mask=exists_P)
     tl.store(record_P + 6, tl.load(query_start_loc + seq_P + 1) - begin_P, mask=exists_P)

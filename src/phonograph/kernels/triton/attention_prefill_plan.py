@@ -106,10 +106,8 @@ def make_prefill_plan(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
-    header = ints(5)
-    header[MULTIPROCESSORS.value :].fill_(num_sms)
-    return PrefillPlan(
-        header=header,
+    plan = PrefillPlan(
+        header=ints(5),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
@@ -123,6 +121,8 @@ def make_prefill_plan(
         max_slots=max_slots,
         cuts=cuts,
     )
+    multiprocessors_of(plan).fill_(num_sms)
+    return plan
 
 
 def multiprocessors_of(plan: PrefillPlan) -> torch.Tensor:
