@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from decode_problem import NAN, Case, Problem
 
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention_plan import PACKED, UNIT_COST
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (0, 0))
 QUERIES = ((1, 200), (1, 3), (3, 150), (16, 16), (9, 260), (17, 40), (2, 2), (0, 0), (0, 0))
@@ -67,24 +69,27 @@ def test_one_plan_serves_any_batch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lens", "chunk_tiles", "chunks"),
+    ("lens", "chunk_tiles", "chunks", "empty"),
     [
         # Two units of 9 tiles each among 8 programs: 3 tiles each.
-        ([513], 3, 6),
+        ([513], 3, 6, 0),
         # Units of 9 and 6 tiles: a fair share of the 30 is 4, but makes 10 chunks.
-        ([513, 350], 5, 8),
+        ([513, 350], 5, 8, 0),
         # More units than programs.
-        ([513, 64, 64, 64, 64], 1, 26),
-        ([0, 0], 1, 0),
+        ([513, 64, 64, 64, 64], 1, 26 + 10 * 3, 3),
+        ([0, 0], 1, 0, 0),
     ],
 )
-def test_few_units_are_cut_evenly(lens: list[int], chunk_tiles: int, chunks: int, device: torch.device) -> None:
+def test_few_units_are_cut_evenly(
+    lens: list[int], chunk_tiles: int, chunks: int, empty: int, device: torch.device
+) -> None:
     batch = tuple((min(length, 1), length) for length in lens)
     problem = Problem(Case(batch=batch, num_sms=4), device)
     plan = problem.plan()
     problem.check(plan)
     assert plan.programs == 8
-    assert (plan.records[:, 2] == chunk_tiles * plan.block_n).all()
+    chunk_keys = chunk_tiles * plan.block_n
+    assert (plan.records[:, 2] == chunk_keys + empty).all()
     assert (plan.records[:, 3] == chunks // 8 * 1024 + chunks % 8).all()
 
 
@@ -135,7 +140,7 @@ def test_multiprocessors_by_work(
     ids=lambda batch: f"{len(batch)} of {batch[0][1]}",
 )
 def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], device: torch.device) -> None:
-    """At most what beginning a second unit costs, 4 tiles, or half the share where that is less."""
+    """At most what beginning a second unit costs, or half the share where that is less."""
     plan = make_decode_plan(
         num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
     )
@@ -143,9 +148,35 @@ def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], d
     lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
     plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1))
     share, extra = divmod(int(plan.records[0, 3]), 1024)
-    busiest = (share + (extra > 0)) * int(plan.records[0, 2]) // plan.block_n
-    fair = -(-sum(-(-keys // plan.block_n) for _, keys in batch) * 8 // plan.programs)
-    assert busiest <= fair + min(4, -(-fair // 2))
+    chunk_keys, empty = divmod(int(plan.records[0, 2]), PACKED.value)
+    busiest = (share + (extra > 0)) * chunk_keys * PACKED.value // plan.block_n
+    fair = -(-sum(-(-keys // plan.block_n) + empty for _, keys in batch) * 8 // plan.programs)
+    assert busiest <= fair + min(UNIT_COST.value, -(-fair // 2))
+
+
+def test_ranges_of_short_sequences_have_fewer_keys(device: torch.device) -> None:
+    """Every unit is read once and whole, and no program has more tiles and units than others, each unit as 3 tiles."""
+    generator = torch.Generator().manual_seed(5)
+    lens = torch.randint(1, 1361, (234,), generator=generator, dtype=torch.int32)
+    plan = make_decode_plan(
+        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
+    )
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+    plan_decode(plan, starts, lens.to(device), max_query_len=1, window=(-1, -1))
+    tiles = [-(-int(keys) // plan.block_n) for keys in lens for _ in range(8)]
+    first_tile = torch.tensor([0, *tiles]).cumsum(0)
+    records = plan.records.cpu()
+    chunk, lead = records[:, 1] // PACKED.value, records[:, 1] % PACKED.value
+    begins = (first_tile[records[:, 0] * 8] + chunk).tolist()
+    assert begins[0] == 0 and sorted(begins) == begins
+    share, extra = divmod(int(records[0, 3]), 1024)
+    total = sum(tiles) + UNIT_COST.value * len(tiles)
+    assert share * plan.programs + extra == total
+    for program, (begin, end) in enumerate(pairwise([*begins, sum(tiles)])):
+        started = int(((first_tile[:-1] >= begin) & (first_tile[:-1] < end)).sum())
+        taken = end - begin + UNIT_COST.value * started
+        assert abs(taken - share) <= UNIT_COST.value + 1, program
+        assert lead[program] <= UNIT_COST.value
 
 
 def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:

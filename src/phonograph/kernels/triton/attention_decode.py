@@ -1,9 +1,9 @@
 """Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
 
-Decode is a race to read the cache, so what matters is that every program reads equally much, whatever the batch:
-`attention_plan` lays the keys of the batch end to end and gives each program an equal range. The query heads of a
-KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the softmax is
-the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
+Decode is a race to read the cache, so what matters is that all programs read until the end, whatever the batch:
+`attention_plan` lays the keys of the batch end to end and gives each program a range that takes as long. The query
+heads of a KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the
+softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
 
 A unit that is cut between programs leaves normalized partial results with their LSE, and whichever program completes it
 merges them, in order of their keys: no second launch, and results do not depend on who came last.
@@ -199,11 +199,12 @@ def _attention_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len = read_record(records, program)
+    record = read_record(records, program)
+    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len = record
     end = tl.load(query_start_loc + num_seqs)
-    # `position` runs over the chunks of the batch, `chunk` over those of the sequence.
+    # `position` runs over the chunks of the batch, `chunk` over those of the sequence that have keys.
     own = share_of(program, ranges)
-    position, stop = own[2], own[3]
+    position, stop = own[2] + lead, own[3]
     if PDL:
         if AHEAD > 0 and position < stop:
             _, start, num_chunks, num_row_tiles = sequence_chunks(
@@ -228,7 +229,7 @@ def _attention_kernel(
             query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
         )
         unit = chunk // num_chunks
-        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, own, program, num_chunks)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, own, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
@@ -269,7 +270,7 @@ def _attention_kernel(
             )  # fmt: skip
             tl.store(counters + first, 0)
 
-        position += taken
+        position += taken + empty
         chunk += taken
         if chunk == num_chunks * num_row_tiles * KV_HEADS:
             chunk = chunk * 0

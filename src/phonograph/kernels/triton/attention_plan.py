@@ -1,4 +1,4 @@
-"""Cuts the short queries of a batch into equal ranges of key tiles, one a program, on the device.
+"""Cuts the short queries of a batch into ranges of key tiles that take equally long, one a program, on the device.
 
 A captured graph has a fixed number of programs but meets any batch. So all chunks of keys of the batch, sequence by
 sequence, KV head by KV head and tile of rows by tile of rows, are laid end to end, and program p of P takes the p-th of
@@ -7,9 +7,10 @@ layers: it finds where in the batch each range begins, so that a program of `att
 for its keys after a single read.
 
 A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows, which are (token, query head of that
-KV head), heads innermost. A range holds whole units, but for its first and last. A chunk is one tile of keys in a batch
-of many units. In one of few it is as many as give every program at most one chunk, for a range that ends one unit and
-begins another starts reading twice, which costs a tenth of the time or more.
+KV head), heads innermost. A range holds whole units, but for its first and last. A program that ends one unit and
+begins another has nothing on its way meanwhile, so where many short sequences meet, equal keys take longer. In a batch
+of many units a chunk is one tile of keys, and a unit is that many chunks behind some empty ones, which count in the
+ranges. In one of few units a chunk is as many tiles as give every program at most one.
 
 Where the launch for long queries runs at the same time (`attention_decode`), it gets multiprocessors of its own, as
 many as their share of the work is, and the ranges are cut for the programs that fit the others.
@@ -51,16 +52,20 @@ _RANGES = tl.constexpr(1024)
 _TILE_COST = tl.constexpr(448)
 _LONG_COST = tl.constexpr(1.8)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
-# What ending one unit and beginning another costs a program, in tiles of keys.
-_UNIT_COST = tl.constexpr(4)
+# What beginning a unit costs a program, in tiles of keys: the last tiles of the one before, then block ids and queries,
+# must have arrived before the first keys are asked for.
+UNIT_COST = tl.constexpr(3)
+# More than UNIT_COST; divides the keys of any chunk. What is smaller shares a word with something that is larger.
+PACKED = tl.constexpr(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
     """The work of one step, and scratch for its layers: tensors that live as long as any graph.
 
-    records [P, 8]:    of each program: entry in `sequences`, chunk in that sequence, keys of a chunk, chunks of a range
-                       (and how many ranges have one more), then the entry itself
+    records [P, 8]:    of each program: entry in `sequences`, chunk in that sequence (and empty ones before it in the
+                       range), keys of a chunk (and empty ones before each unit), chunks of a range (and how many ranges
+                       have one more), then the entry itself
     sequences [R, 4]:  those served, in order: sequence, first token, query length, keys
     counters [P]:      partial results that are there, of the unit that begins in this program and ends in another; zero
                        between launches
@@ -193,7 +198,8 @@ def sequence_chunks(
 
 @triton.jit
 def read_record(records, program):
-    """Of a program: entry in `sequences`, chunk there, a chunk's keys, what `share_of` reads, then the entry itself."""
+    """Of a program: entry in `sequences`, chunk there, empty chunks before it in the range and before each unit, a
+    chunk's keys, what `share_of` reads, then the entry itself."""
     record = records + program * RECORD_WORDS
     index = tl.load(record)
     chunk = tl.load(record + 1)
@@ -201,8 +207,10 @@ def read_record(records, program):
     ranges = tl.load(record + 3)
     return (
         index,
-        chunk,
-        chunk_keys,
+        chunk // PACKED,
+        chunk % PACKED,
+        chunk_keys % PACKED,
+        chunk_keys // PACKED * PACKED,
         ranges,
         tl.load(record + 4),
         tl.load(record + 5),
@@ -220,11 +228,11 @@ def share_of(program, ranges):
 
 
 @triton.jit
-def cut_of(position, chunk, own, program, num_chunks):
-    """Of the unit at a position: which chunk of its keys, how many of them are the program's, in which programs the
-    unit begins and ends, and the slots for partial results: of the first of them, and of this one.
+def cut_of(position, chunk, own, program, num_chunks, empty):
+    """Of the unit at a position: which chunk of its keys, how many of them are the program's, in which programs its
+    keys begin and end, and the slots for partial results: of the first of them, and of this one.
 
-    own: what `share_of` says; num_chunks: of the unit
+    own: what `share_of` says; num_chunks: of the unit, besides the empty ones before it
     """
     share, extra, begin, stop = own
     key_chunk = chunk % num_chunks
@@ -237,9 +245,9 @@ def cut_of(position, chunk, own, program, num_chunks):
         unit_begin < longer, unit_begin // (share + 1), extra + tl.maximum(unit_begin - longer, 0) // shorter
     )
     last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
-    # The unit's first partial result is its program's second, unless that program begins with it.
-    first_slot = 2 * first + (unit_begin != first * share + tl.minimum(first, extra)).to(tl.int32)
-    slot = tl.where(position == begin, 2 * program, 2 * program + 1)
+    # A partial result is its program's second where the range begins with keys of another unit.
+    first_slot = 2 * first + (first * share + tl.minimum(first, extra) < unit_begin - empty).to(tl.int32)
+    slot = 2 * program + (begin < unit_begin - empty).to(tl.int32)
     return key_chunk, taken, first, last, first_slot, slot
 
 
@@ -296,15 +304,16 @@ def _plan_kernel(
         programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
-    # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a second unit
-    # costs a program.
+    # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a unit's end
+    # and a second one's begin cost a program.
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), 1)
-    size_C = fair + tl.cdiv(tl.minimum(fair, 2 * _UNIT_COST) * tl.arange(0, 16), 32)
+    size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
     chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
     size = tl.min(tl.where(chunks_C <= programs, size_C, _FAR))
+    empty = tl.where(size == _FAR, UNIT_COST, 0)
     size = tl.where(size == _FAR, 1, size)
 
-    chunks_R = tl.cdiv(tiles_R, size) * units_R
+    chunks_R = (tl.cdiv(tiles_R, size) + empty) * units_R
     first_R = tl.where(served_R, tl.cumsum(chunks_R) - chunks_R, _FAR)
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
@@ -324,15 +333,22 @@ def _plan_kernel(
     seq_P = tl.maximum(tl.max(tl.where(before_PR, seq_R[None, :], -1), 1), 0)
     first_P = tl.max(tl.where(before_PR, first_R[None, :], 0), 1)
     begin_P = tl.load(query_start_loc + seq_P)
+    len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
+    keys_P = tl.load(seq_lens + seq_P)
+    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    unit_P = (start_P - first_P) // (chunks_P + empty)
+    # Of the unit's chunks, empty ones included.
+    chunk_P = (start_P - first_P) % (chunks_P + empty)
     record_P = records + program_P * RECORD_WORDS
     tl.store(record_P, index_P, mask=exists_P)
-    tl.store(record_P + 1, start_P - first_P, mask=exists_P)
-    tl.store(record_P + 2, size * BLOCK_N + program_P * 0, mask=exists_P)
+    first_chunk_P = unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)
+    tl.store(record_P + 1, first_chunk_P * PACKED + tl.maximum(empty - chunk_P, 0), mask=exists_P)
+    tl.store(record_P + 2, size * BLOCK_N + empty + program_P * 0, mask=exists_P)
     tl.store(record_P + 3, tl.where(program_P < programs, ranges, 0), mask=exists_P)
     tl.store(record_P + 4, seq_P, mask=exists_P)
     tl.store(record_P + 5, begin_P, mask=exists_P)
-    tl.store(record_P + 6, tl.load(query_start_loc + seq_P + 1) - begin_P, mask=exists_P)
-    tl.store(record_P + 7, tl.load(seq_lens + seq_P), mask=exists_P)
+    tl.store(record_P + 6, len_P, mask=exists_P)
+    tl.store(record_P + 7, keys_P, mask=exists_P)
     if PDL:
         _fence()
 
