@@ -48,13 +48,13 @@ _FAR = tl.constexpr(2147483647)
 _RANGES = tl.constexpr(1024)
 # What starting and ending a tile of a long query costs, in keys, and what one of its keys costs beside one of a short
 # query. While decodes keep memory busy a tile of K keys takes 8 us and 0.0195 us * K (an H200, 16 bits, heads of 128),
-# a key of a decode 0.017 us of a multiprocessor; half more, as the long ones must not be the last to end.
+# a key of a decode 0.017 us of a multiprocessor; some more, as the long ones must not be the last to end.
 _TILE_COST = tl.constexpr(448)
-_LONG_COST = tl.constexpr(1.8)
+_LONG_COST = tl.constexpr(1.6)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
 # What beginning a unit costs a program, in tiles of keys: the last tiles of the one before, then block ids and queries,
 # must have arrived before the first keys are asked for.
-UNIT_COST = tl.constexpr(3)
+UNIT_COST = tl.constexpr(2)
 # More than UNIT_COST; divides the keys of any chunk. What is smaller shares a word with something that is larger.
 PACKED = tl.constexpr(8)
 
