@@ -9,7 +9,7 @@ import pytest
 import torch
 from decode_problem import NAN, Case, Problem
 
-from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention_decode import DecodePlan, decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention_plan import PACKED, UNIT_COST
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (0, 0))
@@ -126,6 +126,17 @@ def test_multiprocessors_by_work(
     assert extra < num_ranges
 
 
+def decodes_on_132(lens: list[int], device: torch.device) -> DecodePlan:
+    """The plan for one query each, with 8 KV heads on 132 multiprocessors."""
+    plan = make_decode_plan(
+        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
+    )
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+    keys = torch.tensor(lens, dtype=torch.int32, device=device)
+    plan_decode(plan, starts, keys, max_query_len=1, window=(-1, -1))
+    return plan
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -141,12 +152,7 @@ def test_multiprocessors_by_work(
 )
 def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], device: torch.device) -> None:
     """At most what beginning a second unit costs, or half the share where that is less."""
-    plan = make_decode_plan(
-        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
-    )
-    starts = torch.arange(len(batch) + 1, dtype=torch.int32, device=device)
-    lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
-    plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1))
+    plan = decodes_on_132([keys for _, keys in batch], device)
     share, extra = divmod(int(plan.records[0, 3]), 1024)
     chunk_keys, empty = divmod(int(plan.records[0, 2]), PACKED.value)
     busiest = (share + (extra > 0)) * chunk_keys * PACKED.value // plan.block_n
@@ -157,13 +163,9 @@ def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], d
 def test_ranges_of_short_sequences_have_fewer_keys(device: torch.device) -> None:
     """Every unit is read once and whole, and no program has more tiles and units than others, each unit as 2 tiles."""
     generator = torch.Generator().manual_seed(5)
-    lens = torch.randint(1, 1361, (234,), generator=generator, dtype=torch.int32)
-    plan = make_decode_plan(
-        num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
-    )
-    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
-    plan_decode(plan, starts, lens.to(device), max_query_len=1, window=(-1, -1))
-    tiles = [-(-int(keys) // plan.block_n) for keys in lens for _ in range(8)]
+    lens = torch.randint(1, 1361, (234,), generator=generator).tolist()
+    plan = decodes_on_132(lens, device)
+    tiles = [-(-keys // plan.block_n) for keys in lens for _ in range(8)]
     first_tile = torch.tensor([0, *tiles]).cumsum(0)
     records = plan.records.cpu()
     chunk, lead = records[:, 1] // PACKED.value, records[:, 1] % PACKED.value

@@ -336,9 +336,10 @@ def _plan_kernel(
     len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
     keys_P = tl.load(seq_lens + seq_P)
     _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
-    unit_P = (start_P - first_P) // (chunks_P + empty)
-    # Of the unit's chunks, empty ones included.
-    chunk_P = (start_P - first_P) % (chunks_P + empty)
+    # Chunks of the sequence and of the unit that are other programs', empty ones included.
+    before_P = start_P - first_P
+    unit_P = before_P // (chunks_P + empty)
+    chunk_P = before_P % (chunks_P + empty)
     record_P = records + program_P * RECORD_WORDS
     tl.store(record_P, index_P, mask=exists_P)
     first_chunk_P = unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)
