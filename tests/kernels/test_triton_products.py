@@ -201,22 +201,35 @@ def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: py
 
 
 def test_chosen_configurations_fit_the_scratch() -> None:
-    shapes = [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944)]
-    sizes = [(rows, *shape) for rows in (8, 16, 32, 64) for shape in shapes]
+    shapes = [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944), (1024, 3072), (6144, 1024)]
+    sizes = [(rows, *shape) for rows in (8, 16, 32, 64, 128, 256) for shape in shapes]
     for rows, outputs, inputs in [*sizes, *products.MEASURED]:
         config = choose(rows, outputs, inputs)
         if config is not None:
-            assert config.rows == min(rows, 64)
+            assert config.rows == rows or config.rows in (32, 64) and config.rows < rows
             partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
             assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
             assert -(-inputs // config.block_k) >= config.splits
 
 
-@pytest.mark.parametrize(("kilobytes", "served"), [(227, {32, 64, 128}), (163, {32, 64}), (99, set())])
+def test_as_many_programs_as_processors() -> None:
+    """Of every layer of 17 to 128 rows that has no more tiles than there are processors."""
+    for rows in (32, 64, 128):
+        for outputs, inputs in [(3072, 2048), (2048, 2048), (4096, 4096), (4608, 3584), (3584, 18944), (512, 1536)]:
+            config = choose(rows, outputs, inputs)
+            if config is None:
+                assert rows == 128 and outputs * inputs > 1 << 23
+                continue
+            programs = -(-outputs // config.block_n) * -(-rows // config.rows) * config.splits
+            assert programs <= 140 and (programs > 66 or config.splits in (6, 8))
+
+
+@pytest.mark.parametrize(("kilobytes", "served"), [(227, {32, 64, 128}), (163, {32, 64, 128}), (99, {64})])
 def test_what_a_device_has_no_room_for_is_torchs(
     kilobytes: int, served: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three."""
+    """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three, if with
+    fewer steps under way."""
     device = SimpleNamespace(shared_memory_per_block_optin=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -226,6 +239,8 @@ def test_what_a_device_has_no_room_for_is_torchs(
     try:
         assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
         assert all(choose(rows, 28672, 4096) is not None for rows in (16, 32, 64))
+        narrow = choose(64, 4096, 14336)
+        assert narrow is not None and narrow.num_stages == min(6, kilobytes // 32)
     finally:
         for chooser in (choose, products.choose_silu):
             chooser.cache_clear()
@@ -243,7 +258,7 @@ def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100, 200])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_linear(rows, outputs, inputs, dtype, device, True, None, poisoned(device))
 

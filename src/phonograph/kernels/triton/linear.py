@@ -1,4 +1,4 @@
-"""Matrix products for few rows (2 to 128), where reading the weights is all that takes time.
+"""Matrix products for few rows (2 to 256), where reading the weights is all that takes time.
 
 The library's kernels are made for square products: at few rows they leave a fifth of the memory bandwidth unused on
 narrow layers, and they cannot begin before the kernel before has ended. Here the weights are the long side of the
@@ -230,6 +230,10 @@ HEAD = 1 << 16
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
+_SMALL = 1 << 23
+"""Weights up to which a product of more than 64 rows is better here than by torch, whose kernels take 5 us at least and
+add the parts of split inputs in another kernel."""
+
 BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_warps=4, num_stages=4, prefetch=128)
 """For all products of an engine whose results must not depend on the batch: a row's sums are then in one order,
 whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
@@ -242,6 +246,8 @@ MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (8, 4096, 14336): LinearConfig(8, 32, 256, 1, 2, 5, 256),
     (8, 4096, 1024): LinearConfig(8, 32, 128, 1, 2, 3, 512),
     (8, 1024, 2048): LinearConfig(8, 32, 128, 5, 2, 5, 256),
+    (16, 6144, 4096): LinearConfig(16, 64, 256, 1, 4, 5, 512),
+    (16, 4096, 14336): LinearConfig(16, 64, 128, 2, 4, 6, 256),
     (16, 1024, 2048): LinearConfig(16, 16, 256, 8, 1, 3, 512),
     (16, 6144, 1024): LinearConfig(16, 16, 256, 1, 2, 5, 256),
     (16, 1024, 3072): LinearConfig(16, 32, 256, 8, 2, 3, 512),
@@ -249,7 +255,9 @@ MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
     (32, 1024, 2048): LinearConfig(32, 32, 256, 4, 4, 3, 512),
     (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
     (32, 1024, 3072): LinearConfig(32, 32, 256, 4, 2, 3, 512),
-    (128, 6144, 1024): LinearConfig(64, 64, 64, 1, 4, 5, 256),
+    (256, 4096, 1024): LinearConfig(64, 128, 128, 1, 8, 4, 256),
+    (256, 1024, 2048): LinearConfig(64, 64, 128, 2, 4, 6, 256),
+    (256, 1024, 3072): LinearConfig(64, 64, 128, 2, 4, 6, 256),
 }
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
 may have fewer rows than the class."""
@@ -264,39 +272,54 @@ MEASURED_SILU: dict[tuple[int, int, int], LinearConfig | None] = {
 def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
-    The rule is what won on an H200 over the layers of an 8B and a 0.6B model. Narrow layers have too few tiles, so
-    their inputs are split, into three steps at least. Up to 16 rows, where the rows cost little to read once for each
-    tile, tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Torch is as fast
-    at layers of medium width from 32 rows, at all but large layers from 64, and at everything beyond.
+    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Narrow layers have too few tiles,
+    so their inputs are split, into three steps at least. Up to 16 rows, where the rows cost little to read once for
+    each tile, tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Beyond,
+    `_one_each` has the layers that fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond
+    128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
-        return _if_it_fits(MEASURED[key], silu=False)
+        return _first_that_fits(MEASURED[key], silu=False)
     tiles = triton.cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
-    block_n, block_k, num_warps, num_stages, prefetch = 64, 128, 4, 4, 256
-    if rows <= 16:
-        long = narrow and num_inputs >= 3584
-        if not long and (rows == 8 or medium or narrow or head):
-            block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
-    elif rows == 32:
-        if medium:
-            return None
-        num_stages = 3 if head else 4
-    elif rows == 64:
-        if num_outputs * num_inputs < 1 << 25:
-            return None
-        num_stages = 3
-        if not narrow:
-            block_k, num_stages, prefetch = 64, 5, 128
-    else:
-        return None
+    if rows > 16:
+        large = num_outputs * num_inputs > _SMALL
+        config = _one_each(rows, num_outputs, num_inputs) if rows <= (64 if large else 128) else None
+        if config is None and rows == 32 and not medium:
+            config = LinearConfig(32, 64, 128, 1, 4, 3 if head else 4, 256)
+        elif config is None and rows == 64 and num_outputs * num_inputs >= 1 << 25:
+            config = LinearConfig(64, 128, 64, 1, 8, 4, 128) if head else LinearConfig(64, 64, 64, 1, 4, 5, 128)
+        return _first_that_fits(config, silu=False)
+    long = narrow and num_inputs >= 3584
+    block_n, block_k, num_warps, prefetch = 64, 128, 4, 256
+    if not long and (rows == 8 or medium or narrow or head):
+        block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
     splits = 1
     if narrow:
         programs = 2 * PROGRAMS if rows == 8 else PROGRAMS
         steps = triton.cdiv(num_inputs, block_k)
         splits = max(1, min(8, programs // triton.cdiv(num_outputs, block_n), steps // 3))
-    return _if_it_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, num_stages, prefetch), silu=False)
+    return _first_that_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch), silu=False)
+
+
+def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+    """One program a processor, with six steps under way: for 17 to 128 rows faster than two with three each. None:
+    there are more tiles than processors.
+
+    Tiles of fewer rows than there are fill the processors without partial sums, which must be written and read again;
+    but then weights are read more than once, so not those of a large layer.
+    """
+    processors = PROGRAMS // 2 + 8  # Some may well have two.
+    tiles = triton.cdiv(num_outputs, 64)
+    for rows_tile in (32, 64) if num_outputs * num_inputs <= 1 << 24 else (rows,):
+        programs = tiles * triton.cdiv(rows, rows_tile)
+        if rows_tile <= rows and programs <= processors:
+            splits = max(1, min(8, processors // programs, triton.cdiv(num_inputs, 128) // 2))
+            return LinearConfig(rows_tile, 64, 128, splits, 4, 6, 256)
+    if rows == 128 and 2 * triton.cdiv(num_outputs, 128) <= processors:
+        return LinearConfig(64, 128, 128, 1, 8, 4, 256)
+    return None
 
 
 @functools.cache
@@ -306,23 +329,29 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | 
     Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
     less than the other kernel.
     """
-    key, config = (rows, num_outputs, num_inputs), None
+    key = rows, num_outputs, num_inputs
     if key in MEASURED_SILU:
-        config = MEASURED_SILU[key]
-    elif triton.cdiv(num_outputs, 64) >= PROGRAMS // 2:
-        if rows == 32:
-            config = LinearConfig(rows, 64, 128, 1, 4, 3, 256)
-        elif rows == 64:
-            config = LinearConfig(rows, 128, 64, 1, 8, 3, 128)
-    return _if_it_fits(config, silu=True)
+        return _first_that_fits(MEASURED_SILU[key], silu=True)
+    if triton.cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
+        return None
+    if rows == 64:
+        return _first_that_fits(LinearConfig(64, 64, 64, 1, 4, 4, 128), silu=True)
+    wide = LinearConfig(32, 128, 128, 1, 4, 3, 256) if triton.cdiv(num_outputs, 128) <= PROGRAMS // 2 else None
+    return _first_that_fits(wide, LinearConfig(32, 64, 128, 1, 4, 3, 256), silu=True)
 
 
-def _if_it_fits(config: LinearConfig | None, *, silu: bool) -> LinearConfig | None:
-    """The configuration where the current device has the shared memory that it needs, else torch."""
-    if config is None or not torch.cuda.is_available():
-        return config
+def _first_that_fits(*configs: LinearConfig | None, silu: bool) -> LinearConfig | None:
+    """The first for which the current device has the shared memory, with fewer steps under way if need be, but three;
+    None: torch."""
+    given = [one for one in configs if one is not None]
+    if not torch.cuda.is_available():
+        return given[0] if given else None
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
-    return config if config.shared_bytes(silu=silu) <= most else None
+    for config in given:
+        stages = most // config._replace(num_stages=1).shared_bytes(silu=silu)
+        if stages >= min(3, config.num_stages):
+            return config._replace(num_stages=min(config.num_stages, stages))
+    return None
 
 
 def _launch(

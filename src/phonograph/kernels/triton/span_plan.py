@@ -100,9 +100,7 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
         ProductConfig(32, 512, 1),
     ),
     (32, _QWEN3_600M): StreamConfig(32, 64, 128, 10, 6, (8, 1, 8, 1)),
-    (64, _QWEN3_600M): StreamConfig(64, 64, 128, 7, 6, (4, 1, 8, 1)),
     (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
-    (32, _LLAMA3_8B): StreamConfig(32, 128, 128, 3, 12, (4, 1, 4, 2)),
 }  # fmt: skip
 """What was measured to be faster than a launch for each product, by `span_class` and sizes."""
 
