@@ -36,6 +36,7 @@ from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 from phonograph.kernels.triton.span_plan import (
     MEASURED,
+    STREAM_TILE,
     ProductConfig,
     SpanConfig,
     SpanSizes,
@@ -76,9 +77,8 @@ def start(rows_class: int, sizes: SpanSizes, kind: str) -> Config:
     """Held: eight outputs a tile, which gives a processor its share of a hidden size of 1024."""
     rows = max(8, rows_class)
     if kind == "streamed":
-        tile, block_k = 64 if rows == 8 else 128, 128 if rows <= 32 else 64
-        config = StreamConfig(rows, tile, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1))
-        return streamed(config, sizes)
+        block_k = 128 if rows <= 32 else 64
+        return streamed(StreamConfig(rows, block_k, 1, max(4, min(12, 512 // rows)), (1, 1, 1, 1)), sizes)
     long, short = ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2 if rows == 8 else 1)
     return SpanConfig(rows, 8, 64, 128, long, short, long, ProductConfig(32, 1024, 1))
 
@@ -98,16 +98,13 @@ def streamed(config: StreamConfig, sizes: SpanSizes, **changes: Any) -> StreamCo
     unless `changes` say otherwise."""
     config = config._replace(**changes)
     room = MOST_SHARED - config._replace(weight_stages=0).shared_bytes
-    config = config._replace(weight_stages=room // (2 * config.block_k * config.tile))
+    config = config._replace(weight_stages=room // (2 * config.block_k * STREAM_TILE))
     if "splits" in changes:
         return config
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     splits: list[int] = []
-    for at, ((outputs, inputs), halves) in enumerate(
-        zip(product_shapes(sizes, last=False), config.halves, strict=True)
-    ):
-        units = -(-outputs // (config.tile * (1 if at == 1 else halves)))
-        most = min(max(1, processors // units), config.rows, -(-inputs // config.block_k))
+    for outputs, inputs in product_shapes(sizes, last=False):
+        most = min(max(1, processors // -(-outputs // STREAM_TILE)), config.rows, -(-inputs // config.block_k))
         splits.append(1 << (most.bit_length() - 1))
     return config._replace(splits=tuple(splits))
 
@@ -116,18 +113,14 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
     """As `variations`, of `stream`."""
 
     def fits(config: StreamConfig) -> bool:
-        steps = [-(-inputs // config.block_k) for _, inputs in product_shapes(sizes, last=False)]
-        split = all(1 <= count <= min(step, config.rows) for count, step in zip(config.splits, steps, strict=True))
+        counts = [-(-inputs // config.block_k) for _, inputs in product_shapes(sizes, last=False)]
+        split = all(1 <= count <= min(most, config.rows) for count, most in zip(config.splits, counts, strict=True))
         if config.weight_stages < 3 or not split:
             return False
         return make_stream_plan(sizes, config, last=False).num_partials <= MAX_PARTIALS
 
-    def tiles(config: StreamConfig) -> list[StreamConfig]:
-        choices = itertools.product((64, 128), (64, 128, 256), (1, 2))
-        found = (
-            streamed(config, sizes, tile=tile, block_k=block_k, halves=(halves, 2, halves, halves))
-            for tile, block_k, halves in choices
-        )
+    def steps(config: StreamConfig) -> list[StreamConfig]:
+        found = (streamed(config, sizes, block_k=block_k) for block_k in (64, 128, 256))
         return [one for one in found if fits(one)]
 
     def rows(config: StreamConfig) -> list[StreamConfig]:
@@ -142,23 +135,9 @@ def stream_variations(sizes: SpanSizes) -> dict[str, Variation]:
                 found.append(config._replace(splits=changed))
         return [one for one in found if fits(one)]
 
-    def halves(config: StreamConfig) -> list[StreamConfig]:
-        found: list[StreamConfig] = []
-        for product in (0, 2, 3):
-            # As many units as before.
-            count, other = config.halves[product], 3 - config.halves[product]
-            split = config.splits[product] * other // count
-            found.append(
-                config._replace(
-                    halves=(*config.halves[:product], other, *config.halves[product + 1 :]),
-                    splits=(*config.splits[:product], split, *config.splits[product + 1 :]),
-                )
-            )
-        return [one for one in found if fits(one)]
-
     return {
-        "tiles": tiles, "rows": rows, "splits": splits, "halves": halves, "splits again": splits,
-        "splits once more": splits, "rows again": rows,
+        "steps": steps, "rows": rows, "splits": splits, "splits again": splits, "splits once more": splits,
+        "rows again": rows,
     }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def main() -> None:
         problem.run(problem.plan())
         sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
         layer = Layer(8, sizes, torch.bfloat16, torch.device("cpu"), bias=True, seed=1)
-        layer.run(StreamConfig(8, 64, 128, 4, 4, (2, 1, 2, 1)), poisoned_scratch(torch.device("cpu")), 132, last=False)
+        layer.run(StreamConfig(8, 128, 4, 4, (2, 1, 2, 1)), poisoned_scratch(torch.device("cpu")), 132, last=False)
         choose_tokens()
         there = compile_helper.helper(1)
         job = compile_helper.Job("phonograph.kernels.triton.stream", "_no_kernel", "", {}, {}, {}, ("cuda", 90, 32), {})

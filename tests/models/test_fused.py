@@ -22,7 +22,7 @@ LARGE = SpanConfig(
     8, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
     ProductConfig(32, 1024, 1),
 )  # fmt: skip
-STREAMED = StreamConfig(8, 64, 128, 11, 6, (8, 2, 8, 2), (1, 2, 1, 1))
+STREAMED = StreamConfig(8, 128, 11, 6, (8, 2, 8, 2))
 
 
 @pytest.fixture

@@ -53,30 +53,26 @@ class SpanConfig(NamedTuple):
 
 
 class StreamConfig(NamedTuple):
-    """Of `stream`: `rows` (8 to 128) padded rows; a stage of its rings holds block_k columns, of `tile` (64 or 128)
-    weight rows or of all rows.
+    """Of `stream`: `rows` (8 to 64) padded rows; a stage of its rings holds block_k columns, of `STREAM_TILE` weight
+    rows or of all rows.
 
     splits: programs that share the inputs of a unit, of O, gate-up, down and QKV: powers of two, at most the rows.
-    halves: tiles of a unit, 1 or 2, of the four; gate-up always has two.
     """
 
     rows: int
-    tile: int
     block_k: int
     weight_stages: int
     row_stages: int
     splits: tuple[int, int, int, int]
-    halves: tuple[int, int, int, int] = (1, 2, 1, 1)
-
-    @property
-    def num_warps(self) -> int:
-        """That multiply: a thread has room for 64 sums of each half."""
-        return self.tile // 16
 
     @property
     def shared_bytes(self) -> int:
         """Of its rings, of 16-bit elements."""
-        return 2 * self.block_k * (self.weight_stages * self.tile + self.row_stages * self.rows)
+        return 2 * self.block_k * (self.weight_stages * STREAM_TILE + self.row_stages * self.rows)
+
+
+STREAM_TILE = 64
+"""Outputs of a tile of `stream`: of four warps that multiply, the tensor cores' 16 each."""
 
 
 class SpanSizes(NamedTuple):
@@ -99,8 +95,8 @@ MEASURED: dict[tuple[int, SpanSizes], SpanConfig | StreamConfig] = {
         16, 8, 64, 128, ProductConfig(8, 1024, 4), ProductConfig(8, 1024, 2), ProductConfig(8, 1024, 4),
         ProductConfig(32, 512, 1),
     ),
-    (32, _QWEN3_600M): StreamConfig(32, 64, 128, 10, 6, (8, 1, 8, 1)),
-    (8, _LLAMA3_8B): StreamConfig(8, 64, 256, 5, 8, (2, 1, 2, 1)),
+    (32, _QWEN3_600M): StreamConfig(32, 128, 10, 6, (8, 1, 8, 1)),
+    (8, _LLAMA3_8B): StreamConfig(8, 256, 5, 8, (2, 1, 2, 1)),
 }  # fmt: skip
 """What was measured to be faster than a launch for each product, by `span_class` and sizes."""
 
@@ -116,7 +112,7 @@ def choose_span(num_rows: int, sizes: SpanSizes, dtype: torch.dtype) -> SpanConf
     Only where it was measured, and in bfloat16: in float16 a row times its norm's weights could overflow without the
     division by its root mean square.
     """
-    if dtype != torch.bfloat16 or num_rows > 128:
+    if dtype != torch.bfloat16 or num_rows > 64:
         return None
     config = MEASURED.get((span_class(num_rows), sizes))
     return None if isinstance(config, StreamConfig) and not gluon_usable() else config
@@ -190,16 +186,14 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
 
 @dataclass(frozen=True, slots=True)
 class StreamProduct:
-    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is `halves` tiles, `width` outputs (of gate-up as
-    many gates), and a share of the inputs; there are `units`."""
+    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is a tile (of gate-up one of gates and one of ups)
+    and a share of the inputs; there are `units`."""
 
     outputs: int
     inputs: int
     tiles: int
     steps: int
     splits: int
-    halves: int
-    width: int
     units: int
 
 
@@ -208,9 +202,7 @@ class StreamPlan:
     """num_partials, num_squares: float32 values of scratch. The rest is the configuration's."""
 
     products: tuple[StreamProduct, ...]
-    tile: int
     rows: int
-    num_warps: int
     weight_stages: int
     row_stages: int
     num_partials: int
@@ -220,40 +212,22 @@ class StreamPlan:
 @functools.cache
 def make_stream_plan(sizes: SpanSizes, config: StreamConfig, *, last: bool) -> StreamPlan:
     """last: no layer follows, so there is no QKV."""
-    shapes = product_shapes(sizes, last=last)
     products: list[StreamProduct] = []
-    assert config.halves[1] == 2, "a gate needs its up"
-    assert config.rows <= 128 and config.tile in (64, 128), config
-    for at, ((outputs, inputs), splits, halves) in enumerate(zip(shapes, config.splits, config.halves, strict=False)):
-        tiles, steps = -(-outputs // config.tile), -(-inputs // config.block_k)
+    assert config.rows <= 64, config
+    for (outputs, inputs), splits in zip(product_shapes(sizes, last=last), config.splits, strict=False):
+        tiles, steps = -(-outputs // STREAM_TILE), -(-inputs // config.block_k)
         assert splits <= steps, "each program has a step at least"
         assert splits & (splits - 1) == 0 and splits <= config.rows, config
-        width = config.tile * (1 if at == 1 else halves)
-        products.append(
-            StreamProduct(
-                outputs=outputs,
-                inputs=inputs,
-                tiles=tiles,
-                steps=steps,
-                splits=splits,
-                halves=halves,
-                width=width,
-                units=-(-outputs // width) * splits,
-            )
-        )
-    plane = config.tile * config.rows
-    partials = (one.units * plane * one.halves for one in products if one.splits > 1)
-    # A unit's second tile may have no outputs, but leaves squares.
-    squares = max(products[0].tiles, products[2].tiles) + 1
+        products.append(StreamProduct(outputs, inputs, tiles, steps, splits, tiles * splits))
+    plane = STREAM_TILE * config.rows
+    partials = (one.units * plane * (1 + (at == 1)) for at, one in enumerate(products) if one.splits > 1)
     return StreamPlan(
         products=tuple(products),
-        tile=config.tile,
         rows=config.rows,
-        num_warps=config.num_warps,
         weight_stages=config.weight_stages,
         row_stages=config.row_stages,
         num_partials=max(partials, default=0),
-        num_squares=squares * config.rows,
+        num_squares=max(products[0].tiles, products[2].tiles) * config.rows,
     )
 
 

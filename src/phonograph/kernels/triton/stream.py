@@ -1,4 +1,4 @@
-"""What a step of a large model does between two attention launches, in one launch: for up to 128 rows, on Hopper.
+"""What a step of a large model does between two attention launches, in one launch: for up to 64 rows, on Hopper.
 
 The products are those of `span`, and so are the barriers between them. There a program holds the weights of its next
 product in registers, which is most of a small model's product; here a product takes tens of microseconds, and what is
@@ -10,10 +10,9 @@ is what memory delivers in 5 us. A second warp brings the rows, a tile of them f
 barriers. The others multiply. Uneven shares matter little: whoever has more takes more of the bandwidth, whoever has
 less is at work on the next product's weights.
 
-A unit is a tile of 64 or 128 outputs, or two, over a share of the inputs; of gate and up it is a tile of each. A second
-tile spares the multiprocessor reading the rows again, which from 32 rows on counts. Programs that share a tile wait for
-one another, and each adds all parts of its share of the rows, in a fixed order: of 128 rows the parts are so large that
-one program would take 3 us to read them. Norms are divided by at the end of the product that takes them, as in `span`.
+A unit is a tile of 64 outputs over a share of the inputs; of gate and up it is a tile of each. Programs that share a
+tile wait for one another, and each adds all parts of its share of the rows, in a fixed order. Norms are divided by at
+the end of the product that takes them, as in `span`.
 
 Everything that a program waits for comes from programs that are on the device: see `span`. Written in Gluon, Triton's
 language for warps with different work, which its interpreter does not run: without a Hopper GPU tests compile it, and
@@ -53,6 +52,7 @@ from phonograph.kernels.triton.hopper import (
 from phonograph.kernels.triton.linear import LinearScratch
 from phonograph.kernels.triton.pdl import pdl_usable
 from phonograph.kernels.triton.span_plan import (
+    STREAM_TILE,
     SpanSizes,
     StreamConfig,
     make_stream_plan,
@@ -60,6 +60,9 @@ from phonograph.kernels.triton.span_plan import (
     plan_value,
     product_value,
 )
+
+_TILE = gl.constexpr(STREAM_TILE)
+_WARPS = gl.constexpr(4)
 
 
 def run_stream(
@@ -90,9 +93,9 @@ def run_stream(
     assert plan.num_partials <= scratch.partials.numel() and plan.num_squares <= scratch.squares.numel()
     weight_layout, row_layout = (
         gl.NVMMASharedLayout.get_default_for([height, config.block_k], gl.bfloat16)
-        for height in (config.tile, config.rows)
+        for height in (STREAM_TILE, config.rows)
     )
-    weights = [TensorDescriptor.from_tensor(one, [config.tile, config.block_k], weight_layout) for one in matrices]
+    weights = [TensorDescriptor.from_tensor(one, [STREAM_TILE, config.block_k], weight_layout) for one in matrices]
     inputs = [
         TensorDescriptor.from_tensor(one, [config.rows, config.block_k], row_layout)
         for one in (attended, normed, inner)
@@ -117,9 +120,9 @@ def run_stream(
         PROGRAMS=num_programs,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=config.num_warps,
+        num_warps=_WARPS.value,
         # Of each thread before the warps that multiply take over what the others leave.
-        maxnreg=128 if config.rows <= 64 else 168,
+        maxnreg=128,
     )
 
 
@@ -161,17 +164,15 @@ def _load_product(
     """Has the copy engine bring the program's tiles of weights (or of rows, where ROWS) in the order of their use."""
     STAGES: gl.constexpr = ring.type.shape[0]
     block_k: gl.constexpr = ring.type.shape[2]
-    size: gl.constexpr = plan_value(PLAN, "tile")
-    HALVES: gl.constexpr = 1 if ROWS else product_value(PLAN, PRODUCT, "halves")
-    # The ups follow the gates, elsewhere the second half of a unit is its neighbour.
-    APART: gl.constexpr = product_value(PLAN, PRODUCT, "outputs") if PRODUCT == 1 else size
-    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
+    # The ups follow the gates.
+    HALVES: gl.constexpr = 2 if PRODUCT == 1 and not ROWS else 1
+    APART: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
     at, turn = place
     for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, _, first, end = _share(unit, PLAN, PRODUCT)
         for step in range(first, end):
             for half in gl.static_range(HALVES):
-                row = 0 if ROWS else tile * WIDTH + half * APART
+                row = 0 if ROWS else tile * _TILE + half * APART
                 mbarrier.wait(empty.index(at), turn ^ 1)
                 mbarrier.expect(full.index(at), descriptor.block_type.nbytes)
                 tma.async_copy_global_to_shared(descriptor, [row, step * block_k], full.index(at), ring.index(at))
@@ -209,8 +210,8 @@ def _load_rows(
 
 
 @gluon.jit
-def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """A unit's sums [tile, rows], of both its halves; where it leaves the rings.
+def _multiply(rings, places, first, end, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """A unit's sums [tile, rows], and of gates those of their ups; where it leaves the rings.
 
     A product is under way while the next tile is waited for, and places are free once the product behind it has begun.
     """
@@ -218,21 +219,21 @@ def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.conste
     at, turn, row_at, row_turn = places
     shape: gl.constexpr = [weights.type.shape[1], rows.type.shape[1]]
     sums = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
-    others = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
+    ups = warpgroup_mma_init(gl.zeros(shape, gl.float32, LAYOUT))
     for step in range(first, end):
         row_read = before(row_at, rows.type.shape[0])
         mbarrier.wait(rows_full.index(row_at), row_turn)
         x = rows.index(row_at).permute((1, 0))
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(1 + GATED):
             mbarrier.wait(weights_full.index(at), turn)
-            if half == 1 or HALVES == 1:
+            if half == 1 or not GATED:
                 sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(sums,)))
             else:
-                others = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(others,)))
+                ups = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(ups,)))
             if half == 0:
                 sums = warpgroup_mma(weights.index(at), x, sums, is_async=True)
             else:
-                others = warpgroup_mma(weights.index(at), x, others, is_async=True)
+                ups = warpgroup_mma(weights.index(at), x, ups, is_async=True)
             # All warps have waited for what is before it.
             gl.thread_barrier()
             read = before(at, weights.type.shape[0])
@@ -242,11 +243,11 @@ def _multiply(rings, places, first, end, HALVES: gl.constexpr, LAYOUT: gl.conste
             at, turn = behind(at, turn, weights.type.shape[0])
         row_at, row_turn = behind(row_at, row_turn, rows.type.shape[0])
     sums = warpgroup_mma_wait(0, deps=(sums,))
-    others = warpgroup_mma_wait(0, deps=(others,))
+    ups = warpgroup_mma_wait(0, deps=(ups,))
     gl.thread_barrier()
     mbarrier.arrive(weights_empty.index(before(at, weights.type.shape[0])), count=1)
     mbarrier.arrive(rows_empty.index(before(row_at, rows.type.shape[0])), count=1)
-    return sums, others, (at, turn, row_at, row_turn)
+    return sums, ups, (at, turn, row_at, row_turn)
 
 
 @gluon.jit
@@ -269,7 +270,6 @@ def _finish(
     bias_ptr, norm_ptr = bias_ptrs[PRODUCT], norm_ptrs[PRODUCT // 2]
     ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
-    size: gl.constexpr = plan_value(PLAN, "tile")
     N: gl.constexpr = product_value(PLAN, PRODUCT, "outputs")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
     n, m, mask = _places(first_output, first_row, M, PLAN, PRODUCT, sums.shape[1], LAYOUT)
@@ -291,7 +291,7 @@ def _finish(
     gl.store(_pointers(row_ptrs[TARGET], row_strides[TARGET], m, n), rounded, mask=mask)
     if ADD and num_products(PLAN) > PRODUCT + 1:
         value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        gl.store(squares_ptr + first_output // size * ROWS + m, gl.sum(value * value, 0))
+        gl.store(squares_ptr + first_output // _TILE * ROWS + m, gl.sum(value * value, 0))
         value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         gl.store(_pointers(row_ptrs[1], row_strides[1], m, n), value.to(gl.bfloat16), mask=mask)
 
@@ -301,8 +301,7 @@ def _places(
     first_output, first_row, M, PLAN: gl.constexpr, PRODUCT: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Outputs, rows, and whether both are there."""
-    size: gl.constexpr = plan_value(PLAN, "tile")
-    n = first_output + gl.arange(0, size, layout=gl.SliceLayout(1, LAYOUT))
+    n = first_output + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
     return n, m, (n < product_value(PLAN, PRODUCT, "outputs"))[:, None] & (m < M)[None, :]
 
@@ -347,7 +346,7 @@ def _norm_factor(first_row, squares_ptr, eps, PLAN: gl.constexpr, PRODUCT: gl.co
     """One over the root mean square of each of the rows."""
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
     tiles: gl.constexpr = product_value(PLAN, PRODUCT - 1, "tiles")
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [plan_value(PLAN, "num_warps"), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [_WARPS, 1], [1, 0])
     tile = gl.arange(0, triton.next_power_of_2(tiles), layout=gl.SliceLayout(1, LAYOUT))[:, None]
     m = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     squares = gl.load(squares_ptr + tile * ROWS + m, mask=(tile < tiles) & (m < ROWS), other=0.0, cache_modifier=".cg")
@@ -371,65 +370,46 @@ def _run_product(
     # O and down add to the residual stream and leave a norm, gate-up and QKV take one.
     ADD: gl.constexpr = PRODUCT % 2 == 0
     GATED: gl.constexpr = PRODUCT == 1
-    HALVES: gl.constexpr = product_value(PLAN, PRODUCT, "halves")
-    WIDTH: gl.constexpr = product_value(PLAN, PRODUCT, "width")
     splits: gl.constexpr = product_value(PLAN, PRODUCT, "splits")
-    size: gl.constexpr = plan_value(PLAN, "tile")
     ROWS: gl.constexpr = plan_value(PLAN, "rows")
-    WARPS: gl.constexpr = plan_value(PLAN, "num_warps")
     COUNT: gl.constexpr = ROWS // splits
-    # Four warps take 64 outputs.
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, ROWS, 16])
     # Outputs lie in a row in memory.
-    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    BLOCKED: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, _WARPS], [0, 1])
     LAYOUT: gl.constexpr = MMA if splits == 1 else BLOCKED
     if PRODUCT > 0:
         wait_for_other_sign(barrier_ptr, 0 if PRODUCT % 2 == 1 else -1)
         mbarrier.arrive(ready.index(PRODUCT - 1), count=1)
     for unit in range(gl.program_id(0), product_value(PLAN, PRODUCT, "units"), PROGRAMS):
         tile, part, first, end = _share(unit, PLAN, PRODUCT)
-        first_output, first_row = tile * WIDTH, part * COUNT
-        residual, other_residual = 0.0, 0.0
+        first_output, first_row = tile * _TILE, part * COUNT
+        residual = 0.0
         if ADD:
             residual = _residual(tensors, first_output, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
-            if HALVES == 2:
-                other_residual = _residual(tensors, first_output + size, first_row, M, PLAN, PRODUCT, COUNT, LAYOUT)
-        sums, others, places = _multiply(rings, places, first, end, HALVES, MMA)
+        sums, ups, places = _multiply(rings, places, first, end, GATED, MMA)
         if splits > 1:
             # Each adds the parts of its share of the rows, always in the same order.
-            plane: gl.constexpr = size * ROWS
-            tile_ptr = partials_ptr + tile * (splits * HALVES * plane)
-            output = gl.arange(0, size, layout=gl.SliceLayout(1, MMA))[:, None]
+            plane: gl.constexpr = _TILE * ROWS
+            apart: gl.constexpr = plane * (1 + GATED)
+            tile_ptr = partials_ptr + tile * (splits * apart)
+            output = gl.arange(0, _TILE, layout=gl.SliceLayout(1, MMA))[:, None]
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
-            own_ptrs = tile_ptr + part * (HALVES * plane) + row * size + output
+            own_ptrs = tile_ptr + part * apart + row * _TILE + output
             gl.store(own_ptrs, sums)
-            if HALVES == 2:
-                gl.store(own_ptrs + plane, others)
+            if GATED:
+                gl.store(own_ptrs + plane, ups)
             gl.thread_barrier()
             # Of a tile's programs too the last one turns the sign; what it was is known to who arrives.
             known = gl.atomic_add(counters_ptr + tile, _arrival(part, splits), sem="acq_rel", scope="gpu")
             wait_for_other_sign(counters_ptr + tile, known)
-            output = gl.arange(0, size, layout=gl.SliceLayout(1, BLOCKED))[:, None]
+            output = gl.arange(0, _TILE, layout=gl.SliceLayout(1, BLOCKED))[:, None]
             row = first_row + gl.arange(0, COUNT, layout=gl.SliceLayout(0, BLOCKED))[None, :]
-            part_ptrs = tile_ptr + row * size + output
-            sums = _add_parts(part_ptrs, splits, HALVES * plane)
-            others = sums
-            if HALVES == 2:
-                others = _add_parts(part_ptrs + plane, splits, HALVES * plane)
-        for half in gl.static_range(1 if GATED else HALVES):
-            _finish(
-                sums if half == 0 else others,
-                others,
-                first_output + half * size,
-                first_row,
-                residual if half == 0 else other_residual,
-                tensors,
-                M,
-                eps,
-                PLAN,
-                PRODUCT,
-                LAYOUT,
-            )
+            part_ptrs = tile_ptr + row * _TILE + output
+            sums = _add_parts(part_ptrs, splits, apart)
+            ups = sums
+            if GATED:
+                ups = _add_parts(part_ptrs + plane, splits, apart)
+        _finish(sums, ups, first_output, first_row, residual, tensors, M, eps, PLAN, PRODUCT, LAYOUT)
     if num_products(PLAN) > PRODUCT + 1:
         _arrive(barrier_ptr, PROGRAMS)
     return places
