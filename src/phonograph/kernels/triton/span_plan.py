@@ -186,8 +186,8 @@ def make_plan(sizes: SpanSizes, config: SpanConfig, num_programs: int, *, last: 
 
 @dataclass(frozen=True, slots=True)
 class StreamProduct:
-    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is a tile (of gate-up one of gates and one of ups)
-    and a share of the inputs; there are `units`."""
+    """N outputs in `tiles`, each in `steps` of block_k inputs. A unit is a tile, of gate-up one of gates and one
+    of ups, and a share of the inputs; there are `units`."""
 
     outputs: int
     inputs: int
