@@ -37,6 +37,7 @@ SHARED = 229_000, 113_000
 NOISE = 0.003
 """A configuration that gains less than this share is not worth an entry."""
 FINALISTS = 5
+"""Configurations of a product that run at their own clock."""
 
 Shape = tuple[int, int]
 Settings = dict[tuple[str, Shape], LinearConfig | None]
@@ -216,11 +217,12 @@ def sweep(model: str, rows: int, seconds: float, layers: int) -> dict[str, Any]:
         finalists = [graphs[index] for index in order]
         now, *times = chain.sustained([chain.graph(best, rows_class, layers), *finalists], seconds)
         ranked = sorted(zip(times, (ran[index] for index in order), strict=True), key=lambda one: one[0])
-        if ranked and ranked[0][0] < now * (1 - NOISE):
-            best[key] = ranked[0][1]
-        top = [{"ms": round(ms, 4), "config": repr(config)} for ms, config in ranked]
+        fastest, config = ranked[0]
+        if fastest < now * (1 - NOISE):
+            best[key] = config
+        top = [{"ms": round(ms, 4), "config": repr(one)} for ms, one in ranked]
         rounds.append({"product": name, "shape": key[1], "tried": len(ran), "of": len(configs), "ms": now, "top": top})
-        print(f"{rows} rows, {name} {key[1]}: {now:.4f} ms, {ranked[0][0]:.4f} of {len(ran)}", flush=True)
+        print(f"{rows} rows, {name} {key[1]}: {now:.4f} ms, {fastest:.4f} of {len(ran)}", flush=True)
     chains: dict[str, Settings] = {"before": {}, "after": best}
     for kind, shape in best:
         chains[f"without {kind} {shape}"] = {key: one for key, one in best.items() if key != (kind, shape)}

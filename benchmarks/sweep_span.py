@@ -179,7 +179,6 @@ class Trial:
         # A decoder lists the weights of launches only if it may choose one.
         with applied(self.rows_class, self.sizes, start(self.rows_class, self.sizes, kind)):
             self.chain = Chain(model, rows)
-        self.num_layers: int = self.chain.decoder.spec.num_layers
         self.compile([None])
         self.wanted: torch.Tensor | None = None
 
@@ -193,7 +192,8 @@ class Trial:
     def milliseconds(self, config: Config | None) -> float:
         """Raises ValueError where the rows are wrong."""
         with applied(self.rows_class, self.sizes, config):
-            time_of_one = self.chain.milliseconds({}, self.rows_class, self.replays)
+            graph = self.chain.graph({}, self.rows_class, self.chain.num_layers, span=True)
+            (time_of_one,) = self.chain.in_turn([graph], self.replays)
             with torch.inference_mode():
                 self.chain.decoder.workspace.attention_TF.copy_(self._attended())
                 hidden = self.chain.decoder.forward(self.chain.ids, lambda index, projection, out: None)
@@ -255,7 +255,7 @@ def sweep(
                 print(f"{name} {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
                 continue
             ms = known[config]
-            print(f"    {ms:.4f} ms, {ms * 1000 / trial.num_layers:.2f} us a layer: {config}", flush=True)
+            print(f"    {ms:.4f} ms, {ms * 1000 / trial.chain.num_layers:.2f} us a layer: {config}", flush=True)
             rounds.append({"varied": name, "ms": round(ms, 4), "config": repr(config)})
         fastest = min(known, key=lambda config: known[config])
         if known[fastest] < now * (1 - NOISE):

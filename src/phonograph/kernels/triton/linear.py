@@ -284,8 +284,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     tiles = triton.cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     if rows > 16:
-        large = num_outputs * num_inputs > _SMALL
-        config = _one_each(rows, num_outputs, num_inputs) if rows <= (64 if large else 128) else None
+        config = _one_each(rows, num_outputs, num_inputs)
         if config is None and rows == 32 and not medium:
             config = LinearConfig(32, 64, 128, 1, 4, 3 if head else 4, 256)
         elif config is None and rows == 64 and num_outputs * num_inputs >= 1 << 25:
@@ -305,14 +304,17 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """One program a processor, with six steps under way: for 17 to 128 rows faster than two with three each. None:
-    there are more tiles than processors.
+    there are more tiles than processors, or torch is as fast.
 
     Tiles of fewer rows than there are fill the processors without partial sums, which must be written and read again;
     but then weights are read more than once, so not those of a large layer.
     """
+    weights = num_outputs * num_inputs
+    if rows > (64 if weights > _SMALL else 128):
+        return None
     processors = PROGRAMS // 2 + 8  # Some may well have two.
     tiles = triton.cdiv(num_outputs, 64)
-    for rows_tile in (32, 64) if num_outputs * num_inputs <= 1 << 24 else (rows,):
+    for rows_tile in (32, 64) if weights <= 1 << 24 else (rows,):
         programs = tiles * triton.cdiv(rows, rows_tile)
         if rows_tile <= rows and programs <= processors:
             splits = max(1, min(8, processors // programs, triton.cdiv(num_inputs, 128) // 2))
