@@ -2,13 +2,14 @@
 
     python benchmarks/sweep_products.py --model DIR --rows 8 16 --output sweep.json
 
-DIR needs a config.json only. Some layers of the model, with random weights and nothing in place of attention, are
-captured as one graph for each configuration of one product at a time, the others at the best known so far. A
-configuration that wins alone often loses here, where its first loads must find room beside the kernel before. Two that
+DIR needs a config.json only. Some layers of the model, with random weights and sequences of one length (`--context`),
+are captured as one graph for each configuration of one product at a time, the others at the best known so far. A
+configuration that wins alone often loses here, where its first loads must find room beside the kernel before, and one
+that wins without attention may lose behind it, which leaves a multiprocessor's memory divided as it needs it. Two that
 differ by a few percent must be compared at the clock that each brings about: a GPU at its power limit slows down some
 tens of milliseconds later. So all configurations first run in turn, at one clock, and the best of them then for
 long enough each, there and back, since the last ones run on a warmer chip. The result names the entries for `MEASURED`
-and `MEASURED_SILU` in kernels/triton/linear.py, and times the products that run in one launch (`span`) beside them.
+and `MEASURED_SILU` in kernels/triton/linear.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +28,12 @@ import torch
 
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton import linear
-from phonograph.kernels.triton.linear import LinearConfig
+from phonograph.kernels.triton import few_rows, linear
+from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.linear import LinearConfig, ProductConfig
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
-from phonograph.models import fused
 
 SHARED = 229_000, 113_000
 """Bytes of shared memory of a program that has a multiprocessor to itself, and of one of two."""
@@ -38,16 +41,18 @@ NOISE = 0.003
 """A configuration that gains less than this share is not worth an entry."""
 FINALISTS = 5
 """Configurations of a product that run at their own clock."""
+BLOCK = 64
+"""Tokens of a KV block."""
 
 Shape = tuple[int, int]
-Settings = dict[tuple[str, Shape], LinearConfig | None]
+Settings = dict[tuple[str, Shape], ProductConfig | None]
 """By ("product" or "silu", (outputs, inputs))."""
 
 
 class Chain:
-    """The decoder of a model, captured for one number of rows at a time."""
+    """The decoder of a model, captured for one number of rows: of sequences of `context` tokens."""
 
-    def __init__(self, model: str, rows: int) -> None:
+    def __init__(self, model: str, rows: int, context: int) -> None:
         llm = LLM(
             model=model,
             load_format="dummy",
@@ -61,11 +66,27 @@ class Chain:
         )
         self.decoder = llm.engine.core.runner._program.model
         self.stream = torch.cuda.Stream()
-        with torch.inference_mode():
-            self.decoder.workspace.attention_TF.normal_()
-        self.ids = torch.arange(rows, device="cuda", dtype=torch.int32)
+        device = torch.device("cuda")
+        self.ids = torch.arange(rows, device=device, dtype=torch.int32)
         self._rows = rows
-        spec = llm.plan.model
+        self._spec = spec = llm.plan.model
+        blocks = -(-context // BLOCK)
+        shape = (2, rows * blocks, BLOCK, spec.num_kv_heads, spec.head_size)
+        self._caches = [
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(spec.num_layers)
+        ]
+        self._table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._lens = torch.full((rows,), context, dtype=torch.int32, device=device)
+        self._plan = make_decode_plan(
+            num_query_heads=spec.num_query_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            max_num_seqs=rows,
+            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            device=device,
+        )
+        torch.cuda.synchronize()
         self.num_layers = spec.num_layers
         heads = spec.num_query_heads * spec.head_size
         self.shapes = {
@@ -78,6 +99,27 @@ class Chain:
             self.shapes["head"] = (spec.vocab_size, spec.hidden_size)
         self.silu_shape = spec.intermediate_size, spec.hidden_size
 
+    def attend(self, index: int, projection: torch.Tensor, out: torch.Tensor) -> None:
+        heads = self._spec.num_query_heads, self._spec.head_size
+        decode_attention(
+            self._plan,
+            projection[:, : heads[0] * heads[1]].unflatten(1, heads),
+            self._caches[index],
+            self._table,
+            self._starts,
+            self._lens,
+            out.view(-1, *heads),
+            None,
+            scale=heads[1] ** -0.5,
+            window=(-1, -1),
+            softcap=0.0,
+            alibi_slopes=None,
+            sinks=None,
+            k_scale=None,
+            v_scale=None,
+            causal=True,
+        )
+
     def compile(self, settings: list[Settings], rows_class: int) -> None:
         with torch.inference_mode(), compile_only() as kernels:
             for one in settings:
@@ -85,11 +127,11 @@ class Chain:
                     self.run()
         load_kernels(kernels)
 
-    def graph(self, settings: Settings, rows_class: int, layers: int, *, span: bool = False) -> torch.cuda.CUDAGraph:
+    def graph(self, settings: Settings, rows_class: int, layers: int) -> torch.cuda.CUDAGraph:
         with (
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
-            applied(settings, rows_class, span=span),
+            applied(settings, rows_class),
             self.decoder.only_layers(range(layers)),
         ):
             self.run()
@@ -137,18 +179,16 @@ class Chain:
         return totals
 
     def run(self) -> None:
-        hidden = self.decoder.forward(self.ids, lambda index, projection, out: None)
+        plan_decode(self._plan, self._starts, self._lens, max_query_len=1, window=(-1, -1))
+        hidden = self.decoder.forward(self.ids, self.attend)
         self.decoder.logits(hidden, None, self._rows)
 
 
 @contextmanager
-def applied(settings: Settings, rows_class: int, *, span: bool = False) -> Iterator[None]:
-    """Has `linear` choose these, and, without `span`, all products be launches of their own."""
+def applied(settings: Settings, rows_class: int) -> Iterator[None]:
+    """Has `linear` choose these."""
     tables = {"product": linear.MEASURED, "silu": linear.MEASURED_SILU}
     before = {kind: dict(table) for kind, table in tables.items()}
-    choose_span = fused.choose_span
-    if not span:
-        fused.choose_span = lambda *_: None
     for (kind, shape), config in settings.items():
         tables[kind][rows_class, *shape] = config
     linear.choose.cache_clear()
@@ -156,7 +196,6 @@ def applied(settings: Settings, rows_class: int, *, span: bool = False) -> Itera
     try:
         yield
     finally:
-        fused.choose_span = choose_span
         for kind, table in tables.items():
             table.clear()
             table.update(before[kind])
@@ -164,14 +203,15 @@ def applied(settings: Settings, rows_class: int, *, span: bool = False) -> Itera
         linear.choose_silu.cache_clear()
 
 
-def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | None]:
-    """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own.
+def candidates(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:
+    """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own. `most`: of
+    those through registers, drawn at random, since there are up to a thousand.
 
     As many steps under way as there is room for, of programs that have a multiprocessor to themselves or share it in
     twos; inputs split so that there are as many programs as places, or half.
     """
     outputs, inputs = shape
-    found: list[LinearConfig | None] = [None]
+    found: list[ProductConfig | None] = [None]
     blocks = [(64, 64), (64, 128), (128, 64), (128, 128)] if rows > 16 else [(32, 128), (32, 256), (64, 128), (64, 256)]
     rows_tiles = [rows] if rows <= 32 else [one for one in (32, 64, 128) if one <= rows <= 4 * one]
     for rows_tile, (block_n, block_k), room in itertools.product(rows_tiles, blocks, SHARED):
@@ -185,16 +225,46 @@ def candidates(rows: int, shape: Shape, *, silu: bool) -> list[LinearConfig | No
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
-    return list(dict.fromkeys(found))
+    registers = through_registers(rows, shape, silu=silu) if outputs < linear.HEAD else []
+    return list(dict.fromkeys(found + random.Random(0).sample(registers, min(most, len(registers)))))
 
 
-def sweep(model: str, rows: int, seconds: float, layers: int) -> dict[str, Any]:
+def through_registers(rows: int, shape: Shape, *, silu: bool) -> list[FewRowsConfig]:
+    """With 24 to 144 registers of a thread for weights and rows on their way, and a program for each processor."""
+    outputs, inputs = shape
+    found: list[FewRowsConfig] = []
+    if rows > 32:
+        return found
+    for block_n, block_k, warps, sums in itertools.product((8, 16, 32), (256, 512, 1024, 2048), (4, 8, 16), (1, 2)):
+        share = 32 * warps * sums
+        exchanged = 4 * warps * block_n * (1 + silu) * rows
+        if block_k % share or block_k > inputs or -(-outputs // block_n) < 120 or exchanged > 64 << 10:
+            continue
+        steps, weights, others = -(-inputs // block_k), block_n * (1 + silu) * block_k // share, rows * block_k // share
+        for ahead, rows_ahead in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4)):
+            held = weights * sums * ahead // 2, others * sums * rows_ahead // 2
+            if rows_ahead > ahead or ahead > steps or not 24 <= held[0] <= 96 or held[1] > 64 or sum(held) > 144:
+                continue
+            kept = block_n * (1 + silu) * rows * sums // 32
+            programs = {4: 4, 8: 2, 16: 1}[warps]
+            fits = 24 + 1.25 * sum(held) + kept <= few_rows.REGISTERS / (32 * warps * programs)
+            for together in {False, block_k > share}:
+                config = FewRowsConfig(
+                    rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs * fits, together
+                )
+                found.append(config)
+    return found
+
+
+def sweep(model: str, rows: int, context: int, seconds: float, layers: int, most: int) -> dict[str, Any]:
     """One number of rows: the products in the order of the chain, then the activation."""
-    chain, rows_class = Chain(model, rows), linear.rows_class(rows)
+    chain, rows_class = Chain(model, rows, context), linear.rows_class(rows)
+    keys = {name: ("product", shape) for name, shape in chain.shapes.items()} | {
+        "activation": ("silu", chain.silu_shape)
+    }
     trials = [
-        (name, ("product", shape), candidates(rows_class, shape, silu=False)) for name, shape in chain.shapes.items()
+        (name, key, candidates(rows_class, key[1], silu=name == "activation", most=most)) for name, key in keys.items()
     ]
-    trials.append(("activation", ("silu", chain.silu_shape), candidates(rows_class, chain.silu_shape, silu=True)))
     longest = max(len(configs) for _, _, configs in trials)
     chain.compile(
         [{key: configs[index % len(configs)] for _, key, configs in trials[:-1]} for index in range(longest)]
@@ -205,7 +275,7 @@ def sweep(model: str, rows: int, seconds: float, layers: int) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     for name, key, configs in trials:
         graphs: list[torch.cuda.CUDAGraph] = []
-        ran: list[LinearConfig | None] = []
+        ran: list[ProductConfig | None] = []
         for config in configs:
             try:
                 graphs.append(chain.graph({**best, key: config}, rows_class, layers))
@@ -227,10 +297,9 @@ def sweep(model: str, rows: int, seconds: float, layers: int) -> dict[str, Any]:
     for kind, shape in best:
         chains[f"without {kind} {shape}"] = {key: one for key, one in best.items() if key != (kind, shape)}
     whole = [chain.graph(settings, rows_class, chain.num_layers) for settings in chains.values()]
-    whole.append(chain.graph({}, rows_class, chain.num_layers, span=True))
-    ms = dict(zip([*chains, "span"], (round(one, 4) for one in chain.sustained(whole, 2 * seconds)), strict=True))
+    ms = dict(zip(chains, (round(one, 4) for one in chain.sustained(whole, 2 * seconds)), strict=True))
     entries = {f"{kind} {(rows_class, *shape)}": repr(config) for (kind, shape), config in best.items()}
-    return {"rows": rows, "ms": ms, "entries": entries, "rounds": rounds}
+    return {"rows": rows, "context": context, "ms": ms, "entries": entries, "rounds": rounds}
 
 
 def main() -> None:
@@ -238,11 +307,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.2, help="that each finalist runs")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    parser.add_argument("--most", type=int, default=40, help="configurations through registers of a product")
     parser.add_argument("--layers", type=int, default=10, help="in the graphs that are compared")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     origin = provenance()
-    results = [sweep(arguments.model, rows, arguments.seconds, arguments.layers) for rows in arguments.rows]
+    options = arguments.context, arguments.seconds, arguments.layers, arguments.most
+    results = [sweep(arguments.model, rows, *options) for rows in arguments.rows]
     if arguments.output is not None:
         write_result(arguments.output, origin, {"model": Path(arguments.model).name, "sweeps": results})
     print(json.dumps([{key: one[key] for key in ("rows", "ms", "entries")} for one in results]))

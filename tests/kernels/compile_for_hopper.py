@@ -25,7 +25,6 @@ import prefill_problem
 import torch
 import triton
 from decode_problem import Case, Problem
-from span_layer import Layer, poisoned_scratch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -36,10 +35,7 @@ from phonograph.kernels.triton import (
     attention_plan,
     attention_prefill,
     attention_prefill_hopper,
-    span,
-    stream,
 )
-from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig
 
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -113,7 +109,7 @@ def read_code(cubin: bytes) -> tuple[int, list[str], list[str]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
-    for module in (attention_decode, attention_plan, attention_prefill_hopper, stream):
+    for module in (attention_decode, attention_plan, attention_prefill_hopper):
         module.pdl_usable = lambda: True
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
@@ -137,15 +133,6 @@ def main() -> None:
         name = str(case)
         problem = Problem(case, torch.device("cpu"))
         problem.run(problem.plan())
-    sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
-    for config in (
-        StreamConfig(8, 128, 11, 12, (2, 1, 2, 1)),
-        StreamConfig(64, 64, 14, 5, (2, 2, 4, 1)),
-    ):
-        name = str(config)
-        layer = Layer(config.rows, sizes, torch.bfloat16, torch.device("cpu"), bias=config.rows == 8)
-        span._num_processors = lambda device: 132
-        layer.run(config, poisoned_scratch(torch.device("cpu")))
     attention_prefill._HOPPER_TOKENS = 0
     attention_prefill.gluon_usable = lambda: True
     for head_size, window, sinks in ((128, (-1, -1), False), (64, (100, -1), True)):

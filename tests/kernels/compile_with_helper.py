@@ -16,18 +16,19 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import prefill_problem
 import torch
 import triton
 from compile_for_hopper import Hopper
 from decode_problem import Case, Problem
-from span_layer import Layer, poisoned_scratch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import compile_helper, precompile, span, stream
+from phonograph.kernels.triton import attention_prefill, attention_prefill_hopper, compile_helper, precompile
+from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.linear import linear
 from phonograph.kernels.triton.sampling import make_sample_scratch, sample
-from phonograph.kernels.triton.span_plan import SpanSizes, StreamConfig
 
 
 def choose_tokens() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = CompiledKernel._init_handles = lambda _: None
     compile_helper.ALONE = 0
-    span._num_processors = lambda device: 132
+    attention_prefill._HOPPER_TOKENS, attention_prefill.gluon_usable = 0, lambda: True
     told: list[Any] = []
     knobs.compilation.listener = lambda **facts: told.append((facts["src"].name, facts["cache_hit"]))
     asked: list[Any] = []
@@ -66,12 +67,13 @@ def main() -> None:
             torch.device("cpu"),
         )
         problem.run(problem.plan())
-        sizes = SpanSizes(attended=256, hidden=256, intermediate=512, qkv=384)
-        layer = Layer(8, sizes, torch.bfloat16, torch.device("cpu"), bias=True, seed=1)
-        layer.run(StreamConfig(8, 128, 4, 4, (2, 1, 2, 1)), poisoned_scratch(torch.device("cpu")), 132, last=False)
+        long = prefill_problem.Case(num_heads=8, head_size=64, block_size=64, dtype=torch.bfloat16)
+        prefill_problem.Batch(long, torch.device("cpu")).attend(prefill_problem.make_plan(long, torch.device("cpu")))
+        x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))
+        linear(x, weight, None, out, config=FewRowsConfig(8, 16, 128, 2, 1, 4, 1, programs=4))
         choose_tokens()
         there = compile_helper.helper(1)
-        job = compile_helper.Job("phonograph.kernels.triton.stream", "_no_kernel", "", {}, {}, {}, ("cuda", 90, 32), {})
+        job = compile_helper.Job("phonograph.kernels.triton.gemv", "_no_kernel", "", {}, {}, {}, ("cuda", 90, 32), {})
         if there is not None:
             there.ask(job)
     problems = [(name, future.result()) for name, future in asked]
@@ -82,7 +84,8 @@ def main() -> None:
             {
                 "problems": problems,
                 "told": told,
-                "restored": JITFunction.run is launch and stream._stream_kernel.compile is triton.compile,
+                "restored": JITFunction.run is launch
+                and attention_prefill_hopper._prefill_kernel.compile is triton.compile,
                 "stamped": compile_helper._is_stamped(),
                 "ended": compile_helper._current is None,
             }

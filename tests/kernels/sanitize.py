@@ -33,9 +33,7 @@ import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
-import test_span as span
 import test_split_batch
-import test_stream as stream
 import test_triton_layers as layers
 import test_triton_products as products
 import test_triton_sampling as sampling
@@ -45,7 +43,7 @@ from triton.runtime.jit import KernelInterface
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.pdl import gluon_usable
 
-FOR_HOPPER = ("stream._stream_kernel", "attention_prefill_hopper._prefill_kernel")
+FOR_HOPPER = ("attention_prefill_hopper._prefill_kernel",)
 
 
 def find_kernels() -> dict[int, str]:
@@ -102,16 +100,13 @@ def run_all(device: torch.device) -> None:
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
-    for rows in (5, 9):
-        programs = 3 if device.type == "cuda" else 1
-        span.check_small(rows, span.ODD, (1, 1, 1, 3), 64, True, device, programs)
+    for rows, outputs, inputs, config in products.FEW_ROWS[:4]:
+        products.test_few_rows(rows, outputs, inputs, config, True, torch.float16, device)
     if gluon_usable():
         from warps_apart import check_warps_apart
 
         check_warps_apart(device)
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
-        for case in (stream.CASES[2], stream.CASES[4]):
-            stream.check(*case, device, 4)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)

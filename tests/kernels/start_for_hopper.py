@@ -30,7 +30,6 @@ from phonograph.device import known_device
 from phonograph.engine import build, wiring_cuda
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton import span
 from phonograph.kernels.triton.precompile import filed_under
 from phonograph.models.decoder import Decoder
 from phonograph.models.load import Loading
@@ -98,7 +97,6 @@ def pretend_gpu() -> None:
     for name in ("zeros", "full", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     triton_backend._INTERPRETER_SMS = H200.num_sms
-    span._num_processors = lambda _: H200.num_sms
     sampler._CHUNK_LOGITS["meta"] = sampler._CHUNK_LOGITS["cuda"]
     # The library's products need no kernel of ours, and take long of tensors without memory.
     torch.Tensor.addmm_ = lambda self, *_, **__: self

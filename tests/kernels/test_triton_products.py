@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from product_problem import EPS, Case, poisoned, random_tensor, silu_of
+from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import gemv
+from phonograph.kernels.triton import few_rows, gemv
 from phonograph.kernels.triton import linear as products
+from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.linear import (
     LinearConfig,
     LinearScratch,
+    ProductConfig,
     choose,
+    choose_silu,
     linear,
     linear_add,
     linear_add_norm,
@@ -70,24 +75,31 @@ def test_one_row_of_real_sizes(inputs: int, outputs: int, dtype: torch.dtype, de
 
 
 @pytest.mark.gpu
-def test_large_layers_of_one_row_keep_the_l1_cache(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("rows", "small", "large", "percent"),
+    [(1, gemv._gemv_kernel, gemv._large_gemv, 3), (5, few_rows._few_rows_kernel, few_rows._large_few_rows, 7)],
+    ids=["one", "few"],
+)
+def test_large_layers_of_few_rows_keep_the_l1_cache(
+    rows: int, small: JITFunction[Any], large: JITFunction[Any], percent: int, device: torch.device
+) -> None:
     """The driver is told so for them alone."""
     sizes = ((64, 1024), (4100, 2048))
-    cases = [Case(1, outputs, inputs, torch.bfloat16, device) for outputs, inputs in sizes]
+    cases = [Case(rows, outputs, inputs, torch.bfloat16, device) for outputs, inputs in sizes]
     with compile_only() as kernels:
         for case in cases:
-            gemv.gemv(case.x, case.weight, None, case.out)
+            linear(case.x, case.weight, None, case.out)
     load_kernels(kernels)
     driver, carveouts = ctypes.CDLL("libcuda.so.1"), []
-    for function in (gemv._gemv_kernel, gemv._large_gemv):
+    for function in (small, large):
         for kernel in function.device_caches[torch.cuda.current_device()][0].values():
             value = ctypes.c_int()
             assert driver.cuFuncGetAttribute(ctypes.byref(value), 9, ctypes.c_void_p(kernel.function)) == 0
-            carveouts.append((function is gemv._large_gemv, value.value))
-    assert {large for large, _ in carveouts} == {False, True}
-    assert all(value == 3 if large else value == -1 for large, value in carveouts)
+            carveouts.append((function is large, value.value))
+    assert {is_large for is_large, _ in carveouts} == {False, True}
+    assert all(value == (percent if is_large else -1) for is_large, value in carveouts)
     for case in cases:
-        gemv.gemv(case.x, case.weight, None, case.out)
+        linear(case.x, case.weight, None, case.out)
         case.check(case.product(case.x, bias=False))
 
 
@@ -113,7 +125,7 @@ def _check_linear(
     dtype: torch.dtype,
     device: torch.device,
     bias: bool,
-    config: LinearConfig | None,
+    config: ProductConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
     """A product stored, one added, one with the gated activation where that is fused, and those around a norm."""
@@ -146,7 +158,7 @@ def _check_norm(
     inputs: int,
     dtype: torch.dtype,
     device: torch.device,
-    config: LinearConfig | None,
+    config: ProductConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
     """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
@@ -185,6 +197,88 @@ def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits
     _check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
 
 
+FEW_ROWS = [
+    (2, 45, 320, FewRowsConfig(8, 8, 128, 3, 1, 2, 2)),
+    (13, 40, 264, FewRowsConfig(16, 8, 128, 1, 1, 4, 1, together=True)),
+    (16, 61, 500, FewRowsConfig(16, 16, 256, 2, 2, 2, 2, together=True)),
+    (30, 33, 203, FewRowsConfig(32, 32, 64, 4, 2, 2, 1)),
+    (3, 33, 203, FewRowsConfig(8, 16, 64, 1, 1, 1, 2)),
+    (9, 45, 264, FewRowsConfig(16, 8, 256, 1, 1, 4, 2)),
+    (1, 8, 33, FewRowsConfig(8, 8, 64, 4, 4, 2, 1)),
+    (8, 64, 1000, FewRowsConfig(8, 32, 128, 6, 3, 4, 1, programs=2)),
+    (32, 24, 136, FewRowsConfig(32, 8, 64, 2, 1, 2, 1, together=True)),
+]
+"""rows, outputs, inputs, config"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "config"), FEW_ROWS)
+def test_few_rows(
+    rows: int, outputs: int, inputs: int, config: FewRowsConfig, bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check_linear(rows, outputs, inputs, dtype, device, bias, config, poisoned(device))
+
+
+def test_few_rows_of_wider_matrices(device: torch.device) -> None:
+    """Rows of the input and of the weights are further apart than they are long, and what lies between is not read."""
+    case = Case(5, 24, 72, torch.float16, device)
+    x, weight = (
+        torch.full((len(one), 100), float("nan"), dtype=one.dtype, device=device) for one in (case.x, case.weight)
+    )
+    x[:, 4:76], weight[:, 8:80] = case.x, case.weight
+    linear(x[:, 4:76], weight[:, 8:80], None, case.out, config=FewRowsConfig(8, 8, 64, 2, 2, 2, 1))
+    case.check(case.product(case.x, bias=False))
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_norms_deferred_from_either_kernel_to_the_other(
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen by size, as in a model: from one with tiles of 8 outputs to one with tiles of 32, and back."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    padded, scratch = rows_class(rows), poisoned(device)
+    few, other = FewRowsConfig(padded, 8, 64, 2, 1, 2, 1), _config(padded, 3)
+    for shape, config in {(48, 200): few, (64, 48): other, (48, 208): other, (72, 48): few}.items():
+        monkeypatch.setitem(products.MEASURED, (padded, *shape), config)
+    monkeypatch.setitem(products.MEASURED_SILU, (padded, 36, 48), few)
+    assert takes_squares(rows, 72, 48, torch.bfloat16)
+    for first_inputs, second_outputs in ((200, 64), (208, 72), (200, 72)):
+        case = Case(rows, 48, first_inputs, dtype, device)
+        hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
+        norm = random_tensor(48, dtype=dtype, device=device, seed=7) * 0.1 + 1
+        squares = linear_add_norm(
+            case.x, case.weight, case.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch
+        )  # fmt: skip
+        assert squares is not None
+        case.out.copy_(hidden)
+        case.check(case.product(case.x, bias=True) + case.residual.double())
+        taker = Case(rows, second_outputs, 48, dtype, device)
+        wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+        linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
+        taker.check(taker.product(wanted, bias=True))
+        taker = Case(rows, 36, 48, dtype, device, pairs=True)
+        assert linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
+        taker.check(silu_of(taker.product(wanted, bias=True)))
+
+
+def test_weights_go_through_registers_where_that_was_measured() -> None:
+    """Up to 8 rows all layers but a head, up to 16 the small ones; then all of a step, so that norms need no kernel."""
+    small, large = [(3072, 2048), (1024, 3072), (40, 96)], [(6144, 4096), (4096, 14336), (4608, 3584)]
+    for rows, shapes in ((8, small + large), (16, small)):
+        assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in shapes)
+    for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(3072, 1024), (40, 96)])):
+        assert all(isinstance(choose_silu(rows, *shape), FewRowsConfig) for shape in shapes)
+    assert not isinstance(choose(16, 6144, 4096), FewRowsConfig) and choose_silu(16, 14336, 4096) is None
+    for rows in (8, 16, 32):
+        assert not isinstance(choose(rows, 151936, 1024), FewRowsConfig)
+        sizes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+        assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in sizes)
+        assert isinstance(choose_silu(rows, 3072, 1024), FewRowsConfig)
+        assert takes_squares(rows, 4096, 1024, torch.bfloat16) and not takes_squares(rows, 4096, 1024, torch.float16)
+    assert not takes_squares(17, 4096, 4096, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -205,7 +299,9 @@ def test_chosen_configurations_fit_the_scratch() -> None:
     sizes = [(rows, *shape) for rows in (8, 16, 32, 64, 128, 256) for shape in shapes]
     for rows, outputs, inputs in [*sizes, *products.MEASURED]:
         config = choose(rows, outputs, inputs)
-        if config is not None:
+        if isinstance(config, FewRowsConfig):
+            assert config.rows == rows and config.block_k % (32 * config.num_warps * config.sums) == 0
+        elif config is not None:
             assert config.rows == rows or config.rows in (32, 64) and config.rows < rows
             partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
             assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
@@ -220,6 +316,7 @@ def test_as_many_programs_as_processors() -> None:
             if config is None:
                 assert rows == 128 and outputs * inputs > 1 << 23
                 continue
+            assert isinstance(config, LinearConfig)
             programs = -(-outputs // config.block_n) * -(-rows // config.rows) * config.splits
             assert programs <= 140 and (programs > 66 or config.splits in (6, 8))
 
@@ -240,7 +337,7 @@ def test_what_a_device_has_no_room_for_is_torchs(
         assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
         assert all(choose(rows, 28672, 4096) is not None for rows in (16, 32, 64))
         narrow = choose(64, 4096, 14336)
-        assert narrow is not None and narrow.num_stages == min(6, kilobytes // 32)
+        assert isinstance(narrow, LinearConfig) and narrow.num_stages == min(6, kilobytes // 32)
     finally:
         for chooser in (choose, products.choose_silu):
             chooser.cache_clear()
@@ -258,7 +355,7 @@ def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100, 200])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100, 200, 256])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
     _check_linear(rows, outputs, inputs, dtype, device, True, None, poisoned(device))
 
@@ -277,7 +374,7 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("rows", [1, 8, 11, 29, 40])
 def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
     scratch = make_scratch(device)

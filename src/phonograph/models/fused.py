@@ -3,8 +3,7 @@
 It computes what `Decoder.forward` computes, from the same weights. Nothing is allocated: every intermediate is a slice
 of one workspace, made once for the largest step, so that all graphs share it and its size is known before anything
 runs. A step of one token reads each weight once and does nothing else worth mentioning, so it has a path of its own in
-which norms, activation and residual adds live inside the matrix products. For a few tokens of a small model all between
-two attention launches may be one launch.
+which norms, activation and residual adds live inside the matrix products.
 
 A batch-invariant decoder has neither that path nor products chosen by the number of rows: every step runs the same
 kernels, each of which treats a row alike wherever it stands.
@@ -30,9 +29,7 @@ from phonograph.kernels.triton.linear import (
     make_scratch,
     takes_squares,
 )
-from phonograph.kernels.triton.span import SpanWeights, run_span
-from phonograph.kernels.triton.span_plan import SpanConfig, SpanSizes, StreamConfig, choose_span, has_span
-from phonograph.models.decoder import Decoder, DecoderLayer
+from phonograph.models.decoder import Decoder
 from phonograph.models.workspace import Workspace
 
 _FEW_TOKENS = 128
@@ -63,14 +60,7 @@ class FusedDecoder:
         self._eps = decoder.spec.rms_norm_eps
         self._scratch = make_scratch(decoder.device)
         self._config = BATCH_INVARIANT if batch_invariant else None
-        space = self.workspace
-        widths = (one.shape[1] for one in (space.attention_TF, space.hidden_TE, space.inner_TI, space.qkv_TF))
-        self.span_sizes = SpanSizes(*widths)
         self._indices: Sequence[int] = range(len(decoder.layers))
-        self._spans: list[SpanWeights] = []
-        if has_span(self.span_sizes):
-            following = [*decoder.layers[1:], None]
-            self._spans = [_make_span(*pair) for pair in zip(decoder.layers, following, strict=True)]
 
     def forward(
         self, input_ids_T: torch.Tensor, attention: FusedAttention, rows_P: torch.Tensor | None = None
@@ -80,13 +70,9 @@ class FusedDecoder:
         rows_P: of a step of `leaves_rows_out`, the only rows that anyone asks for, as many as there can be rows of
         logits, int64; then it is those rows [P, E]. Behind its attention the last layer computes no others.
         """
-        num_tokens = input_ids_T.shape[0]
-        if self._config is not None or rows_P is not None:
-            return self._many(input_ids_T, attention, rows_P)
-        span = choose_span(num_tokens, self.span_sizes, self.decoder.dtype)
-        if span is not None:
-            return self._few(input_ids_T, attention, span)
-        return self._one_token(input_ids_T, attention) if num_tokens == 1 else self._many(input_ids_T, attention)
+        if input_ids_T.shape[0] == 1 and self._config is None:
+            return self._one_token(input_ids_T, attention)
+        return self._many(input_ids_T, attention, rows_P)
 
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
@@ -132,20 +118,6 @@ class FusedDecoder:
             gemv.gemv_add(attended, layer.output.t(), layer.output_bias, hidden)
             gemv.gemv_norm_silu(hidden, layer.mlp_norm, eps, layer.gate_up.t(), layer.gate_up_bias, inner)
             gemv.gemv_add(inner, layer.down.t(), layer.down_bias, hidden)
-        return hidden
-
-    def _few(
-        self, input_ids_T: torch.Tensor, attention: FusedAttention, config: SpanConfig | StreamConfig
-    ) -> torch.Tensor:
-        space, decoder, eps, rows = self.workspace, self.decoder, self._eps, input_ids_T.shape[0]
-        hidden, normed, qkv = space.hidden_TE[:rows], space.normed_TE[:rows], space.qkv_TF[:rows]
-        attended, inner = space.attention_TF[:rows], space.inner_TI[:rows]
-        scratch, first = self._scratch, decoder.layers[0]
-        layers.embed_and_norm(input_ids_T, decoder.embedding_VE, first.input_norm, eps, hidden, normed)
-        linear(normed, first.qkv.t(), first.qkv_bias, qkv, scratch=scratch)
-        for index in self._indices:
-            attention(index, qkv, attended)
-            run_span(self._spans[index], attended, hidden, normed, inner, qkv, eps, scratch=scratch, config=config)
         return hidden
 
     def _many(
@@ -197,18 +169,3 @@ class FusedDecoder:
         layers.gather_rows(attended_TF, rows_P, attended)
         layers.gather_rows(hidden_TE, rows_P, hidden)
         return attended, hidden, normed, space.gate_up_T2I[:count], space.inner_TI[:count]
-
-
-def _make_span(layer: DecoderLayer, following: DecoderLayer | None) -> SpanWeights:
-    return SpanWeights(
-        output_EQ=layer.output.t(),
-        output_bias_E=layer.output_bias,
-        mlp_norm_E=layer.mlp_norm,
-        gate_up_2IE=layer.gate_up.t(),
-        gate_up_bias_2I=layer.gate_up_bias,
-        down_EI=layer.down.t(),
-        down_bias_E=layer.down_bias,
-        next_norm_E=following.input_norm if following is not None else None,
-        qkv_FE=following.qkv.t() if following is not None else None,
-        qkv_bias_F=following.qkv_bias if following is not None else None,
-    )

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 STAMP = "phonograph-compiled"
 """In Triton's cache: the build whose kernels were compiled there."""
 MODULES = (
-    "attention_decode", "attention_plan", "attention_prefill", "attention_prefill_plan", "bitmask", "gemv", "layers",
-    "linear", "prepare", "rope_kv", "sampling", "span", "words",
+    "attention_decode", "attention_plan", "attention_prefill", "attention_prefill_plan", "bitmask", "few_rows", "gemv",
+    "layers", "linear", "prepare", "rope_kv", "sampling", "words",
 )  # fmt: skip
 """Imported before the first kernel is asked for: those of most steps."""
 _MOST_CHILDREN = 32
@@ -251,8 +251,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(f"phonograph.kernels.triton.{module}")
     with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
-        for module in ("stream", "attention_prefill_hopper"):
-            importlib.import_module(f"phonograph.kernels.triton.{module}")
+        importlib.import_module("phonograph.kernels.triton.attention_prefill_hopper")
     from triton.runtime.cache import triton_key
 
     triton_key()  # hashes the compiler, which every child would do again

@@ -220,7 +220,7 @@ def _gemv_kernel(
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), valid_n)
 
 
-_large_gemv = prefer_l1(triton.jit(_gemv_kernel.fn))
+_large_gemv = prefer_l1(triton.jit(_gemv_kernel.fn), carveout=3)
 """The same kernel, for layers that take so long that changing the size of the L1 cache is worth its time."""
 _LARGE = 1 << 23
 """Weights: every layer of an 8B model and none of a 0.6B one, whose steps get 5% longer by it."""

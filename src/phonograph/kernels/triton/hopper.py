@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: waiting for kernels and programs, barriers of warps, and places in a ring.
+"""What a kernel in Gluon needs: waiting for the kernel before, barriers of warps, and places in a ring.
 
 Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this is
 imported only where it is to run.
@@ -10,8 +10,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from phonograph.kernels.triton.signs import UNTIL_OTHER_SIGN
 
 
 @gluon.jit
@@ -28,20 +26,6 @@ def wait_for_kernel_before():
 
 
 @gluon.jit
-def order_for_copy_engine():
-    """Between what threads wrote to memory and the copy engine's reads of it: by who wrote, and by who asks."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_other_sign(counter_ptr, known):
-    """Until the counter's sign is another than that of `known`. The program's first thread asks, so this is for the
-    warps that it is of; what it saw holds for all behind their barrier."""
-    gl.inline_asm_elementwise(UNTIL_OTHER_SIGN, "=r,l,r", [counter_ptr, known], dtype=gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
-
-
-@gluon.jit
 def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """In shared memory; a phase of each ends with COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
@@ -55,10 +39,3 @@ def behind(at, turn, STAGES: gl.constexpr):
     """The next place in a ring, and the parity of the turn that it belongs to."""
     wraps = at + 1 == STAGES
     return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
-
-
-@gluon.jit
-def before(at, STAGES: gl.constexpr):
-    """The place before one in a ring. Computed: Triton takes a variable for constant in a loop that gets the value of
-    another in it, if both began with one value."""
-    return gl.where(at == 0, STAGES - 1, at - 1)

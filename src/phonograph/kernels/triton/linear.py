@@ -11,7 +11,8 @@ The norm between two products needs no kernel of its own: the root mean square i
 product that makes a row leaves it times the norm's weights, and the sums of its squares by tile (`RowSquares`), and the
 product that takes the row multiplies its sums by the factor at its end.
 
-`linear` decides by the sizes who computes a product: these kernels, those for one row (`gemv`), or torch.
+`linear` decides by the sizes who computes a product: this kernel, that for fewer rows (`few_rows`), that for one
+(`gemv`), or torch.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size. Weights lie [outputs, inputs], rows contiguous. Sums are
 float32.
@@ -29,7 +30,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton import gemv, layers
+from phonograph.kernels.triton import few_rows, gemv, layers
+from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.pdl import pdl_usable
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -59,16 +61,17 @@ class LinearConfig(NamedTuple):
         return 2 * self.num_stages * self.block_k * (self.block_n * (1 + silu) + self.rows)
 
 
+ProductConfig = LinearConfig | FewRowsConfig
+"""Which kernel computes a product, and how."""
+
+
 class LinearScratch(NamedTuple):
-    """Where programs that share a tile leave partial sums and count who has arrived, where sums of squares lie, and the
-    counter at which all programs of a `span` meet. Products that share it must follow one another on one stream;
-    counters are zero between them, but for those of `stream`, of which a sign may be set."""
+    """Where programs that share a tile leave partial sums and count who has arrived, and where sums of squares lie.
+    Products that share it must follow one another on one stream; counters are zero between them."""
 
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
-    barrier: torch.Tensor
-    signs: torch.Tensor
 
 
 class RowSquares(NamedTuple):
@@ -88,8 +91,6 @@ def make_scratch(device: torch.device) -> LinearScratch:
         torch.zeros(MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
         torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
     )
 
 
@@ -101,7 +102,7 @@ def linear(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: ProductConfig | None = None,
 ) -> None:
     """out = x @ weight^T + bias; with `squares`, of x divided by its rows' root mean squares (see `linear_add_norm`).
 
@@ -129,7 +130,7 @@ def linear_add(
     hidden_MN: torch.Tensor,
     *,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: ProductConfig | None = None,
 ) -> None:
     """hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
     if config is None and len(x_MK) == 1:
@@ -155,7 +156,7 @@ def linear_add_norm(
     *,
     defer: bool,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: ProductConfig | None = None,
 ) -> RowSquares | None:
     """hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights and `eps`.
 
@@ -182,11 +183,12 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
     """Whether `linear` can take rows that are still to be divided by their root mean squares.
 
     Not in float16, where a row times its norm's weights could overflow without that division. From 17 rows on a kernel
-    for the norm costs as little.
+    for the norm costs as little, but for products through registers.
     """
-    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
+    if dtype != torch.bfloat16 or num_rows == 1:
         return False
-    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None
+    config = choose(rows_class(num_rows), num_outputs, num_inputs)
+    return isinstance(config, FewRowsConfig) or config is not None and num_rows <= 16
 
 
 def linear_silu(
@@ -197,7 +199,7 @@ def linear_silu(
     *,
     squares: RowSquares | None = None,
     scratch: LinearScratch | None = None,
-    config: LinearConfig | None = None,
+    config: ProductConfig | None = None,
 ) -> bool:
     """out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first. For `squares`
     see `linear`.
@@ -212,7 +214,7 @@ def linear_silu(
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> LinearConfig | None:
+def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> ProductConfig | None:
     if x_MK.dtype == torch.float32:
         return None
     num_rows, num_inputs = x_MK.shape
@@ -239,22 +241,13 @@ BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_wa
 whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
 activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
-MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
-    (8, 6144, 4096): LinearConfig(8, 64, 128, 4, 4, 5, 256),
-    (8, 4096, 4096): LinearConfig(8, 32, 256, 3, 2, 4, 512),
-    (8, 28672, 4096): LinearConfig(8, 32, 256, 1, 2, 5, 256),
-    (8, 4096, 14336): LinearConfig(8, 32, 256, 1, 2, 5, 256),
-    (8, 4096, 1024): LinearConfig(8, 32, 128, 1, 2, 3, 512),
-    (8, 1024, 2048): LinearConfig(8, 32, 128, 5, 2, 5, 256),
+MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
     (16, 6144, 4096): LinearConfig(16, 64, 256, 1, 4, 5, 512),
     (16, 4096, 14336): LinearConfig(16, 64, 128, 2, 4, 6, 256),
-    (16, 1024, 2048): LinearConfig(16, 16, 256, 8, 1, 3, 512),
-    (16, 6144, 1024): LinearConfig(16, 16, 256, 1, 2, 5, 256),
-    (16, 1024, 3072): LinearConfig(16, 32, 256, 8, 2, 3, 512),
-    (32, 4096, 1024): None,
-    (32, 1024, 2048): LinearConfig(32, 32, 256, 4, 4, 3, 512),
-    (32, 6144, 1024): LinearConfig(32, 64, 128, 1, 4, 4, 256),
-    (32, 1024, 3072): LinearConfig(32, 32, 256, 4, 2, 3, 512),
+    (32, 4096, 1024): FewRowsConfig(32, 32, 256, 4, 2, 8, 1),
+    (32, 1024, 2048): FewRowsConfig(32, 8, 256, 8, 1, 8, 1, programs=2),
+    (32, 6144, 1024): FewRowsConfig(32, 32, 256, 4, 2, 8, 1),
+    (32, 1024, 3072): FewRowsConfig(32, 8, 512, 3, 1, 8, 1, programs=2, together=True),
     (256, 4096, 1024): LinearConfig(64, 128, 128, 1, 8, 4, 256),
     (256, 1024, 2048): LinearConfig(64, 64, 128, 2, 4, 6, 256),
     (256, 1024, 3072): LinearConfig(64, 64, 128, 2, 4, 6, 256),
@@ -262,25 +255,28 @@ MEASURED: dict[tuple[int, int, int], LinearConfig | None] = {
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
 may have fewer rows than the class."""
 
-MEASURED_SILU: dict[tuple[int, int, int], LinearConfig | None] = {
+MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
+    (32, 3072, 1024): FewRowsConfig(32, 16, 512, 2, 1, 8, 2),
     (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
 }
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
 @functools.cache
-def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
-    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Narrow layers have too few tiles,
-    so their inputs are split, into three steps at least. Up to 16 rows, where the rows cost little to read once for
-    each tile, tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Beyond,
-    `_one_each` has the layers that fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond
-    128 that was not measured.
+    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in small layers up to
+    16, weights go through registers (`_through_registers`). Narrow layers have too few tiles, so their inputs are
+    split, into three steps at least; at 16 rows, which cost little to read once for each tile, tiles of 32 weight rows
+    do the same without a sum at the end, unless the inputs are long. Beyond, `_one_each` has the layers that fit. Torch
+    is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
         return _first_that_fits(MEASURED[key], silu=False)
+    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=False)) is not None:
+        return few
     tiles = triton.cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     if rows > 16:
@@ -292,14 +288,40 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
         return _first_that_fits(config, silu=False)
     long = narrow and num_inputs >= 3584
     block_n, block_k, num_warps, prefetch = 64, 128, 4, 256
-    if not long and (rows == 8 or medium or narrow or head):
+    if not long and (medium or narrow or head):
         block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
     splits = 1
     if narrow:
-        programs = 2 * PROGRAMS if rows == 8 else PROGRAMS
         steps = triton.cdiv(num_inputs, block_k)
-        splits = max(1, min(8, programs // triton.cdiv(num_outputs, block_n), steps // 3))
+        splits = max(1, min(8, PROGRAMS // triton.cdiv(num_outputs, block_n), steps // 3))
     return _first_that_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch), silu=False)
+
+
+def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> FewRowsConfig | None:
+    """Weights of 8 rows, in small layers of 16, held in registers. `pairs`: of gates and ups. None: too many rows, or a
+    model's head, which is as fast either way.
+
+    The fewer outputs, the fewer a program has: 8 or 16, so that there is one for each processor.
+    """
+    if num_outputs >= HEAD:
+        return None
+    programs = triton.cdiv(num_outputs, 16)
+    if num_outputs * num_inputs * (1 + pairs) >= few_rows.LARGE:
+        if rows > 8:
+            return None
+        if pairs:
+            return FewRowsConfig(rows, 8, 512, 3, 2, 4, 1)
+        if programs <= PROGRAMS:
+            return FewRowsConfig(rows, 16, 512, 3, 2, 8, 1, programs=2, together=True)
+        return FewRowsConfig(rows, 16, 256, 3, 2, 8, 1, programs=2)
+    if rows > 16:
+        return None
+    if pairs:
+        together = FewRowsConfig(rows, 16, 1024, 1, 1, 8, 1, together=True)
+        return together if rows == 8 else FewRowsConfig(rows, 16, 512, 2, 1, 8, 2)
+    if programs < PROGRAMS // 2:
+        return FewRowsConfig(rows, 8, 2048, 2, 2, 8, 2)
+    return FewRowsConfig(rows, 16, 512, 2, 2 if rows == 8 else 1, 8, 2)
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
@@ -325,15 +347,17 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
 
 
 @functools.cache
-def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
     """How the product with the gated activation is computed; None: as a product and a kernel of its own.
 
-    Two tiles of weights at a time leave less on the way for each. Only at 32 and 64 rows of a large layer that costs
-    less than the other kernel.
+    Through registers the activation costs nothing. Otherwise two tiles of weights at a time leave less on the way for
+    each, and only at 32 and 64 rows of a large layer that costs less than the other kernel.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED_SILU:
         return _first_that_fits(MEASURED_SILU[key], silu=True)
+    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=True)) is not None:
+        return few
     if triton.cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
         return None
     if rows == 64:
@@ -342,7 +366,7 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | 
     return _first_that_fits(wide, LinearConfig(32, 64, 128, 1, 4, 3, 256), silu=True)
 
 
-def _first_that_fits(*configs: LinearConfig | None, silu: bool) -> LinearConfig | None:
+def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfig | None:
     """The first for which the current device has the shared memory, with fewer steps under way if need be, but three;
     None: torch."""
     given = [one for one in configs if one is not None]
@@ -350,6 +374,8 @@ def _first_that_fits(*configs: LinearConfig | None, silu: bool) -> LinearConfig 
         return given[0] if given else None
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     for config in given:
+        if isinstance(config, FewRowsConfig):
+            return config
         stages = most // config._replace(num_stages=1).shared_bytes(silu=silu)
         if stages >= min(3, config.num_stages):
             return config._replace(num_stages=min(config.num_stages, stages))
@@ -362,13 +388,16 @@ def _launch(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     mode: int,
-    config: LinearConfig,
+    config: ProductConfig,
     scratch: LinearScratch | None,
     *,
     squares: RowSquares | None = None,
     norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
 ) -> None:
     """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
+    if isinstance(config, FewRowsConfig):
+        few_rows.launch(x_MK, weight_NK, bias_N, out_MN, mode, config, squares=squares, norm=norm)
+        return
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1

@@ -1,0 +1,328 @@
+"""Matrix products for a few rows that, like those for one row, are nearly as fast as memory.
+
+As in `gemv`, a program holds the first of its weights in registers before it waits for its input, so that memory does
+not stand still between kernels, and it sums over all inputs of its few outputs, so that nothing is added over programs.
+
+Operands go from memory to the tensor cores with no exchange between threads. Those want a thread to hold pairs of
+columns that lie eight apart, memory wants it to read 16 bytes in a row; but to a sum over columns their order does not
+matter, so each thread gives the eight that it read for those that are expected of it, of the rows and of the weights
+alike. The side of 16 of the tensor cores' tile is for the weights, the side of 8 for the rows; with eight rows of
+weights it is the other way round. The inputs are dealt to the warps of a program: the product is a batch of products,
+one or more for each warp, which are added at the end.
+
+What is under way has its place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
+large layers prefer it to shared memory (`prefer_l1`). The division changes only when a multiprocessor is empty; behind
+a kernel that needs much shared memory and leaves registers for this one's programs it stays, and this one takes twice
+the time. Products of a step's layers therefore all run here, or none.
+
+Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.preload import prefer_l1
+
+if TYPE_CHECKING:
+    from phonograph.kernels.triton.linear import RowSquares
+
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+
+class FewRowsConfig(NamedTuple):
+    """`rows` (8, 16 or 32) padded rows, block_n outputs (8, 16, 32) a program, block_k columns a step.
+
+    ahead, rows_ahead: steps whose weights, and whose rows, are on their way at a time.
+    sums: that a warp keeps of an output, since each product of the tensor cores waits for the one before it in its sum.
+    programs: that a multiprocessor has registers for; 0: as the compiler likes.
+    together: a warp's columns of a step lie together; otherwise the warps take turns at every 32.
+
+    Sizes are powers of two, block_k is 32 * num_warps * sums or more.
+    """
+
+    rows: int
+    block_n: int
+    block_k: int
+    ahead: int
+    rows_ahead: int
+    num_warps: int
+    sums: int
+    programs: int = 0
+    together: bool = False
+
+
+def launch(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    mode: int,
+    config: FewRowsConfig,
+    *,
+    squares: RowSquares | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+) -> None:
+    """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
+
+    squares: of the input; norm: the next norm's weights, its output and where the squares of the result go.
+    """
+    num_rows, num_inputs = x_MK.shape
+    num_outputs = out_MN.shape[1]
+    rows, block_n, block_k, ahead, rows_ahead, num_warps, sums, programs, together = config
+    assert num_rows <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
+    assert weight_NK.shape[1] == num_inputs
+    assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
+    assert squares is None or squares.sums.shape[1] == rows
+    norm_weight, normed, made = norm or (None, None, None)
+    registers = {"maxnreg": min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
+    pdl = pdl_usable()
+    kernel = _large_few_rows if weight_NK.numel() >= LARGE else _few_rows_kernel
+    kernel[(triton.cdiv(num_outputs, block_n),)](
+        x_MK,
+        weight_NK,
+        bias_N,
+        out_MN,
+        squares.sums if squares is not None else None,
+        norm_weight,
+        normed,
+        made.sums if made is not None else None,
+        num_rows,
+        squares.eps if squares is not None else 0.0,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        out_MN.stride(0),
+        normed.stride(0) if normed is not None else 0,
+        N=num_outputs,
+        K=num_inputs,
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        AHEAD=ahead,
+        ROWS_AHEAD=rows_ahead,
+        BATCH=sums * num_warps,
+        TOGETHER=together,
+        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        MODE=mode,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=num_warps,
+        **registers,
+    )
+
+
+@triton.jit
+def _read(
+    row_ptrs,
+    valid_rows,
+    step: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BATCH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """A step's columns of the rows [8, r], as [8, block_k / 32, r, 32]: four threads read 64 bytes of a row, eight
+    rows go to a warp. (The order of the dimensions is what makes the compiler do so.)"""
+    group = tl.arange(0, BLOCK_K // 32)
+    if TOGETHER:
+        group = group % BATCH * (BLOCK_K // 32 // BATCH) + group // BATCH
+    column = step * BLOCK_K + group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = valid_rows[:, None, :, None]
+    if (step + 1) * BLOCK_K > K:
+        mask = mask & (column < K)[None, :, None, :]
+    pointers = row_ptrs[:, None, :, None] + column[None, :, None, :]
+    return tl.load(pointers, mask, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _deal(tile, BATCH: tl.constexpr, WIDTH: tl.constexpr):
+    """What `_read` returned, as [batch, 8 r, k]. Of 32 columns each thread has eight in a row; they become those
+    groups of `WIDTH` that it has in the tensor cores' operand."""
+    steps: tl.constexpr = tile.shape[1] // BATCH
+    r: tl.constexpr = tile.shape[2]
+    tile = tl.reshape(tile, (8, steps, BATCH, r, 4, 8 // WIDTH, WIDTH))
+    return tl.reshape(tl.permute(tile, (2, 3, 0, 1, 5, 4, 6)), (BATCH, 8 * r, steps * 32))
+
+
+@triton.jit
+def _add_products(sums, weight, x, BATCH: tl.constexpr):
+    """sums + weight x^T, [batch, weight rows, rows]; with eight rows of weights sums + x weight^T, [batch, 16 or more
+    rows, 8]."""
+    if weight.shape[2] > 1:
+        left = _deal(weight, BATCH, 2)
+        right = _deal(x, BATCH, 2)
+    elif x.shape[2] > 1:
+        left = _deal(x, BATCH, 2)
+        right = _deal(weight, BATCH, 2)
+    else:
+        left = _deal(x, BATCH, 4)
+        left = tl.permute(tl.join(left, tl.zeros_like(left)), (0, 3, 1, 2))
+        left = tl.reshape(left, (BATCH, 16, left.shape[3]))
+        right = _deal(weight, BATCH, 4)
+    return tl.dot(left, tl.permute(right, (0, 2, 1)), sums, input_precision="ieee")
+
+
+@triton.jit
+def _add_halves(x):
+    """[n, w] added over w, a power of two.
+
+    Where the values of a sum lie in different warps, Triton's own passes them through shared memory a few at a time,
+    each read waiting for the write before it, and leaves a copy of the result in each warp: 9,000 cycles for 512 sums
+    of eight. A split wants its pair in one thread. So here all values of a sum come to one thread in a single exchange,
+    some 400 cycles for those, and the sums are dealt out over all threads.
+    """
+    if x.shape[1] > 1:
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        total = _add_halves(left + right)
+    else:
+        total = tl.reshape(x, (x.shape[0],))
+    return total
+
+
+@triton.jit
+def _add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
+    """[batch, a, b] added over the batch, first a warp's own: [a * b]."""
+    if BATCH > WARPS:
+        sums = tl.sum(tl.reshape(sums, (BATCH // WARPS, WARPS, sums.shape[1], sums.shape[2])), 0)
+    return _add_halves(tl.permute(tl.reshape(sums, (WARPS, sums.shape[1] * sums.shape[2])), (1, 0)))
+
+
+@triton.jit
+def _add_tiles(squares, WARPS: tl.constexpr):
+    """[tiles, rows] added over the tiles."""
+    if squares.shape[0] >= WARPS:
+        squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
+    return _add_halves(tl.permute(squares, (1, 0)))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    M,
+    eps,
+    x_stride,
+    weight_stride,
+    out_stride,
+    normed_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROWS_AHEAD: tl.constexpr,
+    BATCH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SQUARE_TILES: tl.constexpr,
+    MODE: tl.constexpr,
+    PDL: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # Rows of weights, in eights: with a gated activation the ups follow the gates.
+    eights: tl.constexpr = BLOCK_N // 8
+    tiles: tl.constexpr = 2 * eights if MODE == 2 else eights
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, ROWS)
+    valid_n = n < N
+    mask = (m < M)[:, None] & valid_n[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    eight = tl.arange(0, 8)[:, None]
+    tile = tl.arange(0, tiles)[None, :]
+    weight_row = first + eight + tile % eights * 8
+    valid_weight = weight_row < N
+    weight_ptrs = weight_ptr + (weight_row + tile // eights * N).to(tl.int64) * weight_stride
+    x_row = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
+    x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
+
+    # Constants of the model: asked for before the wait. They leave the L1 cache to the rows.
+    weights = ()
+    for step in tl.static_range(min(AHEAD, steps)):
+        weights += (_read(weight_ptrs, valid_weight, step, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)[None, :]
+        if MODE == 2:
+            up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)[None, :]
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + n, valid_n, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        tl_cuda.gdc_wait()
+
+    xs = ()
+    for step in tl.static_range(min(ROWS_AHEAD, steps)):
+        xs += (_read(x_ptrs, x_row < M, step, K, BLOCK_K, BATCH, TOGETHER, ""),)
+    if SQUARE_TILES > 0:
+        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
+        square_tile = tl.arange(0, square_tiles)[:, None]
+        squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
+    if MODE == 1:
+        # Needed at the end.
+        residual = tl.load(out_ptrs, mask, other=0.0)
+    sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, max(ROWS, 16), 8), tl.float32)
+    for step in tl.static_range(steps):
+        if PDL and (step == 0 or step + min(AHEAD, ROWS_AHEAD) <= steps):
+            # Long done, but the assembler moves no load past it. It would load a few registers at a time otherwise, to
+            # do with less of them, and wait for memory each time.
+            tl_cuda.gdc_launch_dependents()
+        if SQUARE_TILES > 0 and step == 0:
+            # While the input is on its way.
+            factor = tl.rsqrt(_add_tiles(squares, num_warps) / K + eps)[:, None]
+        sums = _add_products(sums, weights[step], xs[step], BATCH)
+        if step + AHEAD < steps:
+            weights += (_read(weight_ptrs, valid_weight, step + AHEAD, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
+        if step + ROWS_AHEAD < steps:
+            xs += (_read(x_ptrs, x_row < M, step + ROWS_AHEAD, K, BLOCK_K, BATCH, TOGETHER, ""),)
+
+    if tiles == 1:
+        if ROWS == 8:
+            sums, _ = tl.split(tl.permute(tl.reshape(sums, (BATCH, 2, 8, 8)), (0, 2, 3, 1)))
+        result = tl.reshape(_add_warps(sums, BATCH, num_warps), (ROWS, 8))
+    elif MODE == 2:
+        pairs = tl.reshape(_add_warps(sums, BATCH, num_warps), (2, BLOCK_N, ROWS))
+        result, up = tl.split(tl.permute(pairs, (2, 1, 0)))
+    else:
+        result = tl.trans(tl.reshape(_add_warps(sums, BATCH, num_warps), (BLOCK_N, ROWS)))
+    if SQUARE_TILES > 0:
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    if bias_ptr is not None:
+        result += bias
+        if MODE == 2:
+            up += up_bias
+    if MODE == 1:
+        result += residual.to(tl.float32)
+    elif MODE == 2:
+        result = result * tl.sigmoid(result) * up
+    rounded = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, rounded, mask)
+    if norm_ptr is not None:
+        value = tl.where(mask, rounded.to(tl.float32), 0.0)
+        tl.store(new_squares_ptr + first // BLOCK_N * ROWS + m, tl.sum(value * value, 1))
+        normed_ptrs = normed_ptr + m.to(tl.int64)[:, None] * normed_stride + n[None, :]
+        tl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask)
+
+
+_large_few_rows = prefer_l1(triton.jit(do_not_specialize=["M"])(_few_rows_kernel.fn), carveout=7)
+"""The same kernel, for layers that take so long that changing the size of the L1 cache is worth its time."""
+LARGE = 1 << 23
+"""Weights: most layers of an 8B model and none of a 0.6B one."""
