@@ -96,6 +96,19 @@ def test_any_case_on_threads(seed: int) -> None:
     check(random_case(seed), torch.device("cpu"), max_num_tokens=1200)
 
 
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("broken", ["arrive", "wait"])
+def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring whose places are never free stops; one that is overwritten too soon gives wrong sums."""
+    monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 0.5)
+    if broken == "arrive":
+        monkeypatch.setattr(gluon_on_threads._Mbarrier, "arrive", lambda barrier, **_: None)
+    else:
+        monkeypatch.setattr(gluon_on_threads._Mbarrier, "wait", lambda barrier, parity: None)
+    with pytest.raises((AssertionError, gluon_on_threads._Stuck)):
+        check(CASES["many tiles"], torch.device("cpu"))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -40,7 +40,7 @@ def run(model: FusedDecoder, num_tokens: int, device: torch.device, rows: torch.
         layers.append(layer)
         out_TF.copy_(projection_TF[:, -out_TF.shape[1] :])
 
-    ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    ids = torch.arange(num_tokens, dtype=torch.int32, device=device) % model.spec.vocab_size
     hidden = model.forward(ids, attention, rows).double().clone()
     assert layers == list(range(model.spec.num_layers))
     return hidden

@@ -115,9 +115,8 @@ class _Mbarrier:
         barrier.arrive(arrivals=1, bytes_expected=size)
 
     @staticmethod
-    def arrive(barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
-        if pred:
-            barrier.arrive(arrivals=count)
+    def arrive(barrier: Barrier, *, count: int = 1) -> None:
+        barrier.arrive(arrivals=count)
 
     @staticmethod
     def wait(barrier: Barrier, parity: Any) -> None:
@@ -153,7 +152,7 @@ class _Language:
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
     DotOperandLayout = staticmethod(lambda *args, **keywords: None)
     convert_layout = staticmethod(lambda values, layout: values)
-    rsqrt, exp, exp2, log2 = (staticmethod(one) for one in (torch.rsqrt, torch.exp, torch.exp2, torch.log2))
+    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
 
     @staticmethod
     def thread_barrier() -> None:
@@ -199,7 +198,7 @@ class _Language:
         return torch.where(condition, left, right)
 
     @staticmethod
-    def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> torch.Tensor:
+    def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0) -> torch.Tensor:
         at = torch.as_tensor(pointer.at)
         mask = torch.as_tensor(True if mask is None else mask).expand_as(at)
         with _memory:
@@ -215,21 +214,10 @@ class _Language:
             pointer.memory[at[mask]] = values[mask]
 
     @staticmethod
-    def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> int:
-        with _memory:
-            before = int(pointer.memory[pointer.at])
-            pointer.memory[pointer.at] = (before + value + 2**31) % 2**32 - 2**31
-        return before
-
-    @staticmethod
     def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> Any:
         if "%never" in text:
             return arguments[0]
-        if "ld.acquire" not in text:
-            assert any(known in text for known in ("griddepcontrol", "fence.proxy.async")), text
-            return None
-        pointer, turned = arguments
-        _until(lambda: (int(pointer.memory[pointer.at]) ^ turned) < 0, f"all programs ({turned})")
+        assert "griddepcontrol" in text, text
         return None
 
     @staticmethod

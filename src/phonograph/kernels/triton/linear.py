@@ -183,12 +183,11 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch
     """Whether `linear` can take rows that are still to be divided by their root mean squares.
 
     Not in float16, where a row times its norm's weights could overflow without that division. From 17 rows on a kernel
-    for the norm costs as little, but for products through registers.
+    for the norm costs less than that every program reads the squares.
     """
-    if dtype != torch.bfloat16 or num_rows == 1:
+    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return False
-    config = choose(rows_class(num_rows), num_outputs, num_inputs)
-    return isinstance(config, FewRowsConfig) or config is not None and num_rows <= 16
+    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None
 
 
 def linear_silu(
