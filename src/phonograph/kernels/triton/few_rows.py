@@ -13,7 +13,7 @@ one or more for each warp, which are added at the end.
 What is under way has its place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
 large layers prefer it to shared memory (`prefer_l1`). The division changes only when a multiprocessor is empty; behind
 a kernel that needs much shared memory and leaves registers for this one's programs it stays, and this one takes twice
-the time. Products of a step's layers therefore all run here, or none.
+the time. The large layers of a step therefore all run here, or none.
 
 Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
 """
