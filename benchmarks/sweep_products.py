@@ -8,8 +8,10 @@ configuration that wins alone often loses here, where its first loads must find 
 that wins without attention may lose behind it, which leaves a multiprocessor's memory divided as it needs it. Two that
 differ by a few percent must be compared at the clock that each brings about: a GPU at its power limit slows down some
 tens of milliseconds later. So all configurations first run in turn, at one clock, and the best of them then for
-long enough each, there and back, since the last ones run on a warmer chip. The result names the entries for `MEASURED`
-and `MEASURED_SILU` in kernels/triton/linear.py.
+long enough each, there and back, since the last ones run on a warmer chip. Up to 32 rows there are two searches: large
+products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
+is tried with the others of its kind. The result names the entries for `MEASURED` and `MEASURED_SILU` in
+kernels/triton/linear.py.
 """
 
 from __future__ import annotations
@@ -203,9 +205,8 @@ def applied(settings: Settings, rows_class: int) -> Iterator[None]:
         linear.choose_silu.cache_clear()
 
 
-def candidates(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:
-    """What is worth a try; `rows` is a class. None: by torch, or the activation as a kernel of its own. `most`: of
-    those through registers, drawn at random, since there are up to a thousand.
+def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | None]:
+    """`rows` is a class. None: by torch, or the activation as a kernel of its own.
 
     As many steps under way as there is room for, of programs that have a multiprocessor to themselves or share it in
     twos; inputs split so that there are as many programs as places, or half.
@@ -225,16 +226,14 @@ def candidates(rows: int, shape: Shape, *, silu: bool, most: int) -> list[Produc
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
-    registers = through_registers(rows, shape, silu=silu) if outputs < linear.HEAD else []
-    return list(dict.fromkeys(found + random.Random(0).sample(registers, min(most, len(registers)))))
+    return list(dict.fromkeys(found))
 
 
-def through_registers(rows: int, shape: Shape, *, silu: bool) -> list[FewRowsConfig]:
-    """With 24 to 144 registers of a thread for weights and rows on their way, and a program for each processor."""
+def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:
+    """With 24 to 144 registers of a thread for weights and rows on their way, and a program for each processor: `most`
+    of up to 500, drawn at random, and what is chosen now, which comes first."""
     outputs, inputs = shape
     found: list[FewRowsConfig] = []
-    if rows > 32:
-        return found
     for block_n, block_k, warps, sums in itertools.product((8, 16, 32), (256, 512, 1024, 2048), (4, 8, 16), (1, 2)):
         share = 32 * warps * sums
         exchanged = 4 * warps * block_n * (1 + silu) * rows
@@ -253,25 +252,21 @@ def through_registers(rows: int, shape: Shape, *, silu: bool) -> list[FewRowsCon
                     rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs * fits, together
                 )
                 found.append(config)
-    return found
+    now = (linear.choose_silu if silu else linear.choose)(rows, outputs, inputs)
+    # Of what is not chosen today: as large steps as many, by eight warps.
+    guess = [one for one in found if one[1:4] == (16 - 8 * silu, 512, 2) and one[5:7] == (8, 1)] or found
+    first = now if isinstance(now, FewRowsConfig) else guess[0]
+    return list(dict.fromkeys([first, *random.Random(0).sample(found, min(most, len(found)))]))
 
 
-def sweep(model: str, rows: int, context: int, seconds: float, layers: int, most: int) -> dict[str, Any]:
-    """One number of rows: the products in the order of the chain, then the activation."""
-    chain, rows_class = Chain(model, rows, context), linear.rows_class(rows)
-    keys = {name: ("product", shape) for name, shape in chain.shapes.items()} | {
-        "activation": ("silu", chain.silu_shape)
-    }
-    trials = [
-        (name, key, candidates(rows_class, key[1], silu=name == "activation", most=most)) for name, key in keys.items()
-    ]
-    longest = max(len(configs) for _, _, configs in trials)
-    chain.compile(
-        [{key: configs[index % len(configs)] for _, key, configs in trials[:-1]} for index in range(longest)]
-        + [{trials[-1][1]: config} for config in trials[-1][2]],
-        rows_class,
-    )
-    best: Settings = {}
+Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
+"""Of each product its name, key and configurations."""
+
+
+def search(
+    chain: Chain, rows_class: int, trials: Trials, best: Settings, *, seconds: float, layers: int
+) -> list[dict[str, Any]]:
+    """Tries the configurations of one product after another; `best` is what the others run with, and is improved."""
     rounds: list[dict[str, Any]] = []
     for name, key, configs in trials:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -292,14 +287,60 @@ def sweep(model: str, rows: int, context: int, seconds: float, layers: int, most
             best[key] = config
         top = [{"ms": round(ms, 4), "config": repr(one)} for ms, one in ranked]
         rounds.append({"product": name, "shape": key[1], "tried": len(ran), "of": len(configs), "ms": now, "top": top})
-        print(f"{rows} rows, {name} {key[1]}: {now:.4f} ms, {fastest:.4f} of {len(ran)}", flush=True)
-    chains: dict[str, Settings] = {"before": {}, "after": best}
-    for kind, shape in best:
-        chains[f"without {kind} {shape}"] = {key: one for key, one in best.items() if key != (kind, shape)}
+        print(f"{rows_class} rows, {name} {key[1]}: {now:.4f} ms, {fastest:.4f} of {len(ran)}", flush=True)
+    return rounds
+
+
+def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One number of rows: the products in the order of the chain, then the activation."""
+    chain, rows_class = Chain(model, rows, options.context), linear.rows_class(rows)
+    keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
+    keys["activation"] = "silu", chain.silu_shape
+    kinds: dict[str, Trials] = {
+        "shared memory": [
+            (name, key, through_shared_memory(rows_class, key[1], silu=name == "activation"))
+            for name, key in keys.items()
+        ]
+    }
+    bests: dict[str, Settings] = {"now": {}, "shared memory": {}}
+    if rows <= 8:
+        # What is chosen now goes through registers.
+        bests["shared memory"] = {key: configs[-1] for _, key, configs in kinds["shared memory"]}
+    if rows <= 32:
+        kinds["registers"] = [
+            (name, key, through_registers(rows_class, key[1], silu=name == "activation", most=options.most))
+            for name, key in keys.items()
+            if name != "gate_up"
+        ]
+        bests["registers"] = {key: configs[0] for _, key, configs in kinds["registers"]}
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for kind, trials in kinds.items():
+        longest = max(len(configs) for _, _, configs in trials)
+        products = [trial for trial in trials if trial[0] != "activation"]
+        activations = [{key: config} for name, key, configs in trials if name == "activation" for config in configs]
+        base = bests[kind]
+        chain.compile(
+            [{**base, **{key: own[index % len(own)] for _, key, own in products}} for index in range(longest)]
+            + [{**base, **one} for one in [{}, *activations]],
+            rows_class,
+        )
+        found = search(chain, rows_class, trials, base, seconds=options.seconds, layers=options.layers)
+        if kind == "registers":
+            found += search(chain, rows_class, trials[::-1], base, seconds=options.seconds, layers=options.layers)
+        rounds[kind] = found
+    chains = dict(bests)
+    for kind in kinds:
+        for name, key, _ in kinds[kind]:
+            if key in bests[kind]:
+                chains[f"{kind} without {name}"] = {one: bests[kind][one] for one in bests[kind] if one != key}
     whole = [chain.graph(settings, rows_class, chain.num_layers) for settings in chains.values()]
-    ms = dict(zip(chains, (round(one, 4) for one in chain.sustained(whole, 2 * seconds)), strict=True))
-    entries = {f"{kind} {(rows_class, *shape)}": repr(config) for (kind, shape), config in best.items()}
-    return {"rows": rows, "context": context, "ms": ms, "entries": entries, "rounds": rounds}
+    ms = dict(zip(chains, (round(one, 4) for one in chain.sustained(whole, 2 * options.seconds)), strict=True))
+    entries = {
+        kind: {f"{what} {(rows_class, *shape)}": repr(config) for (what, shape), config in best.items()}
+        for kind, best in bests.items()
+        if kind != "now"
+    }
+    return {"rows": rows, "context": options.context, "ms": ms, "entries": entries, "rounds": rounds}
 
 
 def main() -> None:
@@ -308,13 +349,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.2, help="that each finalist runs")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
-    parser.add_argument("--most", type=int, default=40, help="configurations through registers of a product")
+    parser.add_argument("--most", type=int, default=60, help="configurations through registers of a product")
     parser.add_argument("--layers", type=int, default=10, help="in the graphs that are compared")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     origin = provenance()
-    options = arguments.context, arguments.seconds, arguments.layers, arguments.most
-    results = [sweep(arguments.model, rows, *options) for rows in arguments.rows]
+    results = [sweep(arguments.model, rows, arguments) for rows in arguments.rows]
     if arguments.output is not None:
         write_result(arguments.output, origin, {"model": Path(arguments.model).name, "sweeps": results})
     print(json.dumps([{key: one[key] for key in ("rows", "ms", "entries")} for one in results]))
