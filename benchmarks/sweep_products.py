@@ -30,7 +30,7 @@ import torch
 
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton import few_rows, linear
+from phonograph.kernels.triton import linear
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.linear import LinearConfig, ProductConfig
@@ -239,23 +239,25 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
         exchanged = 4 * warps * block_n * (1 + silu) * rows
         if block_k % share or block_k > inputs or -(-outputs // block_n) < 120 or exchanged > 64 << 10:
             continue
-        steps, weights, others = -(-inputs // block_k), block_n * (1 + silu) * block_k // share, rows * block_k // share
+        steps, each = -(-inputs // block_k), block_k // (32 * warps)
         for ahead, rows_ahead in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4)):
-            held = weights * sums * ahead // 2, others * sums * rows_ahead // 2
+            held = block_n * (1 + silu) * each * ahead // 2, rows * each * rows_ahead // 2
             if rows_ahead > ahead or ahead > steps or not 24 <= held[0] <= 96 or held[1] > 64 or sum(held) > 144:
                 continue
             kept = block_n * (1 + silu) * rows * sums // 32
-            programs = {4: 4, 8: 2, 16: 1}[warps]
-            fits = 24 + 1.25 * sum(held) + kept <= few_rows.REGISTERS / (32 * warps * programs)
-            for together in {False, block_k > share}:
-                config = FewRowsConfig(
-                    rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs * fits, together
-                )
-                found.append(config)
+            # Programs that leave a thread 128 registers, where it does with those.
+            programs = 16 // warps if 24 + 1.25 * sum(held) + kept <= 128 else 0
+            config = FewRowsConfig(rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs)
+            found += [config, config._replace(together=True)] if block_k > share else [config]
     now = (linear.choose_silu if silu else linear.choose)(rows, outputs, inputs)
-    # Of what is not chosen today: as large steps as many, by eight warps.
-    guess = [one for one in found if one[1:4] == (16 - 8 * silu, 512, 2) and one[5:7] == (8, 1)] or found
-    first = now if isinstance(now, FewRowsConfig) else guess[0]
+    if isinstance(now, FewRowsConfig):
+        first = now
+    else:
+        usual = (8 if silu else 16, 512, 2, 8, 1)
+        of_usual_size = (
+            one for one in found if (one.block_n, one.block_k, one.ahead, one.num_warps, one.sums) == usual
+        )
+        first = next(of_usual_size, found[0])
     return list(dict.fromkeys([first, *random.Random(0).sample(found, min(most, len(found)))]))
 
 

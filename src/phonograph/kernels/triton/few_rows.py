@@ -21,7 +21,7 @@ Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contigu
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,12 +29,9 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.preload import prefer_l1
+from phonograph.kernels.triton.preload import LARGE, prefer_l1
 
-if TYPE_CHECKING:
-    from phonograph.kernels.triton.linear import RowSquares
-
-REGISTERS = 65536
+_REGISTERS = 65536
 """Of a multiprocessor."""
 
 
@@ -60,6 +57,17 @@ class FewRowsConfig(NamedTuple):
     together: bool = False
 
 
+class RowSquares(NamedTuple):
+    """What the rows of a matrix are still to be divided by, their root mean square over `width` columns.
+
+    sums: [tiles, rows class] float32, of the squares of each tile's columns; eps: joins their mean
+    """
+
+    sums: torch.Tensor
+    width: int
+    eps: float
+
+
 def launch(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -83,7 +91,7 @@ def launch(
     assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
     assert squares is None or squares.sums.shape[1] == rows
     norm_weight, normed, made = norm or (None, None, None)
-    registers = {"maxnreg": min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
+    registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
     pdl = pdl_usable()
     kernel = _large_few_rows if weight_NK.numel() >= LARGE else _few_rows_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
@@ -292,15 +300,15 @@ def _few_rows_kernel(
         if step + ROWS_AHEAD < steps:
             xs += (_read(x_ptrs, x_row < M, step + ROWS_AHEAD, K, BLOCK_K, BATCH, TOGETHER, ""),)
 
+    if tiles == 1 and ROWS == 8:
+        sums, _ = tl.split(tl.permute(tl.reshape(sums, (BATCH, 2, 8, 8)), (0, 2, 3, 1)))
+    total = _add_warps(sums, BATCH, num_warps)
     if tiles == 1:
-        if ROWS == 8:
-            sums, _ = tl.split(tl.permute(tl.reshape(sums, (BATCH, 2, 8, 8)), (0, 2, 3, 1)))
-        result = tl.reshape(_add_warps(sums, BATCH, num_warps), (ROWS, 8))
+        result = tl.reshape(total, (ROWS, 8))
     elif MODE == 2:
-        pairs = tl.reshape(_add_warps(sums, BATCH, num_warps), (2, BLOCK_N, ROWS))
-        result, up = tl.split(tl.permute(pairs, (2, 1, 0)))
+        result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
-        result = tl.trans(tl.reshape(_add_warps(sums, BATCH, num_warps), (BLOCK_N, ROWS)))
+        result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
     if SQUARE_TILES > 0:
         result *= factor
         if MODE == 2:
@@ -323,6 +331,4 @@ def _few_rows_kernel(
 
 
 _large_few_rows = prefer_l1(triton.jit(do_not_specialize=["M"])(_few_rows_kernel.fn), carveout=7)
-"""The same kernel, for layers that take so long that changing the size of the L1 cache is worth its time."""
-LARGE = 1 << 23
-"""Weights: most layers of an 8B model and none of a 0.6B one."""
+"""The same kernel, for layers of `LARGE` weights and more."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.preload import prefer_l1
+from phonograph.kernels.triton.preload import LARGE, prefer_l1
 
 
 class GemvConfig(NamedTuple):
@@ -126,7 +126,7 @@ def _launch(
     assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
     pdl = pdl_usable()
     block_n, block_k, num_warps = config or default_config(num_inputs, mode == _SILU)
-    kernel = _large_gemv if weight_NK.numel() >= _LARGE else _gemv_kernel
+    kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_1K,
         norm_K,
@@ -221,6 +221,4 @@ def _gemv_kernel(
 
 
 _large_gemv = prefer_l1(triton.jit(_gemv_kernel.fn), carveout=3)
-"""The same kernel, for layers that take so long that changing the size of the L1 cache is worth its time."""
-_LARGE = 1 << 23
-"""Weights: every layer of an 8B model and none of a 0.6B one, whose steps get 5% longer by it."""
+"""The same kernel, for layers of `LARGE` weights and more."""

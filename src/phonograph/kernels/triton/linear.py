@@ -31,8 +31,9 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import few_rows, gemv, layers
-from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.few_rows import FewRowsConfig, RowSquares
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.preload import LARGE
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
@@ -72,17 +73,6 @@ class LinearScratch(NamedTuple):
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
-
-
-class RowSquares(NamedTuple):
-    """What the rows of a matrix are still to be divided by, their root mean square over `width` columns.
-
-    sums: [tiles, rows class] float32, of the squares of each tile's columns; eps: joins their mean
-    """
-
-    sums: torch.Tensor
-    width: int
-    eps: float
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
@@ -305,7 +295,7 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
     if num_outputs >= HEAD:
         return None
     programs = triton.cdiv(num_outputs, 16)
-    if num_outputs * num_inputs * (1 + pairs) >= few_rows.LARGE:
+    if num_outputs * num_inputs * (1 + pairs) >= LARGE:
         if rows > 8:
             return None
         if pairs:
