@@ -8,9 +8,10 @@ configuration that wins alone often loses here, where its first loads must find 
 that wins without attention may lose behind it, which leaves a multiprocessor's memory divided as it needs it. Two that
 differ by a few percent must be compared at the clock that each brings about: a GPU at its power limit slows down some
 tens of milliseconds later. So all configurations first run in turn, at one clock, and the best of them then for
-long enough each, there and back, since the last ones run on a warmer chip. Up to 32 rows there are two searches: large
+long enough each, there and back, since the last ones run on a warmer chip. Up to 16 rows there are two searches: large
 products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
-is tried with the others of its kind. The result names the entries for `MEASURED` and `MEASURED_SILU` in
+is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
+found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
 kernels/triton/linear.py.
 """
 
@@ -33,7 +34,8 @@ from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton import linear
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.linear import LinearConfig, ProductConfig
+from phonograph.kernels.triton.linear import LinearConfig, ProductConfig, RingConfig
+from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 
@@ -226,6 +228,27 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
+    return list(dict.fromkeys([*found, *rings(rows, shape, silu=silu)]))
+
+
+def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
+    """On Hopper: what fills a program's shared memory or half of it, with programs for all processors, half or twice
+    as many. What large layers get comes last."""
+    outputs, inputs = shape
+    found: list[RingConfig] = []
+    if not gluon_usable() or inputs % 8:
+        return found
+    for rows_tile, block_n, block_k, room in itertools.product(
+        dict.fromkeys((min(rows, 32), min(rows, 64), rows)), (128, 64), (64, 128), (104 << 10, 208 << 10)
+    ):
+        tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
+        if block_n * (1 + silu) * rows_tile > 1 << 15:
+            continue
+        for programs in (70, 280, 140):
+            splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
+            stages = min(room // (2 * block_k * (block_n * (1 + silu) + rows_tile)), -(-steps // splits))
+            if stages >= 2 and tiles * splits >= 40:
+                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages))
     return list(dict.fromkeys(found))
 
 
@@ -305,10 +328,9 @@ def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
         ]
     }
     bests: dict[str, Settings] = {"now": {}, "shared memory": {}}
-    if rows <= 8:
-        # What is chosen now goes through registers.
+    if rows <= 16:
+        # What is chosen now may go through registers.
         bests["shared memory"] = {key: configs[-1] for _, key, configs in kinds["shared memory"]}
-    if rows <= 32:
         kinds["registers"] = [
             (name, key, through_registers(rows_class, key[1], silu=name == "activation", most=options.most))
             for name, key in keys.items()

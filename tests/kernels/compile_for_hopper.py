@@ -4,7 +4,8 @@ ptxas 12.8 got one of ours wrong: where two products of the tensor cores read sh
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
 run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those that read what
-nothing wrote, and in order those that wait for the kernel before ("wait") and that let the next begin ("let").
+nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and, of
+products through a ring, that have the copy engine bring something ("ask").
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from phonograph.kernels.triton import (
     attention_plan,
     attention_prefill,
     attention_prefill_hopper,
+    linear,
+    ring,
 )
+from phonograph.kernels.triton.linear import make_scratch
 
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -70,9 +74,9 @@ class Hopper(DriverBase):
         raise NotImplementedError
 
 
-def read_code(cubin: bytes) -> tuple[int, list[str], list[str]]:
+def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
     """How many instructions there are, those that read a uniform register that none before them writes, and those of
-    programmatic dependent launch."""
+    programmatic dependent launch, with `asks` those of the copy engine among them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -81,7 +85,8 @@ def read_code(cubin: bytes) -> tuple[int, list[str], list[str]]:
         ).stdout
     lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
     written, unwritten = {_ZERO}, list[str]()
-    launches = ["let" if "PREEXIT" in line else "wait" for line in lines if re.search("PREEXIT|ACQBULK", line)]
+    words = {"PREEXIT": "let", "ACQBULK": "wait"} | ({"UTMALDG": "ask"} if asks else {})
+    launches = [words[found[0]] for line in lines if (found := re.search("|".join(words), line))]
     for line in lines:
         match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
         if match is None:
@@ -147,7 +152,16 @@ def main() -> None:
     long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
     name = f"long {long}"
     prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    report = {name: read_code(kernel.asm["cubin"]) for name, kernel in kernels.items()}
+    ring.pdl_usable = lambda: True
+    for mode, splits in ((0, 1), (1, 3), (2, 1)):
+        name = f"mode {mode}"
+        x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
+        weight = torch.empty(512, 1024, dtype=torch.bfloat16)
+        parts = make_scratch(device)[:2]
+        ring.launch(x, weight, None, out, mode, linear.RingConfig(32, 64, 128, splits, 2), parts)
+    report = {
+        name: read_code(kernel.asm["cubin"], asks=name.startswith("_ring_kernel")) for name, kernel in kernels.items()
+    }
     print(json.dumps(report))
 
 

@@ -32,3 +32,12 @@ def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(report: Re
     short = [name for name in launches if name.startswith("_attention_kernel") and name not in long]
     assert [launches[name] for name in long] == [["wait", "let"]]
     assert [launches[name] for name in short] == [["let", "wait", "wait"]] * 4
+
+
+@pytest.mark.long
+def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
+    """Its two places' weights (two tiles each of gates and ups), then the rows; then all of one more step."""
+    rings = {name: launches for name, (_, _, launches) in report.items() if name.startswith("_ring_kernel")}
+    for mode, tiles in (0, 1), (1, 1), (2, 2):
+        before, after = 2 * tiles, 2 + tiles + 1
+        assert rings[f"_ring_kernel mode {mode}"] == ["let", *["ask"] * before, "wait", *["ask"] * after]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from product_problem import EPS, Case, poisoned, random_tensor, silu_of
+from product_problem import EPS, Case, check_linear, poisoned, random_tensor, silu_of
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton import few_rows, gemv
 from phonograph.kernels.triton import linear as products
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.linear import (
+    MAX_PARTIALS,
     LinearConfig,
-    LinearScratch,
-    ProductConfig,
+    RingConfig,
     choose,
     choose_silu,
     linear,
@@ -118,73 +120,6 @@ def _config(rows: int, splits: int, *, block_n: int = 32, block_k: int = 64) -> 
     )
 
 
-def _check_linear(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    bias: bool,
-    config: ProductConfig | None,
-    scratch: LinearScratch | None,
-) -> None:
-    """A product stored, one added, one with the gated activation where that is fused, and those around a norm."""
-    for _ in range(2):  # the second finds what the first left in the scratch
-        case = Case(rows, outputs, inputs, dtype, device)
-        bias_N = case.bias if bias else None
-        linear(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
-        case.check(case.product(case.x, bias=bias))
-        assert scratch is None or not scratch.arrived.any()
-
-    case = Case(rows, outputs, inputs, dtype, device)
-    case.out.copy_(case.residual)
-    linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
-    case.check(case.product(case.x, bias=bias) + case.residual.double())
-
-    case = Case(rows, outputs, inputs, dtype, device, pairs=True)
-    if linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config):
-        case.check(silu_of(case.product(case.x, bias=bias)))
-    else:
-        assert config is None and case.out.isnan().all()
-    assert scratch is None or not scratch.arrived.any()
-
-    _check_norm(rows, outputs, inputs, dtype, device, config, scratch)
-    assert scratch is None or not scratch.arrived.any()
-
-
-def _check_norm(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    config: ProductConfig | None,
-    scratch: LinearScratch | None,
-) -> None:
-    """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
-    case = Case(rows, outputs, inputs, dtype, device)
-    hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
-    norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
-    defer = config is not None or takes_squares(rows, outputs, outputs, dtype)
-    squares = linear_add_norm(
-        case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
-    )  # fmt: skip
-    chosen = config or (choose(rows_class(rows), outputs, inputs) if dtype is not torch.float32 and rows > 1 else None)
-    deferred = defer and scratch is not None and chosen is not None
-    deferred = deferred and rows <= chosen.rows and -(-outputs // chosen.block_n) <= 256
-    assert (squares is not None) == deferred
-    case.out.copy_(hidden)
-    case.check(case.product(case.x, bias=False) + case.residual.double())
-
-    taker = Case(rows, outputs, outputs, dtype, device)
-    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-    linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config)
-    taker.check(taker.product(wanted, bias=True))
-    taker = Case(rows, outputs, outputs, dtype, device, pairs=True)
-    if linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config):
-        taker.check(silu_of(taker.product(wanted, bias=True)))
-
-
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "padded"),
@@ -194,7 +129,7 @@ def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits
     """Rows of 203 and 263 begin at odd addresses, where the copy engine cannot fetch them."""
     scratch = poisoned(device) if splits > 1 else None
     config = _config(padded, splits)
-    _check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
+    check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
 
 
 FEW_ROWS = [
@@ -217,7 +152,7 @@ FEW_ROWS = [
 def test_few_rows(
     rows: int, outputs: int, inputs: int, config: FewRowsConfig, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _check_linear(rows, outputs, inputs, dtype, device, bias, config, poisoned(device))
+    check_linear(rows, outputs, inputs, dtype, device, bias, config, poisoned(device))
 
 
 def test_few_rows_of_wider_matrices(device: torch.device) -> None:
@@ -262,27 +197,72 @@ def test_norms_deferred_from_either_kernel_to_the_other(
         taker.check(silu_of(taker.product(wanted, bias=True)))
 
 
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sizes decide as they do there."""
+    monkeypatch.setattr(products, "gluon_usable", lambda: True)
+    with chosen_anew():
+        yield
+
+
+@contextmanager
+def chosen_anew() -> Iterator[None]:
+    choosers = products.choose, products.choose_silu
+    for chooser in choosers:
+        chooser.cache_clear()
+    try:
+        yield
+    finally:
+        for chooser in choosers:
+            chooser.cache_clear()
+
+
+SMALL_LAYERS, LARGE_LAYERS = [(3072, 2048), (1024, 3072), (40, 96)], [(6144, 4096), (4096, 14336), (4608, 3584)]
+
+
 def test_weights_go_through_registers_where_that_was_measured() -> None:
-    """Up to 8 rows all layers but a head, up to 16 the small ones, up to 32 those of one model."""
-    small, large = [(3072, 2048), (1024, 3072), (40, 96)], [(6144, 4096), (4096, 14336), (4608, 3584)]
-    for rows, shapes in ((8, small + large), (16, small)):
+    """Up to 8 rows all layers but a head, up to 16 the small ones."""
+    for rows, shapes in ((8, SMALL_LAYERS + LARGE_LAYERS), (16, SMALL_LAYERS)):
         assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in shapes)
     for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(3072, 1024), (40, 96)])):
         assert all(isinstance(choose_silu(rows, *shape), FewRowsConfig) for shape in shapes)
-    assert not isinstance(choose(16, 6144, 4096), FewRowsConfig) and choose_silu(16, 14336, 4096) is None
+    assert not isinstance(choose(16, 6144, 4096), FewRowsConfig)
     for rows in (8, 16, 32):
         assert not isinstance(choose(rows, 151936, 1024), FewRowsConfig)
-        sizes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
-        assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in sizes)
-        assert isinstance(choose_silu(rows, 3072, 1024), FewRowsConfig)
         assert takes_squares(rows, 4096, 1024, torch.bfloat16) == (rows <= 16)
         assert not takes_squares(rows, 4096, 1024, torch.float16)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_ring_is_chosen_where_that_was_measured() -> None:
+    """16 to 64 rows of large layers, 32 and 64 of small ones, what begins at multiples of 16 bytes, and no head. They
+    fit the shared memory of a program and the scratch."""
+    chosen: list[tuple[RingConfig, int, int, int, bool]] = []
+    for rows, shapes in ((16, LARGE_LAYERS), (32, SMALL_LAYERS + LARGE_LAYERS), (64, SMALL_LAYERS + LARGE_LAYERS)):
+        for outputs, inputs in [*shapes, (40960, 2048)]:
+            for pairs in (False, True):
+                config = (choose_silu if pairs else choose)(rows, outputs, inputs)
+                if not (rows == 16 and outputs * inputs * (1 + pairs) < 1 << 23):
+                    assert isinstance(config, RingConfig)
+                    chosen.append((config, rows, outputs, inputs, pairs))
+    for config, rows, outputs, inputs, pairs in chosen:
+        assert config.rows in (32, rows) and config.rows <= rows
+        taken = 2 * config.block_k * (config.block_n * (1 + pairs) + config.rows) * config.stages
+        assert taken + 1024 <= 227 << 10
+        tiles = -(-outputs // config.block_n) * -(-rows // config.rows)
+        assert config.splits == 1 or (not pairs and tiles * config.splits <= 140)
+        assert tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS or config.splits == 1
+        assert 1 <= config.stages <= -(-inputs // config.block_k)
+    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (128, 1024, 3072), (32, 151936, 1024)):
+        assert not isinstance(choose(rows, outputs, inputs), RingConfig)
+    assert not isinstance(choose(32, 4096, 2501), RingConfig)
+    assert takes_squares(16, 6144, 4096, torch.bfloat16) and not takes_squares(32, 6144, 4096, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    _check_linear(rows, 40, 96, dtype, device, True, None, None)
+    check_linear(rows, 40, 96, dtype, device, True, None, None)
 
 
 def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +279,8 @@ def test_chosen_configurations_fit_the_scratch() -> None:
     sizes = [(rows, *shape) for rows in (8, 16, 32, 64, 128, 256) for shape in shapes]
     for rows, outputs, inputs in [*sizes, *products.MEASURED]:
         config = choose(rows, outputs, inputs)
+        if isinstance(config, RingConfig):
+            continue  # a test of their own, above
         if isinstance(config, FewRowsConfig):
             assert config.rows == rows and config.block_k % (32 * config.num_warps * config.sums) == 0
         elif config is not None:
@@ -313,6 +295,8 @@ def test_as_many_programs_as_processors() -> None:
     for rows in (32, 64, 128):
         for outputs, inputs in [(3072, 2048), (2048, 2048), (4096, 4096), (4608, 3584), (3584, 18944), (512, 1536)]:
             config = choose(rows, outputs, inputs)
+            if isinstance(config, RingConfig):
+                continue  # a test of their own, above
             if config is None:
                 assert rows == 128 and outputs * inputs > 1 << 23
                 continue
@@ -331,16 +315,12 @@ def test_what_a_device_has_no_room_for_is_torchs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    for chooser in (choose, products.choose_silu):
-        chooser.cache_clear()
-    try:
+    monkeypatch.setattr(products, "gluon_usable", lambda: False)
+    with chosen_anew():
         assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
         assert all(choose(rows, 28672, 4096) is not None for rows in (16, 32, 64))
         narrow = choose(64, 4096, 14336)
         assert isinstance(narrow, LinearConfig) and narrow.num_stages == min(6, kilobytes // 32)
-    finally:
-        for chooser in (choose, products.choose_silu):
-            chooser.cache_clear()
 
 
 def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
@@ -350,14 +330,14 @@ def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
     monkeypatch.setitem(products.MEASURED, (32, 56, 104), _config(16, 3))
     assert choose(32, 56, 104) == _config(16, 3)
     for rows in (17, 32):
-        _check_linear(rows, 56, 104, torch.float16, device, True, None, poisoned(device))
+        check_linear(rows, 56, 104, torch.float16, device, True, None, poisoned(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "inputs", "outputs"), LARGE)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 23, 64, 100, 200, 256])
 def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-    _check_linear(rows, outputs, inputs, dtype, device, True, None, poisoned(device))
+    check_linear(rows, outputs, inputs, dtype, device, True, None, poisoned(device))
 
 
 @pytest.mark.gpu

@@ -7,11 +7,13 @@ here: layouts, and the order in which writes become visible. Threads change plac
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +113,9 @@ class _Mbarrier:
         barrier.count = barrier.left = count
 
     @staticmethod
-    def expect(barrier: Barrier, size: int) -> None:
-        barrier.arrive(arrivals=1, bytes_expected=size)
+    def expect(barrier: Barrier, size: int, *, pred: Any = True) -> None:
+        if pred:
+            barrier.arrive(arrivals=1, bytes_expected=size)
 
     @staticmethod
     def arrive(barrier: Barrier, *, count: int = 1) -> None:
@@ -133,15 +136,31 @@ class Descriptor:
         self.block_type = types.SimpleNamespace(shape=given.block_shape, nbytes=size)
 
 
+_copy_engine = ThreadPoolExecutor(4)
+
+
 class _Tma:
     @staticmethod
-    def async_copy_global_to_shared(descriptor: Descriptor, place: list[Any], barrier: Barrier, to: Shared) -> None:
+    def async_copy_global_to_shared(
+        descriptor: Descriptor, place: list[Any], barrier: Barrier, to: Shared, *, pred: Any = True
+    ) -> None:
+        """Some time later, while the others go on."""
+        failed = _here.failed
         row, column = map(int, place)
         height, width = descriptor.block_type.shape
-        to.values.zero_()
-        found = descriptor.tensor[row : row + height, column : column + width]
-        to.values[: found.shape[0], : found.shape[1]] = found
-        barrier.arrive(bytes_come=descriptor.block_type.nbytes)
+
+        def bring() -> None:
+            time.sleep(random.random() * 1e-4)
+            try:
+                to.values.zero_()
+                found = descriptor.tensor[row : row + height, column : column + width]
+                to.values[: found.shape[0], : found.shape[1]] = found
+                barrier.arrive(bytes_come=descriptor.block_type.nbytes)
+            except BaseException as error:
+                failed.append(error)
+
+        if pred:
+            _copy_engine.submit(bring)
 
 
 class _Language:
@@ -152,7 +171,8 @@ class _Language:
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
     DotOperandLayout = staticmethod(lambda *args, **keywords: None)
     convert_layout = staticmethod(lambda values, layout: values)
-    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    exp, exp2, log2 = staticmethod(torch.exp), staticmethod(torch.exp2), staticmethod(torch.log2)
+    rsqrt = staticmethod(torch.rsqrt)
 
     @staticmethod
     def thread_barrier() -> None:
@@ -160,8 +180,7 @@ class _Language:
 
     @staticmethod
     def program_id(axis: int) -> int:
-        assert axis == 0
-        return _here.program
+        return _here.program[axis]
 
     @staticmethod
     def arange(first: int, end: int, *, layout: Any) -> torch.Tensor:
@@ -198,7 +217,7 @@ class _Language:
         return torch.where(condition, left, right)
 
     @staticmethod
-    def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    def load(pointer: Pointer, *, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> torch.Tensor:
         at = torch.as_tensor(pointer.at)
         mask = torch.as_tensor(True if mask is None else mask).expand_as(at)
         with _memory:
@@ -212,6 +231,14 @@ class _Language:
         mask = torch.as_tensor(True if mask is None else mask).expand_as(at)
         with _memory:
             pointer.memory[at[mask]] = values[mask]
+
+    @staticmethod
+    def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> int:
+        assert (sem, scope) == ("acq_rel", "gpu")
+        with _memory:
+            before = int(pointer.memory[pointer.at])
+            pointer.memory[pointer.at] = before + value
+        return before
 
     @staticmethod
     def inline_asm_elementwise(text: str, constraints: str, arguments: list[Any], **others: Any) -> Any:
@@ -233,7 +260,9 @@ class _Language:
 
 
 class _Thread(threading.Thread):
-    def __init__(self, program: int, failed: list[BaseException], work: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, program: tuple[int, int], failed: list[BaseException], work: Any, arguments: tuple[Any, ...]
+    ) -> None:
         super().__init__(name=f"program {program}, {work.__name__}", daemon=True)
         self.program, self.failed, self.work, self.arguments = program, failed, work, arguments
 
@@ -291,7 +320,7 @@ def launcher(module: types.ModuleType, name: str) -> Any:
         return Descriptor(value) if hasattr(value, "block_shape") else value
 
     class Grid:
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def __getitem__(self, grid: tuple[int] | tuple[int, int]) -> Callable[..., None]:
             def launch(*arguments: Any, **keywords: Any) -> None:
                 kernel = names[name]
                 given = list(map(convert, arguments))
@@ -300,7 +329,9 @@ def launcher(module: types.ModuleType, name: str) -> Any:
                     keywords[key] for key in kernel.__code__.co_varnames[len(given) : kernel.__code__.co_argcount]
                 ]
                 failed: list[BaseException] = []
-                threads = [_Thread(program, failed, kernel, tuple(given)) for program in range(grid[0])]
+                programs = itertools.product(range(grid[0]), range(grid[1] if len(grid) > 1 else 1))
+                threads = [_Thread(program, failed, kernel, tuple(given)) for program in programs]
+                random.shuffle(threads)
                 _run_all(threads)
                 if failed:
                     raise failed[0]

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.linear import LinearScratch, make_scratch
+from phonograph.kernels.triton.linear import (
+    LinearScratch,
+    ProductConfig,
+    choose,
+    linear,
+    linear_add,
+    linear_add_norm,
+    linear_silu,
+    make_scratch,
+    rows_class,
+    takes_squares,
+)
 
 EPS = 1e-5
 
@@ -57,3 +68,70 @@ def poisoned(device: torch.device) -> LinearScratch:
     scratch.partials.fill_(float("nan"))
     scratch.squares.fill_(float("nan"))
     return scratch
+
+
+def check_linear(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: bool,
+    config: ProductConfig | None,
+    scratch: LinearScratch | None,
+) -> None:
+    """A product stored, one added, one with the gated activation where that is fused, and those around a norm."""
+    for _ in range(2):  # the second finds what the first left in the scratch
+        case = Case(rows, outputs, inputs, dtype, device)
+        bias_N = case.bias if bias else None
+        linear(case.x, case.weight, bias_N, case.out, scratch=scratch, config=config)
+        case.check(case.product(case.x, bias=bias))
+        assert scratch is None or not scratch.arrived.any()
+
+    case = Case(rows, outputs, inputs, dtype, device)
+    case.out.copy_(case.residual)
+    linear_add(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config)
+    case.check(case.product(case.x, bias=bias) + case.residual.double())
+
+    case = Case(rows, outputs, inputs, dtype, device, pairs=True)
+    if linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config):
+        case.check(silu_of(case.product(case.x, bias=bias)))
+    else:
+        assert config is None and case.out.isnan().all()
+    assert scratch is None or not scratch.arrived.any()
+
+    check_norm(rows, outputs, inputs, dtype, device, config, scratch)
+    assert scratch is None or not scratch.arrived.any()
+
+
+def check_norm(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: ProductConfig | None,
+    scratch: LinearScratch | None,
+) -> None:
+    """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
+    case = Case(rows, outputs, inputs, dtype, device)
+    hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
+    norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
+    defer = config is not None or takes_squares(rows, outputs, outputs, dtype)
+    squares = linear_add_norm(
+        case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
+    )  # fmt: skip
+    chosen = config or (choose(rows_class(rows), outputs, inputs) if dtype is not torch.float32 and rows > 1 else None)
+    deferred = defer and scratch is not None and chosen is not None
+    deferred = deferred and rows <= chosen.rows and -(-outputs // chosen.block_n) <= 256
+    assert (squares is not None) == deferred
+    case.out.copy_(hidden)
+    case.check(case.product(case.x, bias=False) + case.residual.double())
+
+    taker = Case(rows, outputs, outputs, dtype, device)
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+    linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config)
+    taker.check(taker.product(wanted, bias=True))
+    taker = Case(rows, outputs, outputs, dtype, device, pairs=True)
+    if linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config):
+        taker.check(silu_of(taker.product(wanted, bias=True)))

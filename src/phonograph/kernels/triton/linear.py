@@ -11,8 +11,8 @@ The norm between two products needs no kernel of its own: the root mean square i
 product that makes a row leaves it times the norm's weights, and the sums of its squares by tile (`RowSquares`), and the
 product that takes the row multiplies its sums by the factor at its end.
 
-`linear` decides by the sizes who computes a product: this kernel, that for fewer rows (`few_rows`), that for one
-(`gemv`), or torch.
+`linear` decides by the sizes who computes a product: this kernel, that for Hopper (`ring`), that for fewer rows
+(`few_rows`), that for one (`gemv`), or torch.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size. Weights lie [outputs, inputs], rows contiguous. Sums are
 float32.
@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton import few_rows, gemv, layers
 from phonograph.kernels.triton.few_rows import FewRowsConfig, RowSquares
-from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.pdl import gluon_usable, pdl_usable
 from phonograph.kernels.triton.preload import LARGE
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -62,7 +62,17 @@ class LinearConfig(NamedTuple):
         return 2 * self.num_stages * self.block_k * (self.block_n * (1 + silu) + self.rows)
 
 
-ProductConfig = LinearConfig | FewRowsConfig
+class RingConfig(NamedTuple):
+    """As `LinearConfig`, for the kernel for Hopper (`ring`): `stages` steps of a program have a place in its ring."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    splits: int
+    stages: int
+
+
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig
 """Which kernel computes a product, and how."""
 
 
@@ -221,6 +231,11 @@ HEAD = 1 << 16
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
+_PROCESSORS = PROGRAMS // 2 + 8
+"""Programs that have a multiprocessor to themselves; some may well have two."""
+_RING = 208 << 10
+"""Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
+
 _SMALL = 1 << 23
 """Weights up to which a product of more than 64 rows is better here than by torch, whose kernels take 5 us at least and
 add the parts of split inputs in another kernel."""
@@ -231,12 +246,6 @@ whatever rows are beside it and how many. Tiles of 64 rows are a compromise betw
 activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
 MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
-    (16, 6144, 4096): LinearConfig(16, 64, 256, 1, 4, 5, 512),
-    (16, 4096, 14336): LinearConfig(16, 64, 128, 2, 4, 6, 256),
-    (32, 4096, 1024): FewRowsConfig(32, 32, 256, 4, 2, 8, 1),
-    (32, 1024, 2048): FewRowsConfig(32, 8, 256, 8, 1, 8, 1, programs=2),
-    (32, 6144, 1024): FewRowsConfig(32, 32, 256, 4, 2, 8, 1),
-    (32, 1024, 3072): FewRowsConfig(32, 8, 512, 3, 1, 8, 1, programs=2, together=True),
     (256, 4096, 1024): LinearConfig(64, 128, 128, 1, 8, 4, 256),
     (256, 1024, 2048): LinearConfig(64, 64, 128, 2, 4, 6, 256),
     (256, 1024, 3072): LinearConfig(64, 64, 128, 2, 4, 6, 256),
@@ -245,7 +254,6 @@ MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
 may have fewer rows than the class."""
 
 MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
-    (32, 3072, 1024): FewRowsConfig(32, 16, 512, 2, 1, 8, 2),
     (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
 }
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
@@ -256,14 +264,17 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
     The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in small layers up to
-    16, weights go through registers (`_through_registers`). Narrow layers have too few tiles, so their inputs are
-    split, into three steps at least; at 16 rows, which cost little to read once for each tile, tiles of 32 weight rows
-    do the same without a sum at the end, unless the inputs are long. Beyond, `_one_each` has the layers that fit. Torch
-    is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
+    16, weights go through registers (`_through_registers`), then up to 64 through a ring, on Hopper (`_through_ring`).
+    Elsewhere narrow layers have too few tiles, so their inputs are split, into three steps at least; at 16 rows, which
+    cost little to read once for each tile, tiles of 32 weight rows do the same without a sum at the end, unless the
+    inputs are long. Beyond, `_one_each` has the layers that fit. Torch is as fast at all but small layers from 65 rows,
+    and at everything beyond 128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
         return _first_that_fits(MEASURED[key], silu=False)
+    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=False)) is not None:
+        return found
     if (few := _through_registers(rows, num_outputs, num_inputs, pairs=False)) is not None:
         return few
     tiles = triton.cdiv(num_outputs, 64)
@@ -313,6 +324,26 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
     return FewRowsConfig(rows, 16, 512, 2, 2 if rows == 8 else 1, 8, 2)
 
 
+def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig | None:
+    """For 9 to 64 rows on Hopper. `pairs`: of gates and ups. None: few rows of a small layer, a head.
+
+    A ring takes what shared memory there is, so that a large layer has a program for each processor. Of a small one,
+    where sharing inputs costs more than it gives, every other processor has one; its rows are dealt out by 32.
+    """
+    small = num_outputs * num_inputs * (1 + pairs) < LARGE
+    if not (16 if small else 8) < rows <= 64 or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
+        return None
+    rows_tile = 32 if small else rows
+    steps, step_bytes = triton.cdiv(num_inputs, 128), 2 * 128 * (64 * (1 + pairs) + rows_tile)
+    tiles = triton.cdiv(num_outputs, 64)
+    if pairs:
+        stages = 5 if tiles <= _PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
+        return RingConfig(rows_tile, 64, 128, 1, min(stages, _RING // step_bytes, steps))
+    splits = max(1, min((_PROCESSORS // 2 if small else _PROCESSORS) // tiles, num_inputs // 1024))
+    room = _RING if tiles <= _PROCESSORS else _RING // 2
+    return RingConfig(rows_tile, 64, 128, splits, min(room // step_bytes, triton.cdiv(steps, splits)))
+
+
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     """One program a processor, with six steps under way: for 17 to 128 rows faster than two with three each. None:
     there are more tiles than processors, or torch is as fast.
@@ -323,14 +354,13 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
     weights = num_outputs * num_inputs
     if rows > (64 if weights > _SMALL else 128):
         return None
-    processors = PROGRAMS // 2 + 8  # Some may well have two.
     tiles = triton.cdiv(num_outputs, 64)
     for rows_tile in (32, 64) if weights <= 1 << 24 else (rows,):
         programs = tiles * triton.cdiv(rows, rows_tile)
-        if rows_tile <= rows and programs <= processors:
-            splits = max(1, min(8, processors // programs, triton.cdiv(num_inputs, 128) // 2))
+        if rows_tile <= rows and programs <= _PROCESSORS:
+            splits = max(1, min(8, _PROCESSORS // programs, triton.cdiv(num_inputs, 128) // 2))
             return LinearConfig(rows_tile, 64, 128, splits, 4, 6, 256)
-    if rows == 128 and 2 * triton.cdiv(num_outputs, 128) <= processors:
+    if rows == 128 and 2 * triton.cdiv(num_outputs, 128) <= _PROCESSORS:
         return LinearConfig(64, 128, 128, 1, 8, 4, 256)
     return None
 
@@ -339,12 +369,14 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
 def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
     """How the product with the gated activation is computed; None: as a product and a kernel of its own.
 
-    Through registers the activation costs nothing. Otherwise two tiles of weights at a time leave less on the way for
-    each, and only at 32 and 64 rows of a large layer that costs less than the other kernel.
+    Through registers and through a ring the activation costs nothing. Otherwise two tiles of weights at a time leave
+    less on the way for each, and only at 32 and 64 rows of a large layer that costs less than the other kernel.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED_SILU:
         return _first_that_fits(MEASURED_SILU[key], silu=True)
+    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=True)) is not None:
+        return found
     if (few := _through_registers(rows, num_outputs, num_inputs, pairs=True)) is not None:
         return few
     if triton.cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
@@ -363,7 +395,7 @@ def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfi
         return given[0] if given else None
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     for config in given:
-        if isinstance(config, FewRowsConfig):
+        if isinstance(config, FewRowsConfig | RingConfig):
             return config
         stages = most // config._replace(num_stages=1).shared_bytes(silu=silu)
         if stages >= min(3, config.num_stages):
@@ -390,16 +422,27 @@ def _launch(
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
-    rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
+    rows, block_n, block_k, splits = config[:4]
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
     if scratch is None or mode == _SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > MAX_PARTIALS:
         splits = 1
-    partials, arrived = scratch[:2] if scratch is not None and splits > 1 else (None, None)
-    norm_weight, normed, made = norm or (None, None, None)
+    parts = scratch[:2] if scratch is not None and splits > 1 else None
     assert squares is None or squares.sums.shape[1] == rows
-    stride = weight_NK.stride(0)
     # Bulk copies and prefetches need rows that begin at multiples of 16 bytes.
-    aligned = stride * weight_NK.element_size() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
+    aligned = _rows_aligned(weight_NK)
+    if isinstance(config, RingConfig):
+        if aligned and _rows_aligned(x_MK):
+            # Gluon is experimental: imported only where it is to run.
+            from phonograph.kernels.triton import ring
+
+            config = config._replace(splits=splits)
+            ring.launch(x_MK, weight_NK, bias_N, out_MN, mode, config, parts, squares=squares, norm=norm)
+            return
+        config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 256)
+    num_warps, num_stages, prefetch = config[4:]
+    partials, arrived = parts or (None, None)
+    norm_weight, normed, made = norm or (None, None, None)
+    stride = weight_NK.stride(0)
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
@@ -433,6 +476,10 @@ def _launch(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def _rows_aligned(matrix: torch.Tensor) -> bool:
+    return matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 @triton.jit

@@ -1,0 +1,257 @@
+"""Matrix products of 9 to 64 rows on Hopper, nearly as fast as memory.
+
+Up to 8 rows a program holds its first weights in registers before it waits for its input (`few_rows`). More rows would
+take as many loads there as the weights. Here both go to shared memory, by the copy engine, into a ring of tiles as
+large as there is room for: a program asks for the weights of the whole ring before it waits, and for the rows behind
+that. What is under way needs neither registers nor warps, so four warps do, and the loop is: wait for a tile, multiply,
+ask for the tile that comes into its place.
+
+The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
+their inputs over programs; the last one to arrive adds the parts in a fixed order.
+
+Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
+(`tests/support/gluon_on_threads.py`).
+
+Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from phonograph.kernels.triton.few_rows import RowSquares
+from phonograph.kernels.triton.hopper import (
+    behind,
+    let_next_kernel_start,
+    make_barriers,
+    wait_for_kernel_before,
+)
+from phonograph.kernels.triton.pdl import pdl_usable
+
+
+def launch(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    mode: int,
+    config: tuple[int, int, int, int, int],
+    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    squares: RowSquares | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+) -> None:
+    """What `linear` computes, of 16-bit rows that begin at multiples of 16 bytes; mode 0 stores, 1 adds into `out`, 2
+    stores silu(gate) * up, whose weights come first.
+
+    config: a `linear.RingConfig`; parts: where partial sums go and arrivals are counted, where inputs are split;
+    squares: of the input; norm: the next norm's weights, its output and where the squares of the result go.
+    """
+    num_rows, num_inputs = x_MK.shape
+    num_outputs = out_MN.shape[1]
+    rows, block_n, block_k, splits, stages = config
+    assert splits == 1 or (parts is not None and mode != 2)
+    partials, arrived = parts or (None, None)
+    norm_weight, normed, made = norm or (None, None, None)
+    kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
+    layouts = [gl.NVMMASharedLayout.get_default_for([height, block_k], kind) for height in (rows, block_n)]
+    num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
+    pdl = pdl_usable()
+    _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
+        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], layouts[0]),
+        TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], [block_n, block_k], layouts[1]),
+        bias_N,
+        out_MN,
+        partials,
+        arrived,
+        squares.sums if squares is not None else None,
+        norm_weight,
+        normed,
+        made.sums if made is not None else None,
+        num_rows,
+        squares.eps if squares is not None else 0.0,
+        out_MN.stride(0),
+        normed.stride(0) if normed is not None else 0,
+        N=num_outputs,
+        K=num_inputs,
+        ROWS=rows,
+        SPLITS=splits,
+        STAGES=stages,
+        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        MODE=mode,
+        WARPS=num_warps,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=num_warps,
+    )
+
+
+@gluon.jit
+def _ask_for_weights(
+    ring, place, desc, full, BYTES: gl.constexpr, first, step, end, N: gl.constexpr, PAIR: gl.constexpr
+):
+    """Has the copy engine bring a step's weights, if there is such a step, to a place in the ring; its barrier expects
+    `BYTES`, the rows' among them. A place has PAIR tiles: of gates and ups, where there are both."""
+    there = step < end
+    mbarrier.expect(full.index(place), BYTES, pred=there)
+    for half in gl.static_range(PAIR):
+        to = ring.index(PAIR * place + half)
+        column = step * desc.block_type.shape[1]
+        tma.async_copy_global_to_shared(desc, [first + half * N, column], full.index(place), to, pred=there)
+
+
+@gluon.jit
+def _ask_for_rows(ring, place, desc, full, first_row, step, end):
+    column = step * desc.block_type.shape[1]
+    tma.async_copy_global_to_shared(desc, [first_row, column], full.index(place), ring.index(place), pred=step < end)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _ring_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    M,
+    eps,
+    out_stride,
+    normed_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SQUARE_TILES: gl.constexpr,
+    MODE: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        let_next_kernel_start()
+    BLOCK_N: gl.constexpr = weight_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = weight_desc.block_type.shape[1]
+    PAIR: gl.constexpr = 2 if MODE == 2 else 1
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BYTES: gl.constexpr = PAIR * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
+    WIDE: gl.constexpr = min(WARPS, BLOCK_N // 16)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WIDE, WARPS // WIDE], instr_shape=[16, ROWS * WIDE // WARPS, 16]
+    )
+    # Sixteen bytes of an output row a thread.
+    LANES: gl.constexpr = BLOCK_N // 8
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    weights = gl.allocate_shared_memory(weight_desc.dtype, [PAIR * STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    rows = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
+    full = make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    row_tiles = (M + ROWS - 1) // ROWS
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first = tile // row_tiles * BLOCK_N
+    first_row = tile % row_tiles * ROWS
+    begin = split * STEPS // SPLITS
+    end = (split + 1) * STEPS // SPLITS
+    # Constants of the model: asked for before the wait.
+    for place in gl.static_range(STAGES):
+        _ask_for_weights(weights, place, weight_desc, full, BYTES, first, begin + place, end, N, PAIR)
+    if PDL:
+        wait_for_kernel_before()
+    for place in gl.static_range(STAGES):
+        _ask_for_rows(rows, place, x_desc, full, first_row, begin + place, end)
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+    m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
+    if MODE == 1:
+        # Needed at the end.
+        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    if SQUARE_TILES > 0:
+        TILES: gl.constexpr = triton.next_power_of_2(SQUARE_TILES)
+        SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+        square_tile = gl.arange(0, TILES, layout=gl.SliceLayout(1, SQUARES))[:, None]
+        square_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SQUARES))[None, :]
+        squares = gl.load(squares_ptr + square_tile * ROWS + square_row, mask=square_tile < SQUARE_TILES, other=0.0)
+
+    sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+    ups = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+    place, turn = 0, 0
+    for step in range(begin, end):
+        mbarrier.wait(full.index(place), turn)
+        x = rows.index(place).permute((1, 0))
+        sums = warpgroup_mma(weights.index(PAIR * place), x, sums, is_async=True)
+        if MODE == 2:
+            ups = warpgroup_mma(weights.index(PAIR * place + 1), x, ups, is_async=True)
+            sums, ups = warpgroup_mma_wait(0, deps=(sums, ups))
+        else:
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+        # All warps are past reading it.
+        gl.thread_barrier()
+        _ask_for_weights(weights, place, weight_desc, full, BYTES, first, step + STAGES, end, N, PAIR)
+        _ask_for_rows(rows, place, x_desc, full, first_row, step + STAGES, end)
+        place, turn = behind(place, turn, STAGES)
+
+    if SPLITS > 1:
+        SIZE: gl.constexpr = BLOCK_N * ROWS
+        within_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+        within = within_n[:, None] * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        base = partial_ptr + tile * (SPLITS * SIZE) + within
+        gl.store(base + split * SIZE, sums)
+        # All of the program's stores come before its one arrival.
+        gl.thread_barrier()
+        arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived < SPLITS - 1:
+            return
+        sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+        for other in gl.static_range(SPLITS):
+            # Past the L1 cache, which may hold what lay there before.
+            sums += gl.load(base + other * SIZE, cache_modifier=".cg")
+        gl.store(arrived_ptr + tile, 0)
+
+    result = gl.convert_layout(sums, OUT)
+    if MODE == 2:
+        up = gl.convert_layout(ups, OUT)
+    if SQUARE_TILES > 0:
+        factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, OUT))[None, :]
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    if bias_ptr is not None:
+        result += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if MODE == 2:
+            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if MODE == 1:
+        result += residual.to(gl.float32)
+    elif MODE == 2:
+        result = result / (1 + gl.exp(-result)) * up
+    rounded = result.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptrs, rounded, mask=mask)
+    if norm_ptr is not None:
+        value = gl.where(mask, rounded.to(gl.float32), 0.0)
+        squares_ptrs = new_squares_ptr + first // BLOCK_N * ROWS + m
+        gl.store(squares_ptrs, gl.sum(value * value, 0))
+        value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
+        gl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask=mask)
