@@ -33,17 +33,19 @@ import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
+import test_ring
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
 import test_triton_sampling as sampling
 import test_words as words
+from product_problem import check_linear, poisoned
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.pdl import gluon_usable
 
-FOR_HOPPER = ("attention_prefill_hopper._prefill_kernel",)
+FOR_HOPPER = ("attention_prefill_hopper._prefill_kernel", "ring._ring_kernel")
 
 
 def find_kernels() -> dict[int, str]:
@@ -106,6 +108,8 @@ def run_all(device: torch.device) -> None:
         from warps_apart import check_warps_apart
 
         check_warps_apart(device)
+        for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
+            check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
     test_prepare.test_steps_of_mixed_batches(device)
     test_prepare.test_appends_ahead(device)
