@@ -17,7 +17,7 @@ ring = pytest.importorskip("phonograph.kernels.triton.ring")
 SIZES = [
     (9, 128, 256, RingConfig(16, 64, 64, 1, 2)),
     (16, 72, 328, RingConfig(16, 64, 64, 3, 2)),
-    (13, 200, 136, RingConfig(16, 128, 64, 1, 8)),
+    (13, 200, 136, RingConfig(16, 128, 64, 1, 6)),
     (30, 64, 1000, RingConfig(32, 64, 128, 2, 4)),
     (32, 136, 520, RingConfig(32, 64, 128, 4, 2)),
     (17, 40, 96, RingConfig(32, 64, 128, 1, 1)),

@@ -25,8 +25,12 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strided: bool) -> torch.Tensor:
     """Strided: as a slice of a fused matrix, or a transposed one."""
     if strided and len(shape) == 2:
-        return torch.full((shape[1], shape[0] + 3), float("nan"), dtype=dtype, device=device).t()[1:-2]
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+        found = torch.full((shape[1], shape[0] + 3), float("nan"), dtype=dtype, device=device).t()[1:-2]
+    else:
+        found = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # Copies have a stream of their own, which waits for none of this.
+    return found
 
 
 def check(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
