@@ -12,7 +12,7 @@ long enough each, there and back, since the last ones run on a warmer chip. Up t
 products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
 is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
 found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
-kernels/triton/linear.py.
+kernels/triton/product_rules.py.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ import torch
 
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton import linear
+from phonograph.kernels.triton import product_rules
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.linear import LinearConfig, ProductConfig, RingConfig
 from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
+from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
+from phonograph.kernels.triton.row_tiles import LinearConfig
 
 SHARED = 229_000, 113_000
 """Bytes of shared memory of a program that has a multiprocessor to itself, and of one of two."""
@@ -190,21 +191,21 @@ class Chain:
 
 @contextmanager
 def applied(settings: Settings, rows_class: int) -> Iterator[None]:
-    """Has `linear` choose these."""
-    tables = {"product": linear.MEASURED, "silu": linear.MEASURED_SILU}
+    """Has these chosen."""
+    tables = {"product": product_rules.MEASURED, "silu": product_rules.MEASURED_SILU}
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
         tables[kind][rows_class, *shape] = config
-    linear.choose.cache_clear()
-    linear.choose_silu.cache_clear()
+    product_rules.choose.cache_clear()
+    product_rules.choose_silu.cache_clear()
     try:
         yield
     finally:
         for kind, table in tables.items():
             table.clear()
             table.update(before[kind])
-        linear.choose.cache_clear()
-        linear.choose_silu.cache_clear()
+        product_rules.choose.cache_clear()
+        product_rules.choose_silu.cache_clear()
 
 
 def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | None]:
@@ -224,7 +225,7 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
         tiles = -(-outputs // block_n) * -(-rows // rows_tile)
         if stages < 3 or sums > 128 * 32 * warps or (silu and tiles < 100):
             continue
-        steps, places = -(-inputs // block_k), linear.PROGRAMS // (1 + (room == SHARED[0])) + 8
+        steps, places = -(-inputs // block_k), product_rules.PROGRAMS // (1 + (room == SHARED[0])) + 8
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
@@ -272,7 +273,7 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
             programs = 16 // warps if 24 + 1.25 * sum(held) + kept <= 128 else 0
             config = FewRowsConfig(rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs)
             found += [config, config._replace(together=True)] if block_k > share else [config]
-    now = (linear.choose_silu if silu else linear.choose)(rows, outputs, inputs)
+    now = (product_rules.choose_silu if silu else product_rules.choose)(rows, outputs, inputs)
     if isinstance(now, FewRowsConfig):
         first = now
     else:
@@ -318,7 +319,7 @@ def search(
 
 def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """One number of rows: the products in the order of the chain, then the activation."""
-    chain, rows_class = Chain(model, rows, options.context), linear.rows_class(rows)
+    chain, rows_class = Chain(model, rows, options.context), product_rules.rows_class(rows)
     keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
     keys["activation"] = "silu", chain.silu_shape
     kinds: dict[str, Trials] = {

@@ -36,10 +36,10 @@ from phonograph.kernels.triton import (
     attention_plan,
     attention_prefill,
     attention_prefill_hopper,
-    linear,
     ring,
 )
 from phonograph.kernels.triton.linear import make_scratch
+from phonograph.kernels.triton.product_rules import RingConfig
 
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -158,7 +158,7 @@ def main() -> None:
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = make_scratch(device)[:2]
-        ring.launch(x, weight, None, out, mode, linear.RingConfig(32, 64, 128, splits, 2), parts)
+        ring.launch(x, weight, None, out, mode, RingConfig(32, 64, 128, splits, 2), parts)
     report = {
         name: read_code(kernel.asm["cubin"], asks=name.startswith("_ring_kernel")) for name, kernel in kernels.items()
     }

@@ -13,13 +13,13 @@ import torch
 
 from phonograph.kernels.triton import rope_kv, sampling
 from phonograph.kernels.triton.linear import (
-    BATCH_INVARIANT,
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
 )
+from phonograph.kernels.triton.product_rules import BATCH_INVARIANT
 from phonograph.models.decoder import Decoder
 from phonograph.models.fused import FusedDecoder
 from phonograph.models.spec import read_model_spec

@@ -9,8 +9,9 @@ import pytest
 import torch
 from product_problem import Case, check_linear, poisoned, random_tensor
 
-from phonograph.kernels.triton.linear import RingConfig, linear, make_scratch
+from phonograph.kernels.triton.linear import linear, make_scratch
 from phonograph.kernels.triton.pdl import gluon_usable
+from phonograph.kernels.triton.product_rules import RingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.ring")
 

@@ -14,24 +14,20 @@ from product_problem import EPS, Case, check_linear, poisoned, random_tensor, si
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton import few_rows, gemv
-from phonograph.kernels.triton import linear as products
+from phonograph.kernels.triton import product_rules as products
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.linear import (
     MAX_PARTIALS,
-    LinearConfig,
-    RingConfig,
-    choose,
-    choose_silu,
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
-    rows_class,
-    takes_squares,
 )
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
+from phonograph.kernels.triton.product_rules import RingConfig, choose, choose_silu, rows_class, takes_squares
+from phonograph.kernels.triton.row_tiles import LinearConfig
 
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),

@@ -6,16 +6,13 @@ import torch
 
 from phonograph.kernels.triton.linear import (
     LinearScratch,
-    ProductConfig,
-    choose,
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
-    rows_class,
-    takes_squares,
 )
+from phonograph.kernels.triton.product_rules import ProductConfig, choose, rows_class, takes_squares
 
 EPS = 1e-5
 

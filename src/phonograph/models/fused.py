@@ -21,14 +21,13 @@ import torch
 
 from phonograph.kernels.triton import gemv, layers
 from phonograph.kernels.triton.linear import (
-    BATCH_INVARIANT,
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
-    takes_squares,
 )
+from phonograph.kernels.triton.product_rules import BATCH_INVARIANT, takes_squares
 from phonograph.models.decoder import Decoder
 from phonograph.models.workspace import Workspace
 

@@ -1,0 +1,228 @@
+"""Who computes a matrix product, and how: rules by its sizes, and exceptions, as measured on an H200.
+
+Shapes: M rows, N outputs, K inputs, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.pdl import gluon_usable
+from phonograph.kernels.triton.preload import LARGE
+from phonograph.kernels.triton.row_tiles import LinearConfig
+
+
+class RingConfig(NamedTuple):
+    """As `LinearConfig`, for the kernel for Hopper (`ring`): `stages` steps of a program have a place in its ring."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    splits: int
+    stages: int
+
+
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig
+"""Which kernel computes a product, and how."""
+
+
+def rows_class(num_rows: int) -> int:
+    """What rows are padded to: a power of two from 8."""
+    return max(8, 1 << (num_rows - 1).bit_length())
+
+
+HEAD = 1 << 16
+"""Outputs from which a product is a language model's head. It is so long that even one row is faster here."""
+
+PROGRAMS = 264
+"""Programs that keep the memory busy: two for each of an H200's 132 processors."""
+
+_PROCESSORS = PROGRAMS // 2 + 8
+"""Programs that have a multiprocessor to themselves; some may well have two."""
+_RING = 208 << 10
+"""Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
+
+_SMALL = 1 << 23
+"""Weights up to which a product of more than 64 rows is better here than by torch, whose kernels take 5 us at least and
+add the parts of split inputs in another kernel."""
+
+BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_warps=4, num_stages=4, prefetch=128)
+"""For all products of an engine whose results must not depend on the batch: a row's sums are then in one order,
+whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
+activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
+
+MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
+    (256, 4096, 1024): LinearConfig(64, 128, 128, 1, 8, 4, 256),
+    (256, 1024, 2048): LinearConfig(64, 64, 128, 2, 4, 6, 256),
+    (256, 1024, 3072): LinearConfig(64, 64, 128, 2, 4, 6, 256),
+}
+"""Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
+may have fewer rows than the class."""
+
+MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
+    (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
+}
+"""Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
+
+
+def _cdiv(one: int, other: int) -> int:
+    return -(-one // other)
+
+
+@functools.cache
+def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
+    """How a product of at most `rows` (a class) rows is computed; None: by torch.
+
+    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in small layers up to
+    16, weights go through registers (`_through_registers`), then up to 64 through a ring, on Hopper (`_through_ring`).
+    Elsewhere narrow layers have too few tiles, so their inputs are split, into three steps at least; at 16 rows, which
+    cost little to read once for each tile, tiles of 32 weight rows do the same without a sum at the end, unless the
+    inputs are long. Beyond, `_one_each` has the layers that fit. Torch is as fast at all but small layers from 65 rows,
+    and at everything beyond 128 that was not measured.
+    """
+    key = rows, num_outputs, num_inputs
+    if key in MEASURED:
+        return _first_that_fits(MEASURED[key], silu=False)
+    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=False)) is not None:
+        return found
+    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=False)) is not None:
+        return few
+    tiles = _cdiv(num_outputs, 64)
+    narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
+    if rows > 16:
+        config = _one_each(rows, num_outputs, num_inputs)
+        if config is None and rows == 32 and not medium:
+            config = LinearConfig(32, 64, 128, 1, 4, 3 if head else 4, 256)
+        elif config is None and rows == 64 and num_outputs * num_inputs >= 1 << 25:
+            config = LinearConfig(64, 128, 64, 1, 8, 4, 128) if head else LinearConfig(64, 64, 64, 1, 4, 5, 128)
+        return _first_that_fits(config, silu=False)
+    long = narrow and num_inputs >= 3584
+    block_n, block_k, num_warps, prefetch = 64, 128, 4, 256
+    if not long and (medium or narrow or head):
+        block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
+    splits = 1
+    if narrow:
+        steps = _cdiv(num_inputs, block_k)
+        splits = max(1, min(8, PROGRAMS // _cdiv(num_outputs, block_n), steps // 3))
+    return _first_that_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch), silu=False)
+
+
+def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> FewRowsConfig | None:
+    """Weights of 8 rows, in small layers of 16, held in registers. `pairs`: of gates and ups. None: too many rows, or a
+    model's head, which is as fast either way.
+
+    The fewer outputs, the fewer a program has: 8 or 16, so that there is one for each processor.
+    """
+    if num_outputs >= HEAD:
+        return None
+    programs = _cdiv(num_outputs, 16)
+    if num_outputs * num_inputs * (1 + pairs) >= LARGE:
+        if rows > 8:
+            return None
+        if pairs:
+            return FewRowsConfig(rows, 8, 512, 3, 2, 4, 1)
+        if programs <= PROGRAMS:
+            return FewRowsConfig(rows, 16, 512, 3, 2, 8, 1, programs=2, together=True)
+        return FewRowsConfig(rows, 16, 256, 3, 2, 8, 1, programs=2)
+    if rows > 16:
+        return None
+    if pairs:
+        together = FewRowsConfig(rows, 16, 1024, 1, 1, 8, 1, together=True)
+        return together if rows == 8 else FewRowsConfig(rows, 16, 512, 2, 1, 8, 2)
+    if programs < PROGRAMS // 2:
+        return FewRowsConfig(rows, 8, 2048, 2, 2, 8, 2)
+    return FewRowsConfig(rows, 16, 512, 2, 2 if rows == 8 else 1, 8, 2)
+
+
+def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig | None:
+    """For 9 to 64 rows on Hopper. `pairs`: of gates and ups. None: few rows of a small layer, a head.
+
+    A ring takes what shared memory there is, so that a large layer has a program for each processor. Of a small one,
+    where sharing inputs costs more than it gives, every other processor has one; its rows are dealt out by 32.
+    """
+    small = num_outputs * num_inputs * (1 + pairs) < LARGE
+    if not (16 if small else 8) < rows <= 64 or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
+        return None
+    rows_tile = 32 if small else rows
+    steps, step_bytes = _cdiv(num_inputs, 128), 2 * 128 * (64 * (1 + pairs) + rows_tile)
+    tiles = _cdiv(num_outputs, 64)
+    if pairs:
+        stages = 5 if tiles <= _PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
+        return RingConfig(rows_tile, 64, 128, 1, min(stages, _RING // step_bytes, steps))
+    splits = max(1, min((_PROCESSORS // 2 if small else _PROCESSORS) // tiles, num_inputs // 1024))
+    room = _RING if tiles <= _PROCESSORS else _RING // 2
+    return RingConfig(rows_tile, 64, 128, splits, min(room // step_bytes, _cdiv(steps, splits)))
+
+
+def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+    """One program a processor, with six steps under way: for 17 to 128 rows faster than two with three each. None:
+    there are more tiles than processors, or torch is as fast.
+
+    Tiles of fewer rows than there are fill the processors without partial sums, which must be written and read again;
+    but then weights are read more than once, so not those of a large layer.
+    """
+    weights = num_outputs * num_inputs
+    if rows > (64 if weights > _SMALL else 128):
+        return None
+    tiles = _cdiv(num_outputs, 64)
+    for rows_tile in (32, 64) if weights <= 1 << 24 else (rows,):
+        programs = tiles * _cdiv(rows, rows_tile)
+        if rows_tile <= rows and programs <= _PROCESSORS:
+            splits = max(1, min(8, _PROCESSORS // programs, _cdiv(num_inputs, 128) // 2))
+            return LinearConfig(rows_tile, 64, 128, splits, 4, 6, 256)
+    if rows == 128 and 2 * _cdiv(num_outputs, 128) <= _PROCESSORS:
+        return LinearConfig(64, 128, 128, 1, 8, 4, 256)
+    return None
+
+
+@functools.cache
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
+    """How the product with the gated activation is computed; None: as a product and a kernel of its own.
+
+    Through registers and through a ring the activation costs nothing. Otherwise two tiles of weights at a time leave
+    less on the way for each, and only at 32 and 64 rows of a large layer that costs less than the other kernel.
+    """
+    key = rows, num_outputs, num_inputs
+    if key in MEASURED_SILU:
+        return _first_that_fits(MEASURED_SILU[key], silu=True)
+    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=True)) is not None:
+        return found
+    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=True)) is not None:
+        return few
+    if _cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
+        return None
+    if rows == 64:
+        return _first_that_fits(LinearConfig(64, 64, 64, 1, 4, 4, 128), silu=True)
+    wide = LinearConfig(32, 128, 128, 1, 4, 3, 256) if _cdiv(num_outputs, 128) <= PROGRAMS // 2 else None
+    return _first_that_fits(wide, LinearConfig(32, 64, 128, 1, 4, 3, 256), silu=True)
+
+
+def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfig | None:
+    """The first for which the current device has the shared memory, with fewer steps under way if need be, but three;
+    None: torch."""
+    given = [one for one in configs if one is not None]
+    if not torch.cuda.is_available():
+        return given[0] if given else None
+    most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    for config in given:
+        if isinstance(config, FewRowsConfig | RingConfig):
+            return config
+        stages = most // config._replace(num_stages=1).shared_bytes(silu=silu)
+        if stages >= min(3, config.num_stages):
+            return config._replace(num_stages=min(config.num_stages, stages))
+    return None
+
+
+def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
+    """Whether `linear` can take rows that are still to be divided by their root mean squares.
+
+    Not in float16, where a row times its norm's weights could overflow without that division. From 17 rows on a kernel
+    for the norm costs less than that every program reads the squares.
+    """
+    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
+        return False
+    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None

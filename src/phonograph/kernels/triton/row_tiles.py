@@ -1,0 +1,274 @@
+"""Matrix products of tiles of rows, through Triton's pipeline: on every GPU, and for every size.
+
+The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one, padded to a class;
+each program keeps several tiles of weights on their way, and asks the L2 cache for its first ones before it waits for
+its input. Narrow layers have fewer tiles than the GPU has processors, so the inputs are split over programs as well;
+the partial sums are added in a fixed order by the program that arrives last, so that results do not depend on timing.
+
+Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from phonograph.kernels.triton.few_rows import RowSquares
+from phonograph.kernels.triton.pdl import pdl_usable
+
+
+class LinearConfig(NamedTuple):
+    """block_n weight rows by block_k columns a step, `rows` padded rows, `splits` programs share the inputs of a tile.
+
+    prefetch: columns that a program asks the L2 cache for before it waits for its input.
+    """
+
+    rows: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    prefetch: int
+
+    def shared_bytes(self, *, silu: bool) -> int:
+        """Of the tiles of 16-bit elements that a program has under way; `silu`: gates and ups are two of weights."""
+        return 2 * self.num_stages * self.block_k * (self.block_n * (1 + silu) + self.rows)
+
+
+def launch(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    mode: int,
+    config: LinearConfig,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    squares: RowSquares | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+) -> None:
+    """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
+
+    parts: where partial sums go and arrivals are counted, where inputs are split; squares: of the input; norm: the next
+    norm's weights, its output and where the squares of the result go.
+    """
+    num_rows, num_inputs = x_MK.shape
+    num_outputs = out_MN.shape[1]
+    rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
+    assert splits == 1 or (parts is not None and mode != 2)
+    assert squares is None or squares.sums.shape[1] == rows
+    tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
+    aligned = rows_aligned(weight_NK)
+    partials, arrived = parts or (None, None)
+    norm_weight, normed, made = norm or (None, None, None)
+    stride = weight_NK.stride(0)
+    pdl = pdl_usable()
+    _rows_kernel[(tiles, splits)](
+        x_MK,
+        TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
+        weight_NK,
+        bias_N,
+        out_MN,
+        partials,
+        arrived,
+        squares.sums if squares is not None else None,
+        norm_weight,
+        normed,
+        made.sums if made is not None else None,
+        num_rows,
+        squares.eps if squares is not None else 0.0,
+        x_MK.stride(0),
+        stride,
+        out_MN.stride(0),
+        normed.stride(0) if normed is not None else 0,
+        N=num_outputs,
+        K=num_inputs,
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        PREFETCH=prefetch if aligned else 0,
+        MODE=mode,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def rows_aligned(matrix: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as bulk copies and prefetches need it."""
+    return matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+@triton.jit
+def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
+    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
+
+    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred %own;
+        .reg .u32 %row, %warp, %warps;
+        .reg .u64 %address;
+        mov.u32 %warp, %tid.x;
+        mov.u32 %warps, %ntid.x;
+        and.b32 %row, %warp, 31;
+        shr.u32 %warp, %warp, 5;
+        shr.u32 %warps, %warps, 5;
+        mad.lo.u32 %row, %row, %warps, %warp;
+        setp.lt.u32 %own, %row, $3;
+        mad.wide.u32 %address, %row, $2, $1;
+        @%own cp.async.bulk.prefetch.L2.global [%address], $4;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [pointer, stride_bytes, count, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, k, EVEN: tl.constexpr):
+    """Weights [n, k] at rows `first` + n and columns `start` + k."""
+    if weight_desc is not None:
+        return weight_desc.load([first, start])
+    rows = first + n
+    pointers = weight_ptr + rows.to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
+    if EVEN:
+        return tl.load(pointers, (n < N)[:, None], other=0.0)
+    return tl.load(pointers, (n < N)[:, None] & (start + k < K)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rows_kernel(
+    x_ptr,
+    weight_desc,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    M,
+    eps,
+    x_stride,
+    weight_stride,
+    out_stride,
+    normed_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SQUARE_TILES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    MODE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    # Tiles of the same weights lie next to one another, so that the second finds them in the L2 cache.
+    row_tiles = tl.cdiv(M, ROWS)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first = tile // row_tiles * BLOCK_N
+    m = tile % row_tiles * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    begin = split * steps // SPLITS
+    end = (split + 1) * steps // SPLITS
+    rows_left = N - first
+
+    if PDL:
+        element_bytes: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        if PREFETCH > 0 and K * element_bytes % 16 == 0:
+            start = weight_ptr + first.to(tl.int64) * weight_stride + begin * BLOCK_K
+            count = tl.minimum(BLOCK_N, rows_left)
+            num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
+            _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
+            if MODE == 2:
+                up_start = start + weight_stride.to(tl.int64) * N
+                _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
+        tl_cuda.gdc_wait()
+
+    if SQUARE_TILES > 0:
+        # Asked for now, needed at the end.
+        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
+        square_tile = tl.arange(0, square_tiles)[:, None]
+        square_ptrs = squares_ptr + square_tile * ROWS + tl.arange(0, ROWS)[None, :]
+        squares = tl.load(square_ptrs, square_tile < SQUARE_TILES, other=0.0)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for step in range(begin, end):
+        start_k = step * BLOCK_K
+        x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
+        x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
+        weight = _weight_tile(
+            weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
+        )
+        sums = tl.dot(weight, x, sums)
+        if MODE == 2:
+            up = _weight_tile(
+                weight_desc, weight_ptr, weight_stride, first + N, start_k, rows_left, K, n, k, K % BLOCK_K == 0
+            )
+            up_sums = tl.dot(up, x, up_sums)
+
+    if SPLITS > 1:
+        size: tl.constexpr = BLOCK_N * ROWS
+        within = n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        base = partial_ptr + tile.to(tl.int64) * SPLITS * size + within
+        tl.store(base + split * size, sums)
+        # All of the program's stores come before its one arrival.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived < SPLITS - 1:
+            return
+        sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for other in tl.static_range(SPLITS):
+            # Past the L1 cache, which may hold what lay there before.
+            sums += tl.load(base + other * size, cache_modifier=".cg")
+        tl.store(arrived_ptr + tile, 0)
+
+    if SQUARE_TILES > 0:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
+        sums *= factor
+        up_sums *= factor
+    valid_n = n < rows_left
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        if MODE == 2:
+            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
+    mask = valid_n[:, None] & (m < M)[None, :]
+    if MODE == 1:
+        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
+    elif MODE == 2:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask)
+    if norm_ptr is not None:
+        value = tl.where(mask, result.to(tl.float32), 0.0)
+        tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
+        value *= tl.load(norm_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
+        normed_ptrs = normed_ptr + m.to(tl.int64)[None, :] * normed_stride + (first + n)[:, None]
+        tl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask)
