@@ -58,7 +58,7 @@ def launch(
     """What `linear` computes, of 16-bit rows that begin at multiples of 16 bytes; mode 0 stores, 1 adds into `out`, 2
     stores silu(gate) * up, whose weights come first.
 
-    config: a `linear.RingConfig`; parts: where partial sums go and arrivals are counted, where inputs are split;
+    config: a `product_rules.RingConfig`; parts: where partial sums go and arrivals are counted, where inputs are split;
     squares: of the input; norm: the next norm's weights, its output and where the squares of the result go.
     """
     num_rows, num_inputs = x_MK.shape
