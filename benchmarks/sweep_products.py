@@ -37,8 +37,8 @@ from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
-from phonograph.kernels.triton.row_tiles import LinearConfig
+from phonograph.kernels.triton.product_rules import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
+from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
 
 SHARED = 229_000, 113_000
 """Bytes of shared memory of a program that has a multiprocessor to itself, and of one of two."""
@@ -221,7 +221,7 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
     for rows_tile, (block_n, block_k), room in itertools.product(rows_tiles, blocks, SHARED):
         sums = block_n * (1 + silu) * rows_tile
         warps = 8 if sums > 64 * 128 else 4 if block_n > 32 or rows > 16 else 2
-        stages = min(6, room // LinearConfig(rows_tile, block_n, block_k, 1, warps, 1, 0).shared_bytes(silu=silu))
+        stages = min(6, room // step_bytes(rows_tile, block_n, block_k, silu=silu))
         tiles = -(-outputs // block_n) * -(-rows // rows_tile)
         if stages < 3 or sums > 128 * 32 * warps or (silu and tiles < 100):
             continue
@@ -240,14 +240,14 @@ def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
     if not gluon_usable() or inputs % 8:
         return found
     for rows_tile, block_n, block_k, room in itertools.product(
-        dict.fromkeys((min(rows, 32), min(rows, 64), rows)), (128, 64), (64, 128), (104 << 10, 208 << 10)
+        dict.fromkeys((min(rows, 32), min(rows, 64), rows)), (128, 64), (64, 128), (RING_BYTES // 2, RING_BYTES)
     ):
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
         if block_n * (1 + silu) * rows_tile > 1 << 15:
             continue
-        for programs in (70, 280, 140):
+        for programs in (PROCESSORS // 2, 2 * PROCESSORS, PROCESSORS):
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
-            stages = min(room // (2 * block_k * (block_n * (1 + silu) + rows_tile)), -(-steps // splits))
+            stages = min(room // step_bytes(rows_tile, block_n, block_k, silu=silu), -(-steps // splits))
             if stages >= 2 and tiles * splits >= 40:
                 found.append(RingConfig(rows_tile, block_n, block_k, splits, stages))
     return list(dict.fromkeys(found))

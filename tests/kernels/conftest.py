@@ -5,6 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phonograph.kernels.triton.pdl import gluon_usable
+
+
+@pytest.fixture
+def hopper_gpu() -> None:
+    if not gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

@@ -72,12 +72,6 @@ def check(case: Case, device: torch.device, **limits: int) -> None:
 
 
 @pytest.fixture
-def hopper_gpu() -> None:
-    if not attention_prefill.gluon_usable():
-        pytest.skip("needs a Hopper GPU")
-
-
-@pytest.fixture
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items, rings, turns and masks as they are written, but not layouts or the visibility of writes."""
     monkeypatch.setattr(hopper, "_prefill_kernel", gluon_on_threads.launcher(hopper, "_prefill_kernel"))

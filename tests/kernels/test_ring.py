@@ -10,7 +10,6 @@ import torch
 from product_problem import Case, check_linear, poisoned, random_tensor
 
 from phonograph.kernels.triton.linear import linear, make_scratch
-from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.product_rules import RingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.ring")
@@ -30,14 +29,10 @@ SIZES = [
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cpu":
+        pytest.skip("the kernel itself is tried here")
     monkeypatch.setattr(ring, "_ring_kernel", gluon_on_threads.launcher(ring, "_ring_kernel"))
-
-
-@pytest.fixture
-def hopper_gpu() -> None:
-    if not gluon_usable():
-        pytest.skip("needs a Hopper GPU")
 
 
 def random_case(seed: int) -> tuple[int, int, int, RingConfig]:
@@ -52,16 +47,12 @@ def random_case(seed: int) -> tuple[int, int, int, RingConfig]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "config"), SIZES)
 def test_on_threads(rows: int, outputs: int, inputs: int, config: RingConfig, bias: bool, device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("the kernel itself is tried here")
     check_linear(rows, outputs, inputs, torch.float16, device, bias, config, poisoned(device))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("seed", range(12))
 def test_random_sizes_on_threads(seed: int, device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("the kernel itself is tried here")
     rows, outputs, inputs, config = random_case(seed)
     check_linear(rows, outputs, inputs, torch.float16, device, seed % 2 == 0, config, poisoned(device))
 
@@ -70,8 +61,6 @@ def test_random_sizes_on_threads(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("broken", ["expect", "wait"])
 def test_threads_notice_what_is_missing(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that nobody expected, a tile that is read before it is there."""
-    if device.type != "cpu":
-        pytest.skip("the kernel itself is tried here")
     monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 0.5)
     monkeypatch.setattr(gluon_on_threads._Mbarrier, broken, lambda *_, **__: None)
     case = Case(20, 64, 512, torch.float16, device)

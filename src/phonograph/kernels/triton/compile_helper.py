@@ -251,7 +251,8 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(f"phonograph.kernels.triton.{module}")
     with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
-        importlib.import_module("phonograph.kernels.triton.attention_prefill_hopper")
+        for module in ("attention_prefill_hopper", "ring"):
+            importlib.import_module(f"phonograph.kernels.triton.{module}")
     from triton.runtime.cache import triton_key
 
     triton_key()  # hashes the compiler, which every child would do again

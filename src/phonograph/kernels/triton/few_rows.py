@@ -30,6 +30,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.pdl import pdl_usable
 from phonograph.kernels.triton.preload import LARGE, prefer_l1
+from phonograph.kernels.triton.row_squares import NextNorm, RowSquares, norm_arguments
 
 _REGISTERS = 65536
 """Of a multiprocessor."""
@@ -57,17 +58,6 @@ class FewRowsConfig(NamedTuple):
     together: bool = False
 
 
-class RowSquares(NamedTuple):
-    """What the rows of a matrix are still to be divided by, their root mean square over `width` columns.
-
-    sums: [tiles, rows class] float32, of the squares of each tile's columns; eps: joins their mean
-    """
-
-    sums: torch.Tensor
-    width: int
-    eps: float
-
-
 def launch(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -77,11 +67,11 @@ def launch(
     config: FewRowsConfig,
     *,
     squares: RowSquares | None = None,
-    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+    norm: NextNorm | None = None,
 ) -> None:
     """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
 
-    squares: of the input; norm: the next norm's weights, its output and where the squares of the result go.
+    squares: of the input.
     """
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -90,7 +80,7 @@ def launch(
     assert weight_NK.shape[1] == num_inputs
     assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
     assert squares is None or squares.sums.shape[1] == rows
-    norm_weight, normed, made = norm or (None, None, None)
+    norms = norm_arguments(squares, norm)
     registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
     pdl = pdl_usable()
     kernel = _large_few_rows if weight_NK.numel() >= LARGE else _few_rows_kernel
@@ -99,16 +89,13 @@ def launch(
         weight_NK,
         bias_N,
         out_MN,
-        squares.sums if squares is not None else None,
-        norm_weight,
-        normed,
-        made.sums if made is not None else None,
+        *norms.pointers,
         num_rows,
-        squares.eps if squares is not None else 0.0,
+        norms.eps,
         x_MK.stride(0),
         weight_NK.stride(0),
         out_MN.stride(0),
-        normed.stride(0) if normed is not None else 0,
+        norms.normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
@@ -118,7 +105,7 @@ def launch(
         ROWS_AHEAD=rows_ahead,
         BATCH=sums * num_warps,
         TOGETHER=together,
-        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        SQUARE_TILES=norms.tiles,
         MODE=mode,
         PDL=pdl,
         launch_pdl=pdl,

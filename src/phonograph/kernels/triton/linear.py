@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.triton import few_rows, gemv, layers, row_tiles
-from phonograph.kernels.triton.few_rows import FewRowsConfig, RowSquares
+from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.product_rules import (
     HEAD,
     ProductConfig,
@@ -29,6 +29,7 @@ from phonograph.kernels.triton.product_rules import (
     choose_silu,
     rows_class,
 )
+from phonograph.kernels.triton.row_squares import NextNorm, RowSquares
 from phonograph.kernels.triton.row_tiles import LinearConfig, rows_aligned
 
 _STORE, _ADD, _SILU = 0, 1, 2
@@ -132,11 +133,9 @@ def linear_add_norm(
         tiles = -(-num_outputs // config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
-            squares = RowSquares(sums, num_outputs, eps)
-            _launch(
-                x_MK, weight_NK, bias_N, hidden_MN, _ADD, config, scratch, norm=(norm_weight_N, normed_MN, squares)
-            )  # fmt: skip
-            return squares
+            norm = NextNorm(norm_weight_N, normed_MN, RowSquares(sums, eps))
+            _launch(x_MK, weight_NK, bias_N, hidden_MN, _ADD, config, scratch, norm=norm)
+            return norm.squares
     linear_add(x_MK, weight_NK, bias_N, hidden_MN, scratch=scratch, config=config)
     layers.rms_norm(hidden_MN, norm_weight_N, eps, normed_MN)
     return None
@@ -182,9 +181,9 @@ def _launch(
     scratch: LinearScratch | None,
     *,
     squares: RowSquares | None = None,
-    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+    norm: NextNorm | None = None,
 ) -> None:
-    """squares: of the input; norm: the next norm's weights, its output and where the squares of the result go."""
+    """squares: of the input"""
     if isinstance(config, FewRowsConfig):
         few_rows.launch(x_MK, weight_NK, bias_N, out_MN, mode, config, squares=squares, norm=norm)
         return

@@ -13,7 +13,7 @@ import torch
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.preload import LARGE
-from phonograph.kernels.triton.row_tiles import LinearConfig
+from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
 
 
 class RingConfig(NamedTuple):
@@ -41,9 +41,9 @@ HEAD = 1 << 16
 PROGRAMS = 264
 """Programs that keep the memory busy: two for each of an H200's 132 processors."""
 
-_PROCESSORS = PROGRAMS // 2 + 8
+PROCESSORS = PROGRAMS // 2 + 8
 """Programs that have a multiprocessor to themselves; some may well have two."""
-_RING = 208 << 10
+RING_BYTES = 208 << 10
 """Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
 
 _SMALL = 1 << 23
@@ -87,10 +87,8 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
         return _first_that_fits(MEASURED[key], silu=False)
-    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=False)) is not None:
+    if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=False)) is not None:
         return found
-    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=False)) is not None:
-        return few
     tiles = _cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     if rows > 16:
@@ -109,6 +107,14 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
         steps = _cdiv(num_inputs, block_k)
         splits = max(1, min(8, PROGRAMS // _cdiv(num_outputs, block_n), steps // 3))
     return _first_that_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch), silu=False)
+
+
+def _ahead_of_its_input(
+    rows: int, num_outputs: int, num_inputs: int, *, pairs: bool
+) -> FewRowsConfig | RingConfig | None:
+    """By a kernel that has weights on their way before it waits; the two share no sizes. `pairs`: of gates and ups."""
+    sizes = rows, num_outputs, num_inputs
+    return _through_ring(*sizes, pairs=pairs) or _through_registers(*sizes, pairs=pairs)
 
 
 def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> FewRowsConfig | None:
@@ -148,14 +154,14 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
     if not (16 if small else 8) < rows <= 64 or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
         return None
     rows_tile = 32 if small else rows
-    steps, step_bytes = _cdiv(num_inputs, 128), 2 * 128 * (64 * (1 + pairs) + rows_tile)
-    tiles = _cdiv(num_outputs, 64)
+    steps, tiles = _cdiv(num_inputs, 128), _cdiv(num_outputs, 64)
+    places = RING_BYTES // step_bytes(rows_tile, 64, 128, silu=pairs)
     if pairs:
-        stages = 5 if tiles <= _PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
-        return RingConfig(rows_tile, 64, 128, 1, min(stages, _RING // step_bytes, steps))
-    splits = max(1, min((_PROCESSORS // 2 if small else _PROCESSORS) // tiles, num_inputs // 1024))
-    room = _RING if tiles <= _PROCESSORS else _RING // 2
-    return RingConfig(rows_tile, 64, 128, splits, min(room // step_bytes, _cdiv(steps, splits)))
+        stages = 5 if tiles <= PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
+        return RingConfig(rows_tile, 64, 128, 1, min(stages, places, steps))
+    splits = max(1, min((PROCESSORS // 2 if small else PROCESSORS) // tiles, num_inputs // 1024))
+    stages = places if tiles <= PROCESSORS else places // 2
+    return RingConfig(rows_tile, 64, 128, splits, min(stages, _cdiv(steps, splits)))
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
@@ -171,10 +177,10 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
     tiles = _cdiv(num_outputs, 64)
     for rows_tile in (32, 64) if weights <= 1 << 24 else (rows,):
         programs = tiles * _cdiv(rows, rows_tile)
-        if rows_tile <= rows and programs <= _PROCESSORS:
-            splits = max(1, min(8, _PROCESSORS // programs, _cdiv(num_inputs, 128) // 2))
+        if rows_tile <= rows and programs <= PROCESSORS:
+            splits = max(1, min(8, PROCESSORS // programs, _cdiv(num_inputs, 128) // 2))
             return LinearConfig(rows_tile, 64, 128, splits, 4, 6, 256)
-    if rows == 128 and 2 * _cdiv(num_outputs, 128) <= _PROCESSORS:
+    if rows == 128 and 2 * _cdiv(num_outputs, 128) <= PROCESSORS:
         return LinearConfig(64, 128, 128, 1, 8, 4, 256)
     return None
 
@@ -189,10 +195,8 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
     key = rows, num_outputs, num_inputs
     if key in MEASURED_SILU:
         return _first_that_fits(MEASURED_SILU[key], silu=True)
-    if (found := _through_ring(rows, num_outputs, num_inputs, pairs=True)) is not None:
+    if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=True)) is not None:
         return found
-    if (few := _through_registers(rows, num_outputs, num_inputs, pairs=True)) is not None:
-        return few
     if _cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
         return None
     if rows == 64:

@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.few_rows import RowSquares
 from phonograph.kernels.triton.hopper import (
     behind,
     let_next_kernel_start,
@@ -41,6 +40,7 @@ from phonograph.kernels.triton.hopper import (
     wait_for_kernel_before,
 )
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.row_squares import NextNorm, RowSquares, norm_arguments
 
 
 def launch(
@@ -53,20 +53,20 @@ def launch(
     parts: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     squares: RowSquares | None = None,
-    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+    norm: NextNorm | None = None,
 ) -> None:
     """What `linear` computes, of 16-bit rows that begin at multiples of 16 bytes; mode 0 stores, 1 adds into `out`, 2
     stores silu(gate) * up, whose weights come first.
 
     config: a `product_rules.RingConfig`; parts: where partial sums go and arrivals are counted, where inputs are split;
-    squares: of the input; norm: the next norm's weights, its output and where the squares of the result go.
+    squares: of the input.
     """
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, stages = config
     assert splits == 1 or (parts is not None and mode != 2)
     partials, arrived = parts or (None, None)
-    norm_weight, normed, made = norm or (None, None, None)
+    norms = norm_arguments(squares, norm)
     kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
     layouts = [gl.NVMMASharedLayout.get_default_for([height, block_k], kind) for height in (rows, block_n)]
     num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
@@ -78,20 +78,17 @@ def launch(
         out_MN,
         partials,
         arrived,
-        squares.sums if squares is not None else None,
-        norm_weight,
-        normed,
-        made.sums if made is not None else None,
+        *norms.pointers,
         num_rows,
-        squares.eps if squares is not None else 0.0,
+        norms.eps,
         out_MN.stride(0),
-        normed.stride(0) if normed is not None else 0,
+        norms.normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         SPLITS=splits,
         STAGES=stages,
-        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        SQUARE_TILES=norms.tiles,
         MODE=mode,
         WARPS=num_warps,
         PDL=pdl,

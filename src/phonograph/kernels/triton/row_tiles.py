@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton.few_rows import RowSquares
 from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.row_squares import NextNorm, RowSquares, norm_arguments
 
 
 class LinearConfig(NamedTuple):
@@ -38,8 +38,13 @@ class LinearConfig(NamedTuple):
     prefetch: int
 
     def shared_bytes(self, *, silu: bool) -> int:
-        """Of the tiles of 16-bit elements that a program has under way; `silu`: gates and ups are two of weights."""
-        return 2 * self.num_stages * self.block_k * (self.block_n * (1 + silu) + self.rows)
+        """Of the tiles that a program has under way."""
+        return self.num_stages * step_bytes(self.rows, self.block_n, self.block_k, silu=silu)
+
+
+def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool) -> int:
+    """Of a step's tiles of 16-bit elements; `silu`: gates and ups are two of weights."""
+    return 2 * block_k * (block_n * (1 + silu) + rows)
 
 
 def launch(
@@ -52,12 +57,11 @@ def launch(
     parts: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     squares: RowSquares | None = None,
-    norm: tuple[torch.Tensor, torch.Tensor, RowSquares] | None = None,
+    norm: NextNorm | None = None,
 ) -> None:
     """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
 
-    parts: where partial sums go and arrivals are counted, where inputs are split; squares: of the input; norm: the next
-    norm's weights, its output and where the squares of the result go.
+    parts: where partial sums go and arrivals are counted, where inputs are split; squares: of the input.
     """
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -67,7 +71,7 @@ def launch(
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
     aligned = rows_aligned(weight_NK)
     partials, arrived = parts or (None, None)
-    norm_weight, normed, made = norm or (None, None, None)
+    norms = norm_arguments(squares, norm)
     stride = weight_NK.stride(0)
     pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
@@ -78,23 +82,20 @@ def launch(
         out_MN,
         partials,
         arrived,
-        squares.sums if squares is not None else None,
-        norm_weight,
-        normed,
-        made.sums if made is not None else None,
+        *norms.pointers,
         num_rows,
-        squares.eps if squares is not None else 0.0,
+        norms.eps,
         x_MK.stride(0),
         stride,
         out_MN.stride(0),
-        normed.stride(0) if normed is not None else 0,
+        norms.normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
-        SQUARE_TILES=squares.sums.shape[0] if squares is not None else 0,
+        SQUARE_TILES=norms.tiles,
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
         PDL=pdl,
