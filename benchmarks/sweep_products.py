@@ -234,23 +234,24 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
 
 def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
     """On Hopper: what fills a program's shared memory or half of it, with programs for all processors, half or twice
-    as many. What large layers get comes last."""
+    as many, or without split inputs. What large layers get comes last."""
     outputs, inputs = shape
     found: list[RingConfig] = []
     if not gluon_usable() or inputs % 8:
         return found
-    for rows_tile, block_n, block_k, room in itertools.product(
-        dict.fromkeys((min(rows, 32), min(rows, 64), rows)), (128, 64), (64, 128), (RING_BYTES // 2, RING_BYTES)
+    rows_tiles = dict.fromkeys(min(rows, one) for one in (16, 32, 64, rows) if rows <= 4 * one)
+    for lag, rows_tile, block_n, block_k, room in itertools.product(
+        (1, 0), rows_tiles, (128, 64), (64, 128), (RING_BYTES // 2, RING_BYTES)
     ):
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
         if block_n * (1 + silu) * rows_tile > 1 << 15:
             continue
-        for programs in (PROCESSORS // 2, 2 * PROCESSORS, PROCESSORS):
+        for programs in (tiles, PROCESSORS // 2, 2 * PROCESSORS, PROCESSORS):
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room // step_bytes(rows_tile, block_n, block_k, silu=silu), -(-steps // splits))
-            if stages >= 2 and tiles * splits >= 40:
-                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages))
-    return list(dict.fromkeys(found))
+            if stages >= 2 and tiles * splits >= 16:
+                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages, lag))
+    return list(dict.fromkeys(found[::-1]))[::-1]
 
 
 def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:

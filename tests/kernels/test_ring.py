@@ -22,6 +22,8 @@ SIZES = [
     (32, 136, 520, RingConfig(32, 64, 128, 4, 2)),
     (17, 40, 96, RingConfig(32, 64, 128, 1, 1)),
     (61, 264, 384, RingConfig(64, 64, 128, 2, 3)),
+    (64, 136, 700, RingConfig(64, 64, 64, 1, 3, lag=1)),
+    (100, 72, 1000, RingConfig(32, 64, 128, 3, 2, lag=1)),
     (50, 72, 256, RingConfig(32, 64, 64, 2, 3)),
     (64, 64, 8, RingConfig(16, 64, 128, 1, 1)),
 ]
@@ -38,7 +40,8 @@ def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 def random_case(seed: int) -> tuple[int, int, int, RingConfig]:
     rng = random.Random(seed)
     rows = rng.choice([16, 32, 64])
-    config = RingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1, 4))
+    lag = rng.randint(0, 1)
+    config = RingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1 + lag, 4), lag)
     inputs = rng.randint(config.splits * config.block_k // 8, 90) * 8
     return rng.randint(1, rng.choice([1, 2]) * rows), rng.randint(1, 30) * 8, inputs, config
 

@@ -213,14 +213,15 @@ def chosen_anew() -> Iterator[None]:
             chooser.cache_clear()
 
 
-SMALL_LAYERS, LARGE_LAYERS = [(3072, 2048), (1024, 3072), (40, 96)], [(6144, 4096), (4096, 14336), (4608, 3584)]
+SMALLEST_LAYERS = [(1024, 3072), (40, 96)]
+SMALL_LAYERS, LARGE_LAYERS = [(3072, 2048), *SMALLEST_LAYERS], [(6144, 4096), (4096, 14336), (4608, 3584)]
 
 
 def test_weights_go_through_registers_where_that_was_measured() -> None:
-    """Up to 8 rows all layers but a head, up to 16 the small ones."""
-    for rows, shapes in ((8, SMALL_LAYERS + LARGE_LAYERS), (16, SMALL_LAYERS)):
+    """Up to 8 rows all layers but a head, up to 16 the smallest."""
+    for rows, shapes in ((8, SMALL_LAYERS + LARGE_LAYERS), (16, SMALLEST_LAYERS)):
         assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in shapes)
-    for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(3072, 1024), (40, 96)])):
+    for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(1024, 1024), (40, 96)])):
         assert all(isinstance(choose_silu(rows, *shape), FewRowsConfig) for shape in shapes)
     assert not isinstance(choose(16, 6144, 4096), FewRowsConfig)
     for rows in (8, 16, 32):
@@ -231,25 +232,29 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
-    """16 to 64 rows of large layers, 32 and 64 of small ones, what begins at multiples of 16 bytes, and no head. They
-    fit the shared memory of a program and the scratch."""
+    """9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, what begins at multiples of 16 bytes,
+    and no head. They fit the shared memory of a program and the scratch."""
     chosen: list[tuple[RingConfig, int, int, int, bool]] = []
-    for rows, shapes in ((16, LARGE_LAYERS), (32, SMALL_LAYERS + LARGE_LAYERS), (64, SMALL_LAYERS + LARGE_LAYERS)):
-        for outputs, inputs in [*shapes, (40960, 2048)]:
+    for rows in (8, 16, 32, 64, 128):
+        for outputs, inputs in [*SMALL_LAYERS, *LARGE_LAYERS, (40960, 2048)]:
             for pairs in (False, True):
+                weights = outputs * inputs * (1 + pairs)
                 config = (choose_silu if pairs else choose)(rows, outputs, inputs)
-                if not (rows == 16 and outputs * inputs * (1 + pairs) < 1 << 23):
-                    assert isinstance(config, RingConfig)
+                expected = {8: False, 16: weights >= 1 << 22, 128: weights < 1 << 23}.get(rows, True)
+                assert isinstance(config, RingConfig) == expected
+                if isinstance(config, RingConfig):
                     chosen.append((config, rows, outputs, inputs, pairs))
     for config, rows, outputs, inputs, pairs in chosen:
-        assert config.rows in (32, rows) and config.rows <= rows
+        assert config.rows in (32, 64, rows) and config.rows <= rows
+        small = outputs * inputs * (1 + pairs) < 1 << 23
+        assert config.stages > config.lag == int(small and rows > 16 and inputs > 128)
         taken = 2 * config.block_k * (config.block_n * (1 + pairs) + config.rows) * config.stages
         assert taken + 1024 <= 227 << 10
         tiles = -(-outputs // config.block_n) * -(-rows // config.rows)
         assert config.splits == 1 or (not pairs and tiles * config.splits <= 140)
         assert tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS or config.splits == 1
         assert 1 <= config.stages <= -(-inputs // config.block_k)
-    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (128, 1024, 3072), (32, 151936, 1024)):
+    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 1024, 3072), (32, 151936, 1024)):
         assert not isinstance(choose(rows, outputs, inputs), RingConfig)
     assert not isinstance(choose(32, 4096, 2501), RingConfig)
     assert takes_squares(16, 6144, 4096, torch.bfloat16) and not takes_squares(32, 6144, 4096, torch.bfloat16)

@@ -17,13 +17,18 @@ from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
 
 
 class RingConfig(NamedTuple):
-    """As `LinearConfig`, for the kernel for Hopper (`ring`): `stages` steps of a program have a place in its ring."""
+    """As `LinearConfig`, for the kernel for Hopper (`ring`): `stages` steps of a program have a place in its ring.
+
+    lag: steps that are still being multiplied while a program asks for the next ones, 0 or 1. With 1 the tensor cores
+    never wait, but a place stays empty for one step longer.
+    """
 
     rows: int
     block_n: int
     block_k: int
     splits: int
     stages: int
+    lag: int = 0
 
 
 ProductConfig = LinearConfig | FewRowsConfig | RingConfig
@@ -45,6 +50,9 @@ PROCESSORS = PROGRAMS // 2 + 8
 """Programs that have a multiprocessor to themselves; some may well have two."""
 RING_BYTES = 208 << 10
 """Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
+
+_SMALLEST = 1 << 22
+"""Weights from which a product of 9 to 16 rows is better through a ring than through registers."""
 
 _SMALL = 1 << 23
 """Weights up to which a product of more than 64 rows is better here than by torch, whose kernels take 5 us at least and
@@ -77,12 +85,12 @@ def _cdiv(one: int, other: int) -> int:
 def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
     """How a product of at most `rows` (a class) rows is computed; None: by torch.
 
-    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in small layers up to
-    16, weights go through registers (`_through_registers`), then up to 64 through a ring, on Hopper (`_through_ring`).
-    Elsewhere narrow layers have too few tiles, so their inputs are split, into three steps at least; at 16 rows, which
-    cost little to read once for each tile, tiles of 32 weight rows do the same without a sum at the end, unless the
-    inputs are long. Beyond, `_one_each` has the layers that fit. Torch is as fast at all but small layers from 65 rows,
-    and at everything beyond 128 that was not measured.
+    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in the smallest
+    layers up to 16, weights go through registers (`_through_registers`), then up to 64, in small layers up to 128,
+    through a ring, on Hopper (`_through_ring`). Elsewhere narrow layers have too few tiles, so their inputs are
+    split, into three steps at least; at 16 rows, which cost little to read once for each tile, tiles of 32 weight
+    rows do the same without a sum at the end, unless the inputs are long. Beyond, `_one_each` has the layers that
+    fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
@@ -145,23 +153,29 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
 
 
 def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig | None:
-    """For 9 to 64 rows on Hopper. `pairs`: of gates and ups. None: few rows of a small layer, a head.
+    """On Hopper, for 9 to 64 rows; the smallest layers from 17 on, small ones up to 128. `pairs`: of gates and ups.
+    None: others, a head.
 
     A ring takes what shared memory there is, so that a large layer has a program for each processor. Of a small one,
-    where sharing inputs costs more than it gives, every other processor has one; its rows are dealt out by 32.
+    where sharing inputs costs more than it gives, every other processor has one for 32 rows. It has few steps; between
+    two of them the tensor cores need not wait.
     """
-    small = num_outputs * num_inputs * (1 + pairs) < LARGE
-    if not (16 if small else 8) < rows <= 64 or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
+    weights = num_outputs * num_inputs * (1 + pairs)
+    small, least = weights < LARGE, 16 if weights < _SMALLEST else 8
+    if not least < rows <= (128 if small else 64) or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
         return None
-    rows_tile = 32 if small else rows
-    steps, tiles = _cdiv(num_inputs, 128), _cdiv(num_outputs, 64)
+    tiles, steps, rows_tile = _cdiv(num_outputs, 64), _cdiv(num_inputs, 128), rows
+    if small:
+        rows_tile = min(rows, 32 if rows <= 64 or tiles * rows <= PROCESSORS * 32 else 64)
     places = RING_BYTES // step_bytes(rows_tile, 64, 128, silu=pairs)
     if pairs:
-        stages = 5 if tiles <= PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
-        return RingConfig(rows_tile, 64, 128, 1, min(stages, places, steps))
-    splits = max(1, min((PROCESSORS // 2 if small else PROCESSORS) // tiles, num_inputs // 1024))
-    stages = places if tiles <= PROCESSORS else places // 2
-    return RingConfig(rows_tile, 64, 128, splits, min(stages, _cdiv(steps, splits)))
+        splits, stages = 1, 5 if tiles <= PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
+    else:
+        programs = tiles * _cdiv(rows, rows_tile)
+        splits = max(1, min(PROCESSORS // (max(programs, 2 * tiles) if small else tiles), num_inputs // 1024))
+        stages = places if tiles <= PROCESSORS else places // 2
+    stages = min(stages, places, _cdiv(steps, splits))
+    return RingConfig(rows_tile, 64, 128, splits, stages, lag=int(small and rows > 16 and stages > 1))
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:

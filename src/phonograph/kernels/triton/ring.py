@@ -1,4 +1,4 @@
-"""Matrix products of 9 to 64 rows on Hopper, nearly as fast as memory.
+"""Matrix products of 9 to 128 rows on Hopper, nearly as fast as memory.
 
 Up to 8 rows a program holds its first weights in registers before it waits for its input (`few_rows`). More rows would
 take as many loads there as the weights. Here both go to shared memory, by the copy engine, into a ring of tiles as
@@ -49,7 +49,7 @@ def launch(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     mode: int,
-    config: tuple[int, int, int, int, int],
+    config: tuple[int, int, int, int, int, int],
     parts: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     squares: RowSquares | None = None,
@@ -63,8 +63,9 @@ def launch(
     """
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, splits, stages = config
+    rows, block_n, block_k, splits, stages, lag = config
     assert splits == 1 or (parts is not None and mode != 2)
+    assert stages > lag
     partials, arrived = parts or (None, None)
     norms = norm_arguments(squares, norm)
     kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
@@ -90,6 +91,7 @@ def launch(
         STAGES=stages,
         SQUARE_TILES=norms.tiles,
         MODE=mode,
+        LAG=lag,
         WARPS=num_warps,
         PDL=pdl,
         launch_pdl=pdl,
@@ -140,6 +142,7 @@ def _ring_kernel(
     STAGES: gl.constexpr,
     SQUARE_TILES: gl.constexpr,
     MODE: gl.constexpr,
+    LAG: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -200,14 +203,23 @@ def _ring_kernel(
         sums = warpgroup_mma(weights.index(PAIR * place), x, sums, is_async=True)
         if MODE == 2:
             ups = warpgroup_mma(weights.index(PAIR * place + 1), x, ups, is_async=True)
+            sums, ups = warpgroup_mma_wait(2 * LAG, deps=(sums, ups))
+        else:
+            sums = warpgroup_mma_wait(LAG, deps=(sums,))
+        # All warps are past reading this place, or with LAG that of the step before.
+        gl.thread_barrier()
+        free, ahead = place, step + STAGES
+        if LAG > 0:
+            free = gl.where(place == 0, STAGES - 1, place - 1)
+            ahead = gl.where(step == begin, end, ahead - 1)
+        _ask_for_weights(weights, free, weight_desc, full, BYTES, first, ahead, end, N, PAIR)
+        _ask_for_rows(rows, free, x_desc, full, first_row, ahead, end)
+        place, turn = behind(place, turn, STAGES)
+    if LAG > 0:
+        if MODE == 2:
             sums, ups = warpgroup_mma_wait(0, deps=(sums, ups))
         else:
             sums = warpgroup_mma_wait(0, deps=(sums,))
-        # All warps are past reading it.
-        gl.thread_barrier()
-        _ask_for_weights(weights, place, weight_desc, full, BYTES, first, step + STAGES, end, N, PAIR)
-        _ask_for_rows(rows, place, x_desc, full, first_row, step + STAGES, end)
-        place, turn = behind(place, turn, STAGES)
 
     if SPLITS > 1:
         SIZE: gl.constexpr = BLOCK_N * ROWS
