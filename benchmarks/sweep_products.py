@@ -229,12 +229,13 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
-    return list(dict.fromkeys([*found, *rings(rows, shape, silu=silu)]))
+    # Of equal ones the last stays.
+    return list(dict.fromkeys([*found, *rings(rows, shape, silu=silu)][::-1]))[::-1]
 
 
 def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
     """On Hopper: what fills a program's shared memory or half of it, with programs for all processors, half or twice
-    as many, or without split inputs. What large layers get comes last."""
+    as many, or without split inputs, some more than once. What large layers get comes last."""
     outputs, inputs = shape
     found: list[RingConfig] = []
     if not gluon_usable() or inputs % 8:
@@ -251,7 +252,7 @@ def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
             stages = min(room // step_bytes(rows_tile, block_n, block_k, silu=silu), -(-steps // splits))
             if stages >= 2 and tiles * splits >= 16:
                 found.append(RingConfig(rows_tile, block_n, block_k, splits, stages, lag))
-    return list(dict.fromkeys(found[::-1]))[::-1]
+    return found
 
 
 def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:

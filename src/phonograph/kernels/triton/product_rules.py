@@ -48,6 +48,7 @@ PROGRAMS = 264
 
 PROCESSORS = PROGRAMS // 2 + 8
 """Programs that have a multiprocessor to themselves; some may well have two."""
+
 RING_BYTES = 208 << 10
 """Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
 
@@ -172,7 +173,7 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
         splits, stages = 1, 5 if tiles <= PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
     else:
         programs = tiles * _cdiv(rows, rows_tile)
-        splits = max(1, min(PROCESSORS // (max(programs, 2 * tiles) if small else tiles), num_inputs // 1024))
+        splits = max(1, min(PROCESSORS // max(programs, 2 * tiles * small), num_inputs // 1024))
         stages = places if tiles <= PROCESSORS else places // 2
     stages = min(stages, places, _cdiv(steps, splits))
     return RingConfig(rows_tile, 64, 128, splits, stages, lag=int(small and rows > 16 and stages > 1))

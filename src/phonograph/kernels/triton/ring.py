@@ -119,6 +119,16 @@ def _ask_for_rows(ring, place, desc, full, first_row, step, end):
     tma.async_copy_global_to_shared(desc, [first_row, column], full.index(place), ring.index(place), pred=step < end)
 
 
+@gluon.jit
+def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
+    """Until at most those of the last STEPS steps are under way."""
+    if PAIR == 2:
+        sums, ups = warpgroup_mma_wait(2 * STEPS, deps=(sums, ups))
+    else:
+        sums = warpgroup_mma_wait(STEPS, deps=(sums,))
+    return sums, ups
+
+
 @gluon.jit(do_not_specialize=["M"])
 def _ring_kernel(
     x_desc,
@@ -203,9 +213,7 @@ def _ring_kernel(
         sums = warpgroup_mma(weights.index(PAIR * place), x, sums, is_async=True)
         if MODE == 2:
             ups = warpgroup_mma(weights.index(PAIR * place + 1), x, ups, is_async=True)
-            sums, ups = warpgroup_mma_wait(2 * LAG, deps=(sums, ups))
-        else:
-            sums = warpgroup_mma_wait(LAG, deps=(sums,))
+        sums, ups = _wait_for_products(LAG, sums, ups, PAIR)
         # All warps are past reading this place, or with LAG that of the step before.
         gl.thread_barrier()
         free, ahead = place, step + STAGES
@@ -216,10 +224,7 @@ def _ring_kernel(
         _ask_for_rows(rows, free, x_desc, full, first_row, ahead, end)
         place, turn = behind(place, turn, STAGES)
     if LAG > 0:
-        if MODE == 2:
-            sums, ups = warpgroup_mma_wait(0, deps=(sums, ups))
-        else:
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+        sums, ups = _wait_for_products(0, sums, ups, PAIR)
 
     if SPLITS > 1:
         SIZE: gl.constexpr = BLOCK_N * ROWS
