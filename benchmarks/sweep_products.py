@@ -38,6 +38,7 @@ from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.precompile import compile_only
 from phonograph.kernels.triton.preload import load_kernels
 from phonograph.kernels.triton.product_rules import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
+from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
 
 SHARED = 229_000, 113_000
@@ -83,6 +84,10 @@ class Chain:
         self._table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._lens = torch.full((rows,), context, dtype=torch.int32, device=device)
+        # Every row's last token, at a position that the model has angles for.
+        position = min(context, self.decoder.rotary_PD.shape[0]) - 1
+        self._positions = torch.full((rows,), position, dtype=torch.int64, device=device)
+        self._slots = torch.arange(rows, dtype=torch.int64, device=device) * (blocks * BLOCK) + context - 1
         self._plan = make_decode_plan(
             num_query_heads=spec.num_query_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -106,6 +111,19 @@ class Chain:
 
     def attend(self, index: int, projection: torch.Tensor, out: torch.Tensor) -> None:
         heads = self._spec.num_query_heads, self._spec.head_size
+        rope_and_write_kv(
+            projection,
+            self._positions,
+            self.decoder.rotary_PD,
+            self._caches[index],
+            self._slots,
+            num_query_heads=heads[0],
+            num_kv_heads=self._spec.num_kv_heads,
+            qk_norm=self.decoder.decoder.layers[index].qk_norm,
+            eps=self._spec.rms_norm_eps,
+            k_scale=None,
+            v_scale=None,
+        )
         decode_attention(
             self._plan,
             projection[:, : heads[0] * heads[1]].unflatten(1, heads),

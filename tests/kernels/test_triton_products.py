@@ -31,7 +31,8 @@ from phonograph.kernels.triton.row_tiles import LinearConfig
 
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
-    *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024)]),
+    *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024), (1024, 3072)]),
+    *((torch.bfloat16, *sizes) for sizes in [(2048, 2048), (2048, 8192), (8192, 2048)]),
     (torch.float16, 4096, 1001),
 ]
 """dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
@@ -233,8 +234,9 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
     """9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, what begins at multiples of 16 bytes,
-    and no head. They fit the shared memory of a program and the scratch."""
-    chosen: list[tuple[RingConfig, int, int, int, bool]] = []
+    no head, and exceptions. They fit the shared memory of a program and the scratch."""
+    chosen = [(config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, RingConfig)]
+    assert chosen and all(choose(*sizes) == config for config, *sizes, _ in chosen)
     for rows in (8, 16, 32, 64, 128):
         for outputs, inputs in [*SMALL_LAYERS, *LARGE_LAYERS, (40960, 2048)]:
             for pairs in (False, True):
@@ -244,17 +246,18 @@ def test_a_ring_is_chosen_where_that_was_measured() -> None:
                 assert isinstance(config, RingConfig) == expected
                 if isinstance(config, RingConfig):
                     chosen.append((config, rows, outputs, inputs, pairs))
+                    lags = weights < 1 << 23 and (rows > 16 or not pairs) and inputs > 128
+                    assert config.lag == int(lags)
     for config, rows, outputs, inputs, pairs in chosen:
-        assert config.rows in (32, 64, rows) and config.rows <= rows
-        small = outputs * inputs * (1 + pairs) < 1 << 23
-        assert config.stages > config.lag == int(small and rows > 16 and inputs > 128)
+        assert config.rows in (16, 32, 64, 128, rows) and config.rows <= rows
+        assert config.stages > config.lag
         taken = 2 * config.block_k * (config.block_n * (1 + pairs) + config.rows) * config.stages
         assert taken + 1024 <= 227 << 10
         tiles = -(-outputs // config.block_n) * -(-rows // config.rows)
         assert config.splits == 1 or (not pairs and tiles * config.splits <= 140)
         assert tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS or config.splits == 1
         assert 1 <= config.stages <= -(-inputs // config.block_k)
-    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 1024, 3072), (32, 151936, 1024)):
+    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 3072, 2048), (32, 151936, 1024)):
         assert not isinstance(choose(rows, outputs, inputs), RingConfig)
     assert not isinstance(choose(32, 4096, 2501), RingConfig)
     assert takes_squares(16, 6144, 4096, torch.bfloat16) and not takes_squares(32, 6144, 4096, torch.bfloat16)

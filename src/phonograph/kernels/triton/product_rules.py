@@ -65,12 +65,12 @@ whatever rows are beside it and how many. Tiles of 64 rows are a compromise betw
 activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
 
 MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
-    (256, 4096, 1024): LinearConfig(64, 128, 128, 1, 8, 4, 256),
-    (256, 1024, 2048): LinearConfig(64, 64, 128, 2, 4, 6, 256),
-    (256, 1024, 3072): LinearConfig(64, 64, 128, 2, 4, 6, 256),
+    (256, 4096, 1024): RingConfig(128, 64, 64, 1, 8, 1),
+    (256, 1024, 2048): RingConfig(32, 64, 128, 1, 8, 1),
+    (256, 1024, 3072): RingConfig(64, 64, 128, 1, 6, 1),
 }
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
-may have fewer rows than the class."""
+may have fewer rows than the class. Rings only where they run."""
 
 MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
     (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
@@ -94,7 +94,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
-    if key in MEASURED:
+    if key in MEASURED and (gluon_usable() or not isinstance(MEASURED[key], RingConfig)):
         return _first_that_fits(MEASURED[key], silu=False)
     if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=False)) is not None:
         return found
@@ -130,7 +130,9 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
     """Weights of 8 rows, in small layers of 16, held in registers. `pairs`: of gates and ups. None: too many rows, or a
     model's head, which is as fast either way.
 
-    The fewer outputs, the fewer a program has: 8 or 16, so that there is one for each processor.
+    The fewer outputs, the fewer a program has: 8, 16 or 32, so that there is one for each processor. Of small layers
+    those that follow one another were chosen together: what one leaves of a multiprocessor the next one's programs
+    begin in.
     """
     if num_outputs >= HEAD:
         return None
@@ -149,7 +151,12 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
         together = FewRowsConfig(rows, 16, 1024, 1, 1, 8, 1, together=True)
         return together if rows == 8 else FewRowsConfig(rows, 16, 512, 2, 1, 8, 2)
     if programs < PROGRAMS // 2:
-        return FewRowsConfig(rows, 8, 2048, 2, 2, 8, 2)
+        if num_inputs <= 2048:
+            return FewRowsConfig(rows, 8, 1024, 2, 1, 8, 2, programs=2)
+        long = FewRowsConfig(rows, 8, 1024, 3, 1, 4, 1, programs=2, together=True)
+        return long if rows == 8 else FewRowsConfig(rows, 8, 2048, 2, 2, 8, 2)
+    if rows == 8 and programs >= PROGRAMS - 16:
+        return FewRowsConfig(rows, 32, 512, 2, 2, 8, 1, together=True)
     return FewRowsConfig(rows, 16, 512, 2, 2 if rows == 8 else 1, 8, 2)
 
 
@@ -176,7 +183,8 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
         splits = max(1, min(PROCESSORS // max(programs, 2 * tiles * small), num_inputs // 1024))
         stages = places if tiles <= PROCESSORS else places // 2
     stages = min(stages, places, _cdiv(steps, splits))
-    return RingConfig(rows_tile, 64, 128, splits, stages, lag=int(small and rows > 16 and stages > 1))
+    lag = small and (rows > 16 or not pairs) and stages > 1
+    return RingConfig(rows_tile, 64, 128, splits, stages, int(lag))
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
