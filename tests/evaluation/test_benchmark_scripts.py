@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -46,6 +47,25 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
         # The bound is 1.1; a busy machine gets some more.
         assert result["ratio"] < 1.3
     demo_llm.engine.core.scheduler.reset_prefix_cache()
+
+
+def test_sets_of_products_are_read_and_chosen(benchmark_script: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from phonograph.kernels.triton.few_rows import FewRowsConfig
+    from phonograph.kernels.triton.product_rules import choose, choose_silu
+
+    # It imports another one.
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = benchmark_script("products_in_engines")
+    wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
+    named = {"product 4096 1024": repr(tuple(wide)).replace("(", "FewRowsConfig(", 1), "silu 3072 1024": "None"}
+    before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
+    with script.applied(script.read_set("wide", named), 8):
+        assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == (wide, None)
+    assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == before
+    for what, text in (("product 4096", "None"), ("product 1 2", "FewRows(1)"), ("silu 1 2", "RingConfig(1, x)")):
+        with pytest.raises(SystemExit, match="set odd: "):
+            script.read_set("odd", {what: text})
 
 
 def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LLM) -> None:

@@ -1,0 +1,110 @@
+"""Milliseconds between tokens with sets of product configurations, an engine for each: a test of what
+`sweep_products.py` found, before it becomes a rule.
+
+    python benchmarks/products_in_engines.py --model DIR --rows 8 --sets sets.json --cases 4x1k 8x1k --output a.json
+
+DIR needs a config.json only. sets.json has, by the name of a set, configurations as Python has them, by what they are
+for: {"wide": {"product 4096 1024": "FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)"}}, where the numbers are
+outputs and inputs, "silu" stands for gates and ups, and an empty set for what is chosen now; --rows is their class. The
+chain of all kernels that the sweep runs is not the step of an engine: a set that gained 5% there gained 1.3% here, and
+lost 4% with another number of sequences. Sets run in the order given, so name the first one again at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep_products import Settings, applied
+
+from phonograph.engine.llm import LLM
+from phonograph.evaluation.bench_cases import DecodeCase
+from phonograph.evaluation.bench_engine import bench_decode
+from phonograph.evaluation.record import provenance, write_result
+from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
+from phonograph.kernels.triton.row_tiles import LinearConfig
+
+KINDS = (FewRowsConfig, RingConfig, LinearConfig)
+
+
+def read_set(name: str, texts: dict[str, str]) -> Settings:
+    """Ends the program where something is unlike what the script's text says."""
+    found: Settings = {}
+    for what, text in texts.items():
+        match = re.fullmatch(r"(product|silu) (\d+) (\d+)", what)
+        if match is None:
+            raise SystemExit(f"set {name}: {what!r} must be product or silu, then outputs and inputs")
+        found[match[1], (int(match[2]), int(match[3]))] = read_config(name, text)
+    return found
+
+
+def read_config(name: str, text: str) -> ProductConfig | None:
+    if text == "None":
+        return None
+    kind = next((kind for kind in KINDS if text.startswith(f"{kind.__name__}(") and text.endswith(")")), None)
+    values = text[text.find("(") + 1 : -1].split(",")
+    words = {"True": True, "False": False}
+    try:
+        assert kind is not None
+        return kind(*(words.get(value.strip()) if value.strip() in words else int(value) for value in values))
+    except (AssertionError, TypeError, ValueError):
+        known = ", ".join(kind.__name__ for kind in KINDS)
+        raise SystemExit(f"set {name}: {text!r} must be None or one of {known} with its numbers in order") from None
+
+
+def measure(model: str, cases: list[DecodeCase], turns: int, device: str) -> dict[str, list[float]]:
+    """By case, of one engine, what each turn took."""
+    most = max(case.num_seqs for case in cases)
+    llm = LLM(
+        model=model,
+        load_format="dummy",
+        dtype="bfloat16" if device == "cuda" else "float32",
+        device=device,
+        max_num_seqs=most,
+        max_model_len=max(case.length for case in cases),
+        max_cudagraph_capture_size=most,
+    )
+    ms: dict[str, list[float]] = {}
+    for _ in range(turns):
+        for row in bench_decode(llm, cases, lambda *_: None):
+            ms.setdefault(row.case, []).append(row.facts["itl_ms"])
+    return ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, default=8, help="the class of rows that the sets are for")
+    parser.add_argument("--sets", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", default=["4x1k", "8x1k"], help="sequences x tokens of context")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--device", default="cuda", help="cpu: without products of ours, to try the script")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    origin = provenance()
+    cases = [DecodeCase.parse(case) for case in arguments.cases]
+    given: list[tuple[str, dict[str, str]]] = json.loads(arguments.sets.read_text(), object_pairs_hook=list)
+    sets = [(name, dict(texts)) for name, texts in given]
+    settings = [read_set(name, texts) for name, texts in sets]
+    rows: list[dict[str, Any]] = []
+    for (name, texts), one in zip(sets, settings, strict=True):
+        with applied(one, arguments.rows):
+            rows.append({"set": name, "ms": measure(arguments.model, cases, arguments.turns, arguments.device)})
+        medians = {case: sorted(ms)[len(ms) // 2] for case, ms in rows[-1]["ms"].items()}
+        print(f"{len(rows)} of {len(sets)}, {name}: {medians}", flush=True)
+        rows[-1]["configurations"] = texts
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    if arguments.output is not None:
+        write_result(
+            arguments.output, origin, {"model": Path(arguments.model).name, "class": arguments.rows, "rows": rows}
+        )
+
+
+if __name__ == "__main__":
+    main()
