@@ -13,6 +13,7 @@ lost 4% with another number of sequences. Sets run in the order given, so name t
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 from pathlib import Path
@@ -29,7 +30,7 @@ from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
 from phonograph.kernels.triton.row_tiles import LinearConfig
 
-KINDS = (FewRowsConfig, RingConfig, LinearConfig)
+KINDS = {kind.__name__: kind for kind in (FewRowsConfig, RingConfig, LinearConfig)}
 
 
 def read_set(name: str, texts: dict[str, str]) -> Settings:
@@ -46,15 +47,15 @@ def read_set(name: str, texts: dict[str, str]) -> Settings:
 def read_config(name: str, text: str) -> ProductConfig | None:
     if text == "None":
         return None
-    kind = next((kind for kind in KINDS if text.startswith(f"{kind.__name__}(") and text.endswith(")")), None)
-    values = text[text.find("(") + 1 : -1].split(",")
-    words = {"True": True, "False": False}
+    kind, _, values = text.partition("(")
     try:
-        assert kind is not None
-        return kind(*(words.get(value.strip()) if value.strip() in words else int(value) for value in values))
-    except (AssertionError, TypeError, ValueError):
-        known = ", ".join(kind.__name__ for kind in KINDS)
-        raise SystemExit(f"set {name}: {text!r} must be None or one of {known} with its numbers in order") from None
+        numbers = ast.literal_eval(f"({values}")
+        if all(isinstance(number, int) for number in numbers):
+            return KINDS[kind](*numbers)
+    except (KeyError, SyntaxError, TypeError, ValueError):
+        pass
+    known = ", ".join(KINDS)
+    raise SystemExit(f"set {name}: {text!r} must be None or one of {known} with its numbers in order")
 
 
 def measure(model: str, cases: list[DecodeCase], turns: int, device: str) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +31,8 @@ def demo_llm() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def benchmark_script() -> Callable[[str], ModuleType]:
-    """Loads a script of `benchmarks/` as a module."""
+def benchmark_script() -> Iterator[Callable[[str], ModuleType]]:
+    """Loads a script of `benchmarks/` as a module. It finds the others, as it does when it is run."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
@@ -42,4 +42,6 @@ def benchmark_script() -> Callable[[str], ModuleType]:
         spec.loader.exec_module(module)
         return module
 
-    return load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield load

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -49,16 +48,14 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
     demo_llm.engine.core.scheduler.reset_prefix_cache()
 
 
-def test_sets_of_products_are_read_and_chosen(benchmark_script: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     pytest.importorskip("triton")
     from phonograph.kernels.triton.few_rows import FewRowsConfig
     from phonograph.kernels.triton.product_rules import choose, choose_silu
 
-    # It imports another one.
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = benchmark_script("products_in_engines")
     wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
-    named = {"product 4096 1024": repr(tuple(wide)).replace("(", "FewRowsConfig(", 1), "silu 3072 1024": "None"}
+    named = {"product 4096 1024": f"FewRowsConfig{tuple(wide)}", "silu 3072 1024": "None"}
     before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
     with script.applied(script.read_set("wide", named), 8):
         assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == (wide, None)

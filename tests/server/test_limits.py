@@ -97,9 +97,7 @@ def test_time_is_up(serve_with: ServeWith, server: Server) -> None:
     lines = hasty.post("/v1/completions", {**LONG, "n": 2, "stream": True}).text.splitlines()
     assert "not complete within" in lines[-4] and lines[-2] == "data: [DONE]"
     server.wait_until_idle()
-    # A machine with other work may take 0.2 s for that, too, but not always.
-    short = {"prompt": "Tom", "max_tokens": 2}
-    assert any(hasty.post("/v1/completions", short).status_code == 200 for _ in range(10))
+    assert hasty.post("/v1/completions", {"prompt": "Tom", "max_tokens": 2}).status_code == 200
 
 
 def test_clients_that_go_away_leave_nothing(server: Server) -> None:

@@ -70,7 +70,7 @@ MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
     (256, 1024, 3072): RingConfig(64, 64, 128, 1, 6, 1),
 }
 """Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
-may have fewer rows than the class. Rings only where they run."""
+may have fewer rows than the class. Where rings do not run, torch is in their place."""
 
 MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
     (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
@@ -94,7 +94,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
     """
     key = rows, num_outputs, num_inputs
-    if key in MEASURED and (gluon_usable() or not isinstance(MEASURED[key], RingConfig)):
+    if key in MEASURED:
         return _first_that_fits(MEASURED[key], silu=False)
     if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=False)) is not None:
         return found
@@ -229,9 +229,9 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
 
 
 def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfig | None:
-    """The first for which the current device has the shared memory, with fewer steps under way if need be, but three;
-    None: torch."""
-    given = [one for one in configs if one is not None]
+    """The first for which the current device has the shared memory, with fewer steps under way if need be, but three,
+    or that is a ring where rings run; None: torch."""
+    given = [one for one in configs if one is not None and (gluon_usable() or not isinstance(one, RingConfig))]
     if not torch.cuda.is_available():
         return given[0] if given else None
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin

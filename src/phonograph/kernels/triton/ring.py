@@ -1,4 +1,4 @@
-"""Matrix products of 9 to 128 rows on Hopper, nearly as fast as memory.
+"""Matrix products of 9 to 256 rows on Hopper, nearly as fast as memory.
 
 Up to 8 rows a program holds its first weights in registers before it waits for its input (`few_rows`). More rows would
 take as many loads there as the weights. Here both go to shared memory, by the copy engine, into a ring of tiles as
