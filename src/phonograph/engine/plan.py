@@ -147,6 +147,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
     if config.cascade_attention:
         _check_cascade(limits, resolution)
+    if config.fused_rope and resolution.mode is GraphMode.PIECEWISE:
+        problem = "works where decodes run in whole graphs or eagerly; between pieces attention takes rotated queries"
+        raise ConfigError("fused_rope", True, f"{problem}, and the mode is PIECEWISE ({resolution.reasons[-1].text})")
     captures = _capture_list(config, resolution.mode, limits, min(_capture_tokens(config, limits, device), most))
     return EnginePlan(
         config=config,
@@ -252,6 +255,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         speculative_tokens=config.num_speculative_tokens,
         cascade=config.cascade_attention,
         batch_invariant=config.batch_invariant,
+        fused_rope=config.fused_rope,
     )
 
 
