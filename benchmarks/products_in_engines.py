@@ -1,13 +1,14 @@
-"""Milliseconds between tokens with sets of product configurations, an engine for each: a test of what
-`sweep_products.py` found, before it becomes a rule.
+"""Milliseconds between tokens with sets of product configurations and of settings, an engine for each: a test of what
+`sweep_products.py` found, before it becomes a rule, or of a setting before it becomes the default.
 
     python benchmarks/products_in_engines.py --model DIR --rows 8 --sets sets.json --cases 4x1k 8x1k --output a.json
 
 DIR needs a config.json only. sets.json has, by the name of a set, configurations as Python has them, by what they are
 for: {"wide": {"product 4096 1024": "FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)"}}, where the numbers are
-outputs and inputs, "silu" stands for gates and ups, and an empty set for what is chosen now; --rows is their class. The
-chain of all kernels that the sweep runs is not the step of an engine: a set that gained 5% there gained 1.3% here, and
-lost 4% with another number of sequences. Sets run in the order given, so name the first one again at the end.
+outputs and inputs, "silu" stands for gates and ups, and an empty set for what is chosen now; --rows is their class.
+{"setting fused_rope": "True"} is a setting of the engine. The chain of all kernels that the sweep runs is not the step
+of an engine: a set that gained 5% there gained 1.3% here, and lost 4% with another number of sequences. Sets run in the
+order given, so name the first one again at the end.
 """
 
 from __future__ import annotations
@@ -33,15 +34,26 @@ from phonograph.kernels.triton.row_tiles import LinearConfig
 KINDS = {kind.__name__: kind for kind in (FewRowsConfig, RingConfig, LinearConfig)}
 
 
-def read_set(name: str, texts: dict[str, str]) -> Settings:
-    """Ends the program where something is unlike what the script's text says."""
-    found: Settings = {}
+def read_set(name: str, texts: dict[str, str]) -> tuple[Settings, dict[str, object]]:
+    """Configurations, and settings of the engine. Ends the program where something is unlike what the script's text
+    says."""
+    products: Settings = {}
+    settings: dict[str, object] = {}
     for what, text in texts.items():
-        match = re.fullmatch(r"(product|silu) (\d+) (\d+)", what)
-        if match is None:
-            raise SystemExit(f"set {name}: {what!r} must be product or silu, then outputs and inputs")
-        found[match[1], (int(match[2]), int(match[3]))] = read_config(name, text)
-    return found
+        if match := re.fullmatch(r"setting (\w+)", what):
+            settings[match[1]] = read_value(name, text)
+        elif match := re.fullmatch(r"(product|silu) (\d+) (\d+)", what):
+            products[match[1], (int(match[2]), int(match[3]))] = read_config(name, text)
+        else:
+            raise SystemExit(f"set {name}: {what!r} must be product or silu, then outputs and inputs, or setting NAME")
+    return products, settings
+
+
+def read_value(name: str, text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise SystemExit(f"set {name}: {text!r} must be a value as Python has it, such as True or 'FULL'") from None
 
 
 def read_config(name: str, text: str) -> ProductConfig | None:
@@ -58,18 +70,21 @@ def read_config(name: str, text: str) -> ProductConfig | None:
     raise SystemExit(f"set {name}: {text!r} must be None or one of {known} with its numbers in order")
 
 
-def measure(model: str, cases: list[DecodeCase], turns: int, device: str) -> dict[str, list[float]]:
+def measure(
+    model: str, cases: list[DecodeCase], turns: int, device: str, settings: dict[str, object]
+) -> dict[str, list[float]]:
     """By case, of one engine, what each turn took."""
     most = max(case.num_seqs for case in cases)
-    llm = LLM(
-        model=model,
-        load_format="dummy",
-        dtype="bfloat16" if device == "cuda" else "float32",
-        device=device,
-        max_num_seqs=most,
-        max_model_len=max(case.length for case in cases),
-        max_cudagraph_capture_size=most,
-    )
+    made: dict[str, object] = {
+        "model": model,
+        "load_format": "dummy",
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "device": device,
+        "max_num_seqs": most,
+        "max_model_len": max(case.length for case in cases),
+        "max_cudagraph_capture_size": most,
+    }
+    llm = LLM(**(made | settings))
     ms: dict[str, list[float]] = {}
     for _ in range(turns):
         for row in bench_decode(llm, cases, lambda *_: None):
@@ -91,11 +106,12 @@ def main() -> None:
     cases = [DecodeCase.parse(case) for case in arguments.cases]
     given: list[tuple[str, dict[str, str]]] = json.loads(arguments.sets.read_text(), object_pairs_hook=list)
     sets = [(name, dict(texts)) for name, texts in given]
-    settings = [read_set(name, texts) for name, texts in sets]
+    read = [read_set(name, texts) for name, texts in sets]
     rows: list[dict[str, Any]] = []
-    for (name, texts), one in zip(sets, settings, strict=True):
-        with applied(one, arguments.rows):
-            rows.append({"set": name, "ms": measure(arguments.model, cases, arguments.turns, arguments.device)})
+    for (name, texts), (products, settings) in zip(sets, read, strict=True):
+        with applied(products, arguments.rows):
+            ms = measure(arguments.model, cases, arguments.turns, arguments.device, settings)
+            rows.append({"set": name, "ms": ms})
         medians = {case: sorted(ms)[len(ms) // 2] for case, ms in rows[-1]["ms"].items()}
         print(f"{len(rows)} of {len(sets)}, {name}: {medians}", flush=True)
         rows[-1]["configurations"] = texts

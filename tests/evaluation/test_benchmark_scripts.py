@@ -57,10 +57,17 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
     named = {"product 4096 1024": f"FewRowsConfig{tuple(wide)}", "silu 3072 1024": "None"}
     before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
-    with script.applied(script.read_set("wide", named), 8):
+    products, settings = script.read_set("wide", named | {"setting fused_rope": "True"})
+    assert settings == {"fused_rope": True}
+    with script.applied(products, 8):
         assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == (wide, None)
     assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == before
-    for what, text in (("product 4096", "None"), ("product 1 2", "FewRows(1)"), ("silu 1 2", "RingConfig(1, x)")):
+    for what, text in (
+        ("product 4096", "None"),
+        ("product 1 2", "FewRows(1)"),
+        ("silu 1 2", "RingConfig(1, x)"),
+        ("setting a", "x"),
+    ):
         with pytest.raises(SystemExit, match="set odd: "):
             script.read_set("odd", {what: text})
 
