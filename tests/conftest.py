@@ -3,7 +3,7 @@
 Triton kernels run in Triton's interpreter where there is no GPU: the variable must be set before triton is imported.
 
 One thread: models this small only lose by sharing their work out (thirty times, beside other busy processes). torch
-reads the variable when it is imported, which no test has done yet.
+and numpy read the variable when they are imported, which no test has done yet.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -38,6 +40,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a product is numpy's, which on some CPUs sums a row by where it stands in the tile."""
+    if torch.cuda.is_available():
+        return
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+        total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+        for index in range(a.shape[-1]):
+            total += a[..., index, None].astype(dtype) * b[..., index, None, :].astype(dtype)
+        return total
+
+    monkeypatch.setattr(np, "matmul", product)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from alone import FEATURES, LLAMA, Sequences, batches, check_real_sizes, unlike
@@ -37,20 +36,6 @@ TINY = AttentionSpec(
 @pytest.fixture(scope="module")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _product(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
-    for index in range(a.shape[-1]):
-        total += a[..., index, None].astype(dtype) * b[..., index, None, :].astype(dtype)
-    return total
-
-
-@pytest.fixture
-def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a product is numpy's, which on some CPUs sums by where a row stands in the tile."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(np, "matmul", _product)
 
 
 @pytest.mark.usefixtures("every_row_alike")

@@ -72,6 +72,7 @@ class Products:
             assert all(torch.equal(a[rows], b) for a, b in zip(every, some, strict=True)), f"{size} of {MOST} rows"
 
 
+@pytest.mark.usefixtures("every_row_alike")
 def test_small_products(device: torch.device) -> None:
     Products(200, 70, torch.float16, device).check([1, 3, 66])
 

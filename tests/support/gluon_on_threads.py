@@ -23,6 +23,8 @@ from triton.runtime.jit import KernelInterface
 
 _PATIENCE = 60.0
 """Seconds that a wait may take; more is a deadlock."""
+_DELAY = 0.0, 1e-4
+"""Seconds that the copy engine takes, at least and at most."""
 _here = threading.local()
 _memory = threading.Lock()
 
@@ -150,7 +152,7 @@ class _Tma:
         height, width = descriptor.block_type.shape
 
         def bring() -> None:
-            time.sleep(random.random() * 1e-4)
+            time.sleep(random.uniform(*_DELAY))
             try:
                 to.values.zero_()
                 found = descriptor.tensor[row : row + height, column : column + width]
