@@ -587,54 +587,63 @@ def _rotate(
     """Queries of a token's row of the projection, normed and rotated, and where its softmax stands before the keys in
     the cache: behind the new key where `key_end` says that it is this program's, which then writes it and its value."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    HALF: tl.constexpr = HEAD_SIZE // 2
     dim = tl.arange(0, WIDTH)
-    there_D = dim < HEAD_SIZE
     # Each element is rotated with its partner, half a head away.
-    partner = tl.where(dim < HEAD_SIZE // 2, dim + HEAD_SIZE // 2, dim - HEAD_SIZE // 2)
-    angle = rotary_PD + (seq_len - 1).to(tl.int64) * HEAD_SIZE + tl.where(dim < HEAD_SIZE // 2, dim, partner)
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
     has_new = (key_end == seq_len) & (seq_len > 0)
-    newest_D = there_D & has_new
-    mask_MD = valid_M[:, None] & there_D[None, :]
-    head_MD = head_M[:, None] * HEAD_SIZE + dim[None, :]
-    with_MD = head_M[:, None] * HEAD_SIZE + partner[None, :]
-    new_head = (HEADS + kv_head) * HEAD_SIZE
+    there_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
+    new_MD = there_MD & has_new
+    # Every row has the angles and the new key: a row of them would be handed around through shared memory, and sums
+    # over a head would cross warps.
+    query_MD = head_M[:, None] * HEAD_SIZE + dim[None, :]
+    query_with_MD = head_M[:, None] * HEAD_SIZE + partner[None, :]
+    key_MD = (head_M * 0 + HEADS + kv_head)[:, None] * HEAD_SIZE + dim[None, :]
+    key_with_MD = (head_M * 0 + HEADS + kv_head)[:, None] * HEAD_SIZE + partner[None, :]
+    position_M = head_M * 0 + tl.maximum(seq_len - 1, 0)
+    angle_MD = rotary_PD + position_M.to(tl.int64)[:, None] * HEAD_SIZE + tl.minimum(dim, partner)[None, :]
     # What the product before this kernel does not write is asked for before the wait.
     slot = tl.load(slot_mapping)
-    cos_D = tl.load(angle, there_D & (seq_len > 0), 0.0)
-    sin_D = tl.load(angle + HEAD_SIZE // 2, there_D & (seq_len > 0), 0.0)
-    sin_D = tl.where(dim < HEAD_SIZE // 2, -sin_D, sin_D)
+    cos_MD = tl.load(angle_MD, there_MD, 0.0)
+    sin_MD = tl.load(angle_MD + HALF, there_MD, 0.0)
+    sin_MD = tl.where((dim < HALF)[None, :], -sin_MD, sin_MD)
     if qk_norm is not None:
-        x_weight_MD = tl.load(qk_norm + head_MD, mask_MD, 0.0)
-        y_weight_MD = tl.load(qk_norm + with_MD, mask_MD, 0.0)
-        x_weight_D = tl.load(qk_norm + new_head + dim, newest_D, 0.0)
-        y_weight_D = tl.load(qk_norm + new_head + partner, newest_D, 0.0)
+        query_weight_MD = tl.load(qk_norm + query_MD, there_MD, 0.0)
+        query_with_weight_MD = tl.load(qk_norm + query_with_MD, there_MD, 0.0)
+        key_weight_MD = tl.load(qk_norm + key_MD, new_MD, 0.0)
+        key_with_weight_MD = tl.load(qk_norm + key_with_MD, new_MD, 0.0)
     if PDL:
         tl_cuda.gdc_wait()
-    x_MD = tl.load(row + head_MD, mask_MD, 0.0)
-    dtype = x_MD.dtype
-    x_MD = x_MD.to(tl.float32)
-    y_MD = tl.load(row + with_MD, mask_MD, 0.0).to(tl.float32)
-    x_D = tl.load(row + new_head + dim, newest_D, 0.0).to(tl.float32)
-    y_D = tl.load(row + new_head + partner, newest_D, 0.0).to(tl.float32)
-    value_D = tl.load(row + new_head + KV_HEADS * HEAD_SIZE + dim, newest_D, 0.0)
+    query = tl.load(row + query_MD, there_MD, 0.0)
+    query_with = tl.load(row + query_with_MD, there_MD, 0.0)
+    key = tl.load(row + key_MD, new_MD, 0.0)
+    key_with = tl.load(row + key_with_MD, new_MD, 0.0)
+    value_D = tl.load(row + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE + dim, (dim < HEAD_SIZE) & has_new, 0.0)
     if qk_norm is not None:
-        inverse_M = tl.rsqrt(tl.sum(x_MD * x_MD, 1) / HEAD_SIZE + eps)[:, None]
-        x_MD = ((x_MD * inverse_M).to(dtype) * x_weight_MD).to(tl.float32)
-        y_MD = ((y_MD * inverse_M).to(dtype) * y_weight_MD).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x_D * x_D, 0) / HEAD_SIZE + eps)
-        x_D = ((x_D * inverse).to(dtype) * x_weight_D).to(tl.float32)
-        y_D = ((y_D * inverse).to(dtype) * y_weight_D).to(tl.float32)
-    query_MD = (x_MD * cos_D[None, :] + y_MD * sin_D[None, :]).to(dtype)
-    key_D = (x_D * cos_D + y_D * sin_D).to(dtype)
-    place = base + (slot // BLOCK_SIZE) * STRIDE_BLOCK + slot % BLOCK_SIZE * STRIDE_SLOT + dim
-    tl.store(place, key_D, newest_D & (slot >= 0))
-    tl.store(place + stride_kv, value_D, newest_D & (slot >= 0))
+        query, query_with = _norm(query, query_with, query_weight_MD, query_with_weight_MD, eps, HEAD_SIZE)
+        key, key_with = _norm(key, key_with, key_weight_MD, key_with_weight_MD, eps, HEAD_SIZE)
+    query = (query.to(tl.float32) * cos_MD + query_with.to(tl.float32) * sin_MD).to(value_D.dtype)
+    key = (key.to(tl.float32) * cos_MD + key_with.to(tl.float32) * sin_MD).to(value_D.dtype)
+    place = base + (slot // BLOCK_SIZE) * STRIDE_BLOCK + slot % BLOCK_SIZE * STRIDE_SLOT
+    first_MD = new_MD & (tl.arange(0, BLOCK_M) == 0)[:, None] & (slot >= 0)
+    tl.store(place + (head_M * 0)[:, None] + dim[None, :], key, first_MD)
+    tl.store(place + stride_kv + dim, value_D, (dim < HEAD_SIZE) & has_new & (slot >= 0))
     # Its weight is 1 as long as no other key has been seen.
-    logit_M = tl.sum(query_MD.to(tl.float32) * key_D.to(tl.float32)[None, :], 1) * factor
+    logit_M = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * factor
     max_M = tl.where(has_new, logit_M, float("-inf"))
     sum_M = tl.zeros([BLOCK_M], tl.float32) + tl.where(has_new, 1.0, 0.0)
     acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32) + value_D.to(tl.float32)[None, :]
-    return query_MD, max_M, sum_M, acc_MD
+    return query, max_M, sum_M, acc_MD
+
+
+@triton.jit
+def _norm(x_MD, with_MD, weight_MD, with_weight_MD, eps, HEAD_SIZE: tl.constexpr):
+    """Rows of heads, and the same half a head on, divided by their root mean square and weighted."""
+    dtype = x_MD.dtype
+    x_MD = x_MD.to(tl.float32)
+    inverse_M = tl.rsqrt(tl.sum(x_MD * x_MD, 1) / HEAD_SIZE + eps)[:, None]
+    x_MD = (x_MD * inverse_M).to(dtype) * weight_MD
+    return x_MD, (with_MD.to(tl.float32) * inverse_M).to(dtype) * with_weight_MD
 
 
 @triton.jit
