@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import json
 import re
 from pathlib import Path
@@ -115,6 +116,8 @@ def main() -> None:
         medians = {case: sorted(ms)[len(ms) // 2] for case, ms in rows[-1]["ms"].items()}
         print(f"{len(rows)} of {len(sets)}, {name}: {medians}", flush=True)
         rows[-1]["configurations"] = texts
+        # The next engine takes its share of what is free.
+        gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     if arguments.output is not None:
