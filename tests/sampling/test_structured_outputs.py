@@ -121,6 +121,16 @@ def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM
         ({"json": {"type": []}}, "'type' is empty"),
         ({"json": {"type": "object", "required": ["a"]}}, "required 'a' must be among the properties"),
         ({"json": {"required": [[]]}}, "required [] must be among the properties"),
+        ({"json": {"type": "integer", "enum": ["a", 2.5]}}, "'enum' has no value of the type 'integer'"),
+        (
+            {"json": {"properties": {"a": {}}, "patternProperties": {"b": {}}}},
+            "'patternProperties' beside 'properties'",
+        ),
+        (
+            {"json": {"propertyNames": {}, "additionalProperties": False}},
+            "'propertyNames' beside 'additionalProperties'",
+        ),
+        ({"json": {"pattern": 5}}, "cannot be compiled"),
         # Of the wrong type: whatever says so, it is the request's error.
         ({"json": {"type": "string", "format": []}}, "cannot be compiled"),
         ({"json": {"allOf": 5}}, "cannot be compiled"),

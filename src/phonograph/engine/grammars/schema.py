@@ -47,6 +47,25 @@ _WHOLE = {"$ref": _NOTES, "anyOf": _NOTES, "oneOf": _NOTES, "allOf": _NOTES} | d
     ("const", "enum"), _NOTES | {"type"}
 )
 """Keywords that the library takes for the whole schema, and what may stand beside them."""
+_ALONE = {
+    "patternProperties": ("properties",),
+    "propertyNames": ("properties", "patternProperties", "additionalProperties"),
+}
+"""Keywords that the library drops where one of these stands beside them."""
+_TYPE_OF = {
+    keyword: kind
+    for kind, keywords in (
+        ("string", "pattern format minLength maxLength"),
+        ("number", "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"),
+        ("array", "items prefixItems additionalItems minItems maxItems"),
+        (
+            "object",
+            "properties patternProperties additionalProperties propertyNames required minProperties maxProperties",
+        ),
+    )
+    for keyword in keywords.split()
+}
+"""The type of values that a keyword says something of."""
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])"
 _DAYS = (
     "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])",
@@ -85,6 +104,14 @@ def refusal(value: Any) -> str | None:
         reference = schema.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             return f"the reference {reference!r} leads elsewhere; put what it means into $defs"
+        for key, others in _ALONE.items():
+            # True says nothing.
+            beside = next((one for one in others if schema.get(one, True) is not True), None)
+            if key in schema and beside is not None:
+                return f"{key!r} beside {beside!r} cannot be held by a grammar"
+        chosen = next((key for key in ("const", "enum") if key in schema and "type" in schema), None)
+        if chosen is not None and not _left_of(schema, chosen):
+            return f"{chosen!r} has no value of the type {schema['type']!r}"
         empty = next((key for key in ("type", "anyOf", "oneOf", "allOf") if schema.get(key) == []), None)
         if empty is not None:
             return f"{empty!r} is empty"
@@ -102,12 +129,41 @@ def refusal(value: Any) -> str | None:
 
 
 def narrow(value: Any) -> None:
-    """Puts patterns for formats that the library takes too widely into a schema: leading zeros, a 30th of February."""
+    """Makes of a schema, in place, one that the library does not take too widely.
+
+    Keywords without a type say nothing of values of other types, and the library drops most of them then: such a schema
+    gets the type that they are of, or all of these. Of constants those stay that are of the type beside them. Some
+    formats become patterns: leading zeros, a 30th of February.
+    """
     for schema, _ in _schemas(value, 0):
+        kinds = sorted({_TYPE_OF[key] for key in schema if key in _TYPE_OF})
+        if kinds and "type" not in schema:
+            schema["type"] = kinds[0] if len(kinds) == 1 else kinds
+        for key in ("const", "enum"):
+            if key in schema and "type" in schema:
+                left = _left_of(schema, key)
+                del schema["type"]
+                schema[key] = left[0] if key == "const" else left
         form = schema.get("format")
         if schema.get("type") == "string" and isinstance(form, str) and form in _PATTERNS and "pattern" not in schema:
             del schema["format"]
             schema["pattern"] = _PATTERNS[form]
+
+
+def _left_of(schema: dict[str, Any], key: str) -> list[Any]:
+    """The values of `const` or `enum` that are of the schema's type."""
+    values = [schema[key]] if key == "const" else schema[key]
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return [one for one in values if _kinds_of(one) & {*map(str, kinds)}] if isinstance(values, list) else []
+
+
+def _kinds_of(value: Any) -> set[str]:
+    """The types of JSON Schema that a value is of."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {{str: "string", list: "array", dict: "object", type(None): "null"}[type(value)]}
 
 
 def _schemas(value: Any, depth: int) -> Iterator[tuple[dict[str, Any], int]]:
