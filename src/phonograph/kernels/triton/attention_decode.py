@@ -598,10 +598,10 @@ def _rotate(
     # over a head would cross warps.
     query_MD = head_M[:, None] * HEAD_SIZE + dim[None, :]
     query_with_MD = head_M[:, None] * HEAD_SIZE + partner[None, :]
-    key_MD = (head_M * 0 + HEADS + kv_head)[:, None] * HEAD_SIZE + dim[None, :]
-    key_with_MD = (head_M * 0 + HEADS + kv_head)[:, None] * HEAD_SIZE + partner[None, :]
-    position_M = head_M * 0 + tl.maximum(seq_len - 1, 0)
-    angle_MD = rotary_PD + position_M.to(tl.int64)[:, None] * HEAD_SIZE + tl.minimum(dim, partner)[None, :]
+    key_MD = tl.broadcast_to(((HEADS + kv_head) * HEAD_SIZE + dim)[None, :], (BLOCK_M, WIDTH))
+    key_with_MD = tl.broadcast_to(((HEADS + kv_head) * HEAD_SIZE + partner)[None, :], (BLOCK_M, WIDTH))
+    angle_D = rotary_PD + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + tl.minimum(dim, partner)
+    angle_MD = tl.broadcast_to(angle_D[None, :], (BLOCK_M, WIDTH))
     # What the product before this kernel does not write is asked for before the wait.
     slot = tl.load(slot_mapping)
     cos_MD = tl.load(angle_MD, there_MD, 0.0)
@@ -626,7 +626,7 @@ def _rotate(
     key = (key.to(tl.float32) * cos_MD + key_with.to(tl.float32) * sin_MD).to(value_D.dtype)
     place = base + (slot // BLOCK_SIZE) * STRIDE_BLOCK + slot % BLOCK_SIZE * STRIDE_SLOT
     first_MD = new_MD & (tl.arange(0, BLOCK_M) == 0)[:, None] & (slot >= 0)
-    tl.store(place + (head_M * 0)[:, None] + dim[None, :], key, first_MD)
+    tl.store(tl.broadcast_to((place + dim)[None, :], (BLOCK_M, WIDTH)), key, first_MD)
     tl.store(place + stride_kv + dim, value_D, (dim < HEAD_SIZE) & has_new & (slot >= 0))
     # Its weight is 1 as long as no other key has been seen.
     logit_M = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * factor
