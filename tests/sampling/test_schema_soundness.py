@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -16,6 +17,8 @@ from phonograph.engine.grammars.schema import narrow, refusal
 
 xgrammar = pytest.importorskip("xgrammar")
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+"""pydantic's pattern of a decimal number as a string"""
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 # fmt: off
 VALUES: list[Any] = [
@@ -35,7 +38,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
         )
 
     keywords: dict[str, Callable[[], Any]] = {
-        "pattern": lambda: rng.choice(["^a$", "^[ab]+$", "a", "^a"]),
+        "pattern": lambda: rng.choice(["^a$", "^[ab]+$", "a", "^a", "^(?=a)", "(?<!b)a", r"\(?=", "[(?=]", DECIMAL]),
         "minLength": lambda: rng.randint(0, 3),
         "maxLength": lambda: rng.randint(0, 3),
         "minimum": lambda: rng.choice([0, 1, 3, 2.5, -2]),
@@ -94,3 +97,12 @@ def test_no_grammar_is_wider_than_its_schema(seed: int) -> None:
                 taken += 1
                 assert validator.is_valid(value), f"{schema} as {narrowed} takes {value!r}"
     assert taken > 2000
+
+
+def test_decimals_as_pydantic_writes_them() -> None:
+    schema = {"pattern": DECIMAL}
+    assert refusal(schema) is None
+    narrow(schema)
+    assert schema["type"] == "string" and schema["pattern"] != DECIMAL
+    for text in ("0", "-1", "+12.50", ".5", "5.", "007", "", "-", ".", "+.", "1.2.3", "a", "1e5", "--1", "1-"):
+        assert bool(re.search(schema["pattern"], text)) == bool(re.search(DECIMAL, text)), text

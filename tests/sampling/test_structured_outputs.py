@@ -131,6 +131,8 @@ def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM
             "'propertyNames' beside 'additionalProperties'",
         ),
         ({"json": {"pattern": 5}}, "cannot be compiled"),
+        ({"json": {"type": "string", "pattern": "^(?=a)"}}, "looks ahead"),
+        ({"json": {"type": "object", "patternProperties": {"(?<!a)b": {}}}}, "looks ahead or back"),
         # Of the wrong type: whatever says so, it is the request's error.
         ({"json": {"type": "string", "format": []}}, "cannot be compiled"),
         ({"json": {"allOf": 5}}, "cannot be compiled"),
