@@ -99,6 +99,12 @@ def test_no_grammar_is_wider_than_its_schema(seed: int) -> None:
     assert taken > 2000
 
 
+def test_dictionaries_as_pydantic_writes_them() -> None:
+    named = {"type": "object", "additionalProperties": {"type": "integer"}, "propertyNames": {"minLength": 2}}
+    matching = {"type": "object", "properties": {}, "patternProperties": {"^a": {"type": "integer"}}}
+    assert refusal({"type": "object", "properties": {"named": named, "matching": matching}}) is None
+
+
 def test_decimals_as_pydantic_writes_them() -> None:
     schema = {"pattern": DECIMAL}
     assert refusal(schema) is None

@@ -50,11 +50,6 @@ _WHOLE = {"$ref": _NOTES, "anyOf": _NOTES, "oneOf": _NOTES, "allOf": _NOTES} | d
     ("const", "enum"), _NOTES | {"type"}
 )
 """Keywords that the library takes for the whole schema, and what may stand beside them."""
-_ALONE = {
-    "patternProperties": ("properties",),
-    "propertyNames": ("properties", "patternProperties", "additionalProperties"),
-}
-"""Keywords that the library drops where one of these stands beside them."""
 _TYPE_OF = {
     keyword: kind
     for kind, keywords in (
@@ -110,11 +105,11 @@ def refusal(value: Any) -> str | None:
         reference = schema.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             return f"the reference {reference!r} leads elsewhere; put what it means into $defs"
-        for key, others in _ALONE.items():
-            # True says nothing.
-            beside = next((one for one in others if schema.get(one, True) is not True), None)
-            if key in schema and beside is not None:
-                return f"{key!r} beside {beside!r} cannot be held by a grammar"
+        names = next((key for key in ("patternProperties", "propertyNames") if key in schema), None)
+        if names is not None and schema.get("properties"):
+            return f"{names!r} beside 'properties' cannot be held by a grammar"
+        if "propertyNames" in schema and schema.get("additionalProperties") is False:
+            return "'propertyNames' beside 'additionalProperties': false cannot be held by a grammar"
         chosen = next((key for key in ("const", "enum") if key in schema and "type" in schema), None)
         if chosen is not None and not _left_of(schema, chosen):
             return f"{chosen!r} has no value of the type {schema['type']!r}"
