@@ -112,10 +112,9 @@ def main() -> None:
     for (name, texts), (products, settings) in zip(sets, read, strict=True):
         with applied(products, arguments.rows):
             ms = measure(arguments.model, cases, arguments.turns, arguments.device, settings)
-            rows.append({"set": name, "ms": ms})
-        medians = {case: sorted(ms)[len(ms) // 2] for case, ms in rows[-1]["ms"].items()}
+        rows.append({"set": name, "ms": ms, "configurations": texts})
+        medians = {case: sorted(turns)[len(turns) // 2] for case, turns in ms.items()}
         print(f"{len(rows)} of {len(sets)}, {name}: {medians}", flush=True)
-        rows[-1]["configurations"] = texts
         # The next engine takes its share of what is free.
         gc.collect()
         if arguments.device == "cuda":

@@ -122,9 +122,9 @@ def test_a_whole_engine(
     rotating = Counter[int]()
     forward = TritonBackend.forward_rotating
 
-    def counted(self: Any, layer: AttentionLayer, qkv_TF: torch.Tensor, *rest: Any) -> None:
-        rotating[len(qkv_TF)] += 1
-        forward(self, layer, qkv_TF, *rest)
+    def counted(self: Any, layer: AttentionLayer, query_THD: torch.Tensor, *rest: Any) -> None:
+        rotating[len(query_THD)] += 1
+        forward(self, layer, query_THD, *rest)
 
     monkeypatch.setattr(TritonBackend, "forward_rotating", counted)
     session, counts = start(tmp_path, fused_rope=fused_rope)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from decode_problem import NAN, Case, Problem, RotatingProblem
+from decode_problem import NAN, ONES, Case, Problem, RotatingProblem
 from triton.language.extra import cuda as tl_cuda
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (1, 128), (0, 0))
@@ -54,7 +54,6 @@ def test_one_plan_serves_any_batch(device: torch.device) -> None:
         RotatingProblem(replace(BASE, batch=batch), device).check(plan)
 
 
-ONES = tuple((1, 1 + 613 * index % 2500) for index in range(70)) + ((0, 0),) * 5
 FEW = ((1, 1), (1, 16), (1, 127), (1, 128), (1, 129), (1, 4096), (1, 30000))
 
 

@@ -246,14 +246,14 @@ class AttentionBackend(ABC):
     def forward_rotating(
         self,
         layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
+        query_THD: torch.Tensor,
         rotation: Rotation,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         out_THD: torch.Tensor,
     ) -> None:
-        """`forward` from the fused projection [T, (H + 2K) * D], queries, keys, values: norms and rotates queries and
-        new keys, and writes these and the values to their slots.
+        """`forward` from the fused projection [T, (H + 2K) * D] as it is: norms and rotates queries and new keys, and
+        writes these and the values to their slots. `query_THD` is the head of its rows; keys and values stand behind.
 
         Sequences run beside each other, so none may see another's new token. (None does: blocks are shared when they
         are full, and those that a batch of single tokens fills are found in the next step.)

@@ -133,15 +133,13 @@ class TritonBackend(GpuBackend):
     def forward_rotating(
         self,
         layer: AttentionLayer,
-        qkv_TF: torch.Tensor,
+        query_THD: torch.Tensor,
         rotation: Rotation,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         out_THD: torch.Tensor,
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
-        num_tokens, num_heads, head_size = out_THD.shape
-        query_THD = qkv_TF.as_strided((num_tokens, num_heads, head_size), (qkv_TF.stride(0), head_size, 1))
         self._attend_short(layer, query_THD, kv_cache, metadata, out_THD, None, rotation)
 
     def forward(

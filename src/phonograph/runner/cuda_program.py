@@ -133,6 +133,10 @@ class CudaStepProgram:
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
         spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
         num_tokens = qkv_TF.shape[0]
+        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
+        query_THD = qkv_TF.as_strided(
+            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
+        )
         out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
         qk_norm = self.model.decoder.layers[index].qk_norm
         metadata = self.metadata
@@ -145,7 +149,7 @@ class CudaStepProgram:
                 qk_norm=qk_norm,
                 eps=spec.rms_norm_eps,
             )
-            self._backend.forward_rotating(layer, qkv_TF, rotation, self._kv_caches[index], metadata, out_THD)
+            self._backend.forward_rotating(layer, query_THD, rotation, self._kv_caches[index], metadata, out_THD)
             return
         rope_and_write_kv(
             qkv_TF,
@@ -161,10 +165,6 @@ class CudaStepProgram:
             v_scale=layer.v_scale,
             clear_TF=None if self._backend.clears_padding else out_TF,
             batch_invariant=self._batch_invariant,
-        )
-        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
-        query_THD = qkv_TF.as_strided(
-            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
         )
         if pieces:
             self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)

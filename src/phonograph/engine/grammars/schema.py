@@ -53,15 +53,13 @@ _WHOLE = {"$ref": _NOTES, "anyOf": _NOTES, "oneOf": _NOTES, "allOf": _NOTES} | d
 _TYPE_OF = {
     keyword: kind
     for kind, keywords in (
-        ("string", "pattern format minLength maxLength"),
-        ("number", "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"),
-        ("array", "items prefixItems additionalItems minItems maxItems"),
-        (
-            "object",
-            "properties patternProperties additionalProperties propertyNames required minProperties maxProperties",
-        ),
+        ("string", ("pattern", "format", "minLength", "maxLength")),
+        ("number", (*_BOUNDS, "multipleOf")),
+        ("array", ("items", "prefixItems", "additionalItems", "minItems", "maxItems")),
+        ("object", ("properties", "patternProperties", "additionalProperties", "propertyNames")),
+        ("object", ("required", "minProperties", "maxProperties")),
     )
-    for keyword in keywords.split()
+    for keyword in keywords
 }
 """The type of values that a keyword says something of."""
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])"

@@ -39,6 +39,7 @@ from phonograph.kernels.triton.attention_plan import (
 )
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.pdl import pdl_usable, pdl_wait_if
+from phonograph.kernels.triton.rope_kv import slot_place
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -492,7 +493,7 @@ def _segment(
             if key == first_key:
                 query_MD, max_M, sum_M, acc_MD = _rotate(
                     query, base, slot_mapping + query_start, rotary_PD, qk_norm, stride_kv, factor * _LOG2_E, eps,
-                    seq_len, key_end, kv_head, head_M, valid_M,
+                    seq_len, key_end, kv_head, head_M, mask_MD,
                     KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, BLOCK_M, PDL,
                 )  # fmt: skip
         logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).trans(), input_precision="ieee")
@@ -573,7 +574,7 @@ def _rotate(
     key_end,
     kv_head,
     head_M,
-    valid_M,
+    mask_MD,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -592,8 +593,8 @@ def _rotate(
     # Each element is rotated with its partner, half a head away.
     partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
     has_new = (key_end == seq_len) & (seq_len > 0)
-    there_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-    new_MD = there_MD & has_new
+    new_MD = mask_MD & has_new
+    new_D = (dim < HEAD_SIZE) & has_new
     # Every row has the angles and the new key: a row of them would be handed around through shared memory, and sums
     # over a head would cross warps.
     query_MD = head_M[:, None] * HEAD_SIZE + dim[None, :]
@@ -604,30 +605,30 @@ def _rotate(
     angle_MD = tl.broadcast_to(angle_D[None, :], (BLOCK_M, WIDTH))
     # What the product before this kernel does not write is asked for before the wait.
     slot = tl.load(slot_mapping)
-    cos_MD = tl.load(angle_MD, there_MD, 0.0)
-    sin_MD = tl.load(angle_MD + HALF, there_MD, 0.0)
+    cos_MD = tl.load(angle_MD, mask_MD, 0.0)
+    sin_MD = tl.load(angle_MD + HALF, mask_MD, 0.0)
     sin_MD = tl.where((dim < HALF)[None, :], -sin_MD, sin_MD)
     if qk_norm is not None:
-        query_weight_MD = tl.load(qk_norm + query_MD, there_MD, 0.0)
-        query_with_weight_MD = tl.load(qk_norm + query_with_MD, there_MD, 0.0)
+        query_weight_MD = tl.load(qk_norm + query_MD, mask_MD, 0.0)
+        query_with_weight_MD = tl.load(qk_norm + query_with_MD, mask_MD, 0.0)
         key_weight_MD = tl.load(qk_norm + key_MD, new_MD, 0.0)
         key_with_weight_MD = tl.load(qk_norm + key_with_MD, new_MD, 0.0)
     if PDL:
         tl_cuda.gdc_wait()
-    query = tl.load(row + query_MD, there_MD, 0.0)
-    query_with = tl.load(row + query_with_MD, there_MD, 0.0)
+    query = tl.load(row + query_MD, mask_MD, 0.0)
+    query_with = tl.load(row + query_with_MD, mask_MD, 0.0)
     key = tl.load(row + key_MD, new_MD, 0.0)
     key_with = tl.load(row + key_with_MD, new_MD, 0.0)
-    value_D = tl.load(row + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE + dim, (dim < HEAD_SIZE) & has_new, 0.0)
+    value_D = tl.load(row + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE + dim, new_D, 0.0)
     if qk_norm is not None:
         query, query_with = _norm(query, query_with, query_weight_MD, query_with_weight_MD, eps, HEAD_SIZE)
         key, key_with = _norm(key, key_with, key_weight_MD, key_with_weight_MD, eps, HEAD_SIZE)
     query = (query.to(tl.float32) * cos_MD + query_with.to(tl.float32) * sin_MD).to(value_D.dtype)
     key = (key.to(tl.float32) * cos_MD + key_with.to(tl.float32) * sin_MD).to(value_D.dtype)
-    place = base + (slot // BLOCK_SIZE) * STRIDE_BLOCK + slot % BLOCK_SIZE * STRIDE_SLOT
+    place = slot_place(base, slot, BLOCK_SIZE, STRIDE_BLOCK, STRIDE_SLOT)
     first_MD = new_MD & (tl.arange(0, BLOCK_M) == 0)[:, None] & (slot >= 0)
     tl.store(tl.broadcast_to((place + dim)[None, :], (BLOCK_M, WIDTH)), key, first_MD)
-    tl.store(place + stride_kv + dim, value_D, (dim < HEAD_SIZE) & has_new & (slot >= 0))
+    tl.store(place + stride_kv + dim, value_D, new_D & (slot >= 0))
     # Its weight is 1 as long as no other key has been seen.
     logit_M = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * factor
     max_M = tl.where(has_new, logit_M, float("-inf"))
