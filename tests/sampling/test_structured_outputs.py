@@ -105,7 +105,9 @@ def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM
 @pytest.mark.parametrize(
     ("structured", "says"),
     [
-        ({"regex": "a("}, "cannot be compiled"),
+        ({"regex": "a("}, "not closed"),
+        ({"regex": "a$b"}, "before its end"),
+        ({"json": {"pattern": "a$b"}}, "before its end"),
         ({"grammar": 'root ::= "a'}, "cannot be compiled"),
         ({"json": {"type": "nope"}}, "nope"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from phonograph.engine.grammars.patterns import PatternError, rewritten
 from phonograph.engine.grammars.schema import narrow, refusal
 from phonograph.engine.grammars.worker import Done, Job, receive, send
 from phonograph.engine.tokenizer import Tokenizer
@@ -104,7 +105,7 @@ class GrammarCompiler:
             raise RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}") from error
 
     def _compile_now(self, job: Job) -> Grammar:
-        source = _for_the_library(job.source) if job.kind == "json" else job.source
+        source = _for_the_library(job)
         vocabulary = self._known_vocabulary()
         worker = self._workers.get()
         try:
@@ -135,16 +136,23 @@ class GrammarCompiler:
         self._sizes.pop(job, None)
 
 
-def _for_the_library(schema: str) -> str:
-    """A JSON schema as the library should read it.
+def _for_the_library(job: Job) -> str:
+    """A job's source as the library should read it.
 
     Raises:
         RequestError: no grammar can hold it.
     """
-    value = json.loads(schema)
+    if job.kind == "regex":
+        try:
+            return rewritten(job.source, in_json=False)
+        except PatternError as error:
+            raise RequestError("regex", shortened(job.source), str(error)) from None
+    if job.kind != "json":
+        return job.source
+    value = json.loads(job.source)
     problem = refusal(value)
     if problem is not None:
-        raise RequestError("json", shortened(schema), problem)
+        raise RequestError("json", shortened(job.source), problem)
     narrow(value)
     return json.dumps(value, ensure_ascii=False)
 

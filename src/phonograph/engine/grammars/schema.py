@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from phonograph.engine.grammars.patterns import PatternError, rewritten
 from phonograph.errors import shortened
 
 REFUSED = frozenset(
@@ -74,7 +74,6 @@ _PATTERNS = {
 }
 _SAME = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"}
 """Patterns that many programs send (this one is pydantic's of a Decimal), and what they mean without looking ahead."""
-_LOOKAROUND = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(\(\?<?[=!])", re.DOTALL)
 MAX_DEPTH = 200
 
 
@@ -122,8 +121,10 @@ def refusal(value: Any) -> str | None:
         if "multipleOf" in schema and (schema.get("type") != "integer" or any(key in schema for key in _BOUNDS)):
             return "multipleOf can be held by a grammar for integers without bounds only"
         for pattern in _patterns(schema):
-            if any(match[1] for match in _LOOKAROUND.finditer(pattern)):
-                return f"the pattern {shortened(pattern)} looks ahead or back, which cannot be held by a grammar"
+            try:
+                rewritten(pattern, in_json=True)
+            except PatternError as error:
+                return f"the pattern {shortened(pattern)} {error}"
         texts = [key for key in ("pattern", "format") if key in schema]
         if texts and ("minLength" in schema or "maxLength" in schema):
             return f"{texts[0]} and a length exclude each other; write the length into the pattern, as {{1,10}}"
@@ -135,7 +136,7 @@ def narrow(value: Any) -> None:
 
     Keywords without a type say nothing of values of other types, and the library drops most of them then: such a schema
     gets the type that they are of, or all of these. Of constants those stay that are of the type beside them. Some
-    formats become patterns (leading zeros, a 30th of February), and some patterns others that mean the same.
+    formats become patterns (leading zeros, a 30th of February), and patterns others that mean the same.
     """
     for schema, _ in _schemas(value, 0):
         kinds = sorted({_TYPE_OF[key] for key in schema if key in _TYPE_OF})
@@ -147,7 +148,10 @@ def narrow(value: Any) -> None:
                 del schema["type"]
                 schema[key] = left[0] if key == "const" else left
         if isinstance(pattern := schema.get("pattern"), str):
-            schema["pattern"] = _SAME.get(pattern, pattern)
+            schema["pattern"] = rewritten(_SAME.get(pattern, pattern), in_json=True)
+        named = schema.get("patternProperties")
+        if isinstance(named, dict):
+            schema["patternProperties"] = {rewritten(name, in_json=True): inner for name, inner in named.items()}
         form = schema.get("format")
         if schema.get("type") == "string" and isinstance(form, str) and form in _PATTERNS and "pattern" not in schema:
             del schema["format"]
