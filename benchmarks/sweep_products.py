@@ -31,7 +31,6 @@ import torch
 
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.rotation import Rotation
 from phonograph.kernels.triton import product_rules
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig
@@ -57,12 +56,9 @@ Settings = dict[tuple[str, Shape], ProductConfig | None]
 
 
 class Chain:
-    """The decoder of a model, captured for one number of rows: of sequences of `context` tokens.
+    """The decoder of a model, captured for one number of rows: of sequences of `context` tokens."""
 
-    fused_rope: attention takes the projection as it is
-    """
-
-    def __init__(self, model: str, rows: int, context: int, *, fused_rope: bool = False) -> None:
+    def __init__(self, model: str, rows: int, context: int) -> None:
         llm = LLM(
             model=model,
             load_format="dummy",
@@ -79,7 +75,6 @@ class Chain:
         device = torch.device("cuda")
         self.ids = torch.arange(rows, device=device, dtype=torch.int32)
         self._rows = rows
-        self._fused_rope = fused_rope
         self._spec = spec = llm.plan.model
         blocks = -(-context // BLOCK)
         shape = (2, rows * blocks, BLOCK, spec.num_kv_heads, spec.head_size)
@@ -89,9 +84,9 @@ class Chain:
         self._table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._lens = torch.full((rows,), context, dtype=torch.int32, device=device)
-        # The model's own ends sooner.
-        self._rotary_PD = self.decoder.decoder.rotary_table(context, torch.float32)
-        self._positions = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
+        # Every row's last token, at a position that the model has angles for.
+        position = min(context, self.decoder.rotary_PD.shape[0]) - 1
+        self._positions = torch.full((rows,), position, dtype=torch.int64, device=device)
         self._slots = torch.arange(rows, dtype=torch.int64, device=device) * (blocks * BLOCK) + context - 1
         self._plan = make_decode_plan(
             num_query_heads=spec.num_query_heads,
@@ -116,24 +111,19 @@ class Chain:
 
     def attend(self, index: int, projection: torch.Tensor, out: torch.Tensor) -> None:
         heads = self._spec.num_query_heads, self._spec.head_size
-        qk_norm, eps = self.decoder.decoder.layers[index].qk_norm, self._spec.rms_norm_eps
-        rotation = None
-        if self._fused_rope:
-            rotation = Rotation(slot_mapping_T=self._slots, rotary_PD=self._rotary_PD, qk_norm=qk_norm, eps=eps)
-        else:
-            rope_and_write_kv(
-                projection,
-                self._positions,
-                self._rotary_PD,
-                self._caches[index],
-                self._slots,
-                num_query_heads=heads[0],
-                num_kv_heads=self._spec.num_kv_heads,
-                qk_norm=qk_norm,
-                eps=eps,
-                k_scale=None,
-                v_scale=None,
-            )
+        rope_and_write_kv(
+            projection,
+            self._positions,
+            self.decoder.rotary_PD,
+            self._caches[index],
+            self._slots,
+            num_query_heads=heads[0],
+            num_kv_heads=self._spec.num_kv_heads,
+            qk_norm=self.decoder.decoder.layers[index].qk_norm,
+            eps=self._spec.rms_norm_eps,
+            k_scale=None,
+            v_scale=None,
+        )
         decode_attention(
             self._plan,
             projection[:, : heads[0] * heads[1]].unflatten(1, heads),
@@ -151,7 +141,6 @@ class Chain:
             k_scale=None,
             v_scale=None,
             causal=True,
-            rotation=rotation,
         )
 
     def compile(self, settings: list[Settings], rows_class: int) -> None:
@@ -350,8 +339,7 @@ def search(
 
 def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """One number of rows: the products in the order of the chain, then the activation."""
-    chain = Chain(model, rows, options.context, fused_rope=options.fused_rope)
-    rows_class = product_rules.rows_class(rows)
+    chain, rows_class = Chain(model, rows, options.context), product_rules.rows_class(rows)
     keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
     keys["activation"] = "silu", chain.silu_shape
     kinds: dict[str, Trials] = {
@@ -406,7 +394,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.2, help="that each finalist runs")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
-    parser.add_argument("--fused-rope", action="store_true", help="attention norms, rotates and writes keys itself")
     parser.add_argument("--most", type=int, default=60, help="configurations through registers of a product")
     parser.add_argument("--layers", type=int, default=10, help="in the graphs that are compared")
     parser.add_argument("--output", type=Path)

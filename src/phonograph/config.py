@@ -87,10 +87,6 @@ class EngineConfig(Settings):
         default=False,
         description="A request's tokens are the same, bit by bit, whatever runs beside it; slower, and on a GPU only.",
     )
-    fused_rope: values.Flag = Field(
-        default=False,
-        description="Decodes' attention norms, rotates and writes new keys itself; Triton's, and not measured yet.",
-    )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )
@@ -166,13 +162,6 @@ class EngineConfig(Settings):
                 "cascade_attention",
                 "batch_invariant",
                 "a cascade is there for what requests share; give one of them",
-            )
-        if self.fused_rope and self.batch_invariant:
-            raise _contradiction(
-                self,
-                "fused_rope",
-                "batch_invariant",
-                "one kernel for queries of all lengths takes them rotated; give one of them",
             )
         if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
             raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")

@@ -177,8 +177,7 @@ class Scheduler:
             query_len = min(request.num_tokens - context, budget)
             budget -= query_len
             request.num_computed = context + query_len
-            if query_len > 1:
-                self._publish(request)  # what single tokens fill is found from the next step on (`CacheManager`)
+            self._publish(request)
             complete = request.num_computed == request.num_tokens
             if complete:
                 self._prefilling = None

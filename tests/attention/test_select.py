@@ -157,30 +157,6 @@ def test_batch_invariance_is_borne_by_those_who_say_so() -> None:
     assert not select(None, None, HALF, H100).rejected
 
 
-def test_only_our_kernels_rotate() -> None:
-    spec = replace(HALF, fused_rope=True)
-    assert select(None, None, spec, H100).capabilities.label == "triton"
-    for asked, version in (("flash_attn", "3"), ("flashinfer", None), ("prefill=flash_attn,decode=triton", None)):
-        with pytest.raises(BackendError, match="fused_rope; it takes queries that are rotated.*Would serve: triton"):
-            select(asked, version, spec, H100)
-    for changes, why in (
-        ({"kv_cache_dtype": "float8_e4m3fn"}, "a KV cache of float8_e4m3fn; it writes keys as they are"),
-        ({"softcap": 30.0}, "softcap"),
-        ({"alibi": True}, "ALiBi"),
-        ({"batch_invariant": True}, "batch_invariant; the kernel for all lengths"),
-        ({"speculative_tokens": 2}, "draft tokens; it rotates single tokens"),
-        ({"num_query_heads": 33, "num_kv_heads": 1}, "33 query heads for each KV head; 32 or fewer do"),
-        ({"num_query_heads": 32, "num_kv_heads": 1, "head_size": 256}, ""),
-    ):
-        if why:
-            with pytest.raises(BackendError, match=f"triton refuses: .*fused_rope with {why}"):
-                select("triton", None, replace(spec, **changes), H100)
-        else:
-            assert select("triton", None, replace(spec, **changes), H100).capabilities.label == "triton"
-    with pytest.raises(BackendError, match="cascade attention with fused_rope; prefix and suffixes"):
-        select("triton", None, replace(spec, cascade=True), H100)
-
-
 def test_a_backend_that_says_nothing_of_batch_invariance_does_not_bear_it() -> None:
     spec = replace(FLOAT, batch_invariant=True)
     with pytest.raises(BackendError, match="other refuses: batch_invariant; it does not say"):

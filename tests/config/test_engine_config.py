@@ -144,10 +144,6 @@ def test_the_model_must_be_given() -> None:
             {"cascade_attention": True, "batch_invariant": True},
             ("cascade_attention=True", "batch_invariant=True", "give one of them"),
         ),
-        (
-            {"fused_rope": True, "batch_invariant": True},
-            ("fused_rope=True", "batch_invariant=True", "give one of them"),
-        ),
         ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ("max_num_batched_tokens=7", "max_num_seqs=8", "8 or more")),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -55,16 +54,15 @@ def full() -> LLM:
 def test_answers_agree_with_the_cpu_and_between_modes(full: LLM) -> None:
     cpu = LLM(model="demo", device="cpu", cudagraph_mode="NONE", max_num_seqs=16)
     wanted = cpu.generate(questions(cpu), GREEDY)
-    for mode in [*MODES, "FULL with fused_rope"]:
-        settings: dict[str, Any] = {"cudagraph_mode": mode} if mode in MODES else {"fused_rope": True}
-        llm = full if mode == "FULL" else make_llm(**settings)
+    for mode in MODES:
+        llm = full if mode == "FULL" else make_llm(cudagraph_mode=mode)
         same = same_beginnings(llm.generate(questions(llm), GREEDY), wanted, 12)
         assert same >= 37, f"{mode}: {same} of 40 answers as on the CPU in float32"
 
 
-@pytest.mark.parametrize("settings", [{}, {"fused_rope": True}, {"cudagraph_mode": "FULL_AND_PIECEWISE"}], ids=str)
-def test_every_graph_equals_eager_bit_by_bit(settings: dict[str, Any], full: LLM) -> None:
-    llm = make_llm(**settings) if settings else full
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_every_graph_equals_eager_bit_by_bit(mode: str, full: LLM) -> None:
+    llm = full if mode == "FULL" else make_llm(cudagraph_mode=mode)
     report = llm.verify(num_replays=300)
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
     assert set(report.replays) == set(llm.plan.captures.largest_first())

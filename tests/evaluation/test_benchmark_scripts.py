@@ -57,8 +57,8 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
     named = {"product 4096 1024": f"FewRowsConfig{tuple(wide)}", "silu 3072 1024": "None"}
     before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
-    products, settings = script.read_set("wide", named | {"setting fused_rope": "True"})
-    assert settings == {"fused_rope": True}
+    products, settings = script.read_set("wide", named | {"setting enable_prefix_caching": "False"})
+    assert settings == {"enable_prefix_caching": False}
     with script.applied(products, 8):
         assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == (wide, None)
     assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == before

@@ -4,8 +4,8 @@ ptxas 12.8 got one of ours wrong: where two products of the tensor cores read sh
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
 run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those that read what
-nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and that
-have something brought to shared memory ("ask"): of products through a ring, and of attention that rotates.
+nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and, of
+products through a ring, that have the copy engine bring something ("ask").
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import prefill_problem
 import torch
 import triton
-from decode_problem import Case, Problem, RotatingProblem
+from decode_problem import Case, Problem
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -77,7 +76,7 @@ class Hopper(DriverBase):
 
 def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
     """How many instructions there are, those that read a uniform register that none before them writes, and those of
-    programmatic dependent launch, with `asks` those of asynchronous copies among them."""
+    programmatic dependent launch, with `asks` those of the copy engine among them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -86,7 +85,7 @@ def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
         ).stdout
     lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
     written, unwritten = {_ZERO}, list[str]()
-    words = {"PREEXIT": "let", "ACQBULK": "wait"} | ({"UTMALDG": "ask", "LDGSTS": "ask"} if asks else {})
+    words = {"PREEXIT": "let", "ACQBULK": "wait"} | ({"UTMALDG": "ask"} if asks else {})
     launches = [words[found[0]] for line in lines if (found := re.search("|".join(words), line))]
     for line in lines:
         match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
@@ -139,13 +138,6 @@ def main() -> None:
         name = str(case)
         problem = Problem(case, torch.device("cpu"))
         problem.run(problem.plan())
-    for heads in (16, 32):
-        case = replace(
-            drafts, batch=((1, 30), (1, 90)), num_query_heads=heads, num_kv_heads=8, max_query_len=1, lse=False
-        )
-        name = f"rotating {heads}"
-        rotating = RotatingProblem(case, torch.device("cpu"), norms=heads == 16)
-        rotating.run(rotating.plan(), rotating.rotation)
     attention_prefill._HOPPER_TOKENS = 0
     attention_prefill.gluon_usable = lambda: True
     for head_size, window, sinks in ((128, (-1, -1), False), (64, (100, -1), True)):
@@ -168,8 +160,7 @@ def main() -> None:
         parts = make_scratch(device)[:2]
         ring.launch(x, weight, None, out, mode, RingConfig(32, 64, 128, splits, 2), parts)
     report = {
-        name: read_code(kernel.asm["cubin"], asks=name.startswith("_ring_kernel") or " rotating " in name)
-        for name, kernel in kernels.items()
+        name: read_code(kernel.asm["cubin"], asks=name.startswith("_ring_kernel")) for name, kernel in kernels.items()
     }
     print(json.dumps(report))
 

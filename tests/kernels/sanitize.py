@@ -39,7 +39,6 @@ import test_triton_layers as layers
 import test_triton_products as products
 import test_triton_sampling as sampling
 import test_words as words
-from decode_problem import RotatingProblem
 from product_problem import check_linear, poisoned
 from triton.runtime.jit import KernelInterface
 
@@ -86,10 +85,6 @@ def run_all(device: torch.device) -> None:
     ):
         problem = decode.Problem(case, device)
         problem.check(problem.plan())
-    for norms, changes in ((True, {"block_size": 64, "head_size": 128}), (False, {"head_size": 72, "window": (40, 0)})):
-        case = replace(short, batch=((1, 300), (1, 17), (1, 1), (0, 0)), max_query_len=1, **changes)
-        rotating = RotatingProblem(case, device, norms=norms)
-        rotating.check(rotating.plan())
     long = prefill.Case(batch=((1, 9), (20, 1100), (33, 150), (0, 0)), num_heads=2, num_kv_heads=1, num_sms=4)
     for case in (
         long,

@@ -1,8 +1,6 @@
 """Starts the runner of an H200 without a GPU, and prints which kernels it launches as JSON.
 
-    python tests/kernels/start_for_hopper.py CONFIG_FOLDER [SETTINGS]
-
-SETTINGS are those of the engine, as JSON.
+    python tests/kernels/start_for_hopper.py CONFIG_FOLDER
 
 Everything is as in a start but that tensors have no memory, no kernel is compiled or launched, and nothing is captured:
 what is recorded is the name under which Triton would file each kernel. A program of its own, since it tells torch and
@@ -121,7 +119,7 @@ def nothing_compiled() -> Iterator[set[Any]]:
     yield set()
 
 
-def make_runner(folder: str, settings: dict[str, Any]) -> CudaRunner:
+def make_runner(folder: str) -> CudaRunner:
     def start(self: CudaRunner, *_: Any) -> None:
         raise Started(self)
 
@@ -133,7 +131,7 @@ def make_runner(folder: str, settings: dict[str, Any]) -> CudaRunner:
     build.torch = wiring_cuda.torch = TorchOfMeta("torch")
     build.begin_loading, wiring_cuda.CudaRuntime = make_decoder, Runtime
     cuda_runner.compile_only, cuda_runner.load_kernels = nothing_compiled, lambda _: None
-    config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda", **settings)
+    config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda")
     model = read_model_spec(folder, trust_remote_code=False, revision=None)
     try:
         build.build_engine(make_plan(config, model, H200))
@@ -151,7 +149,7 @@ def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
 
 def main() -> None:
     pretend_gpu()
-    runner = make_runner(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
+    runner = make_runner(sys.argv[1])
     JITFunction.run = record
     keys = runner.dispatcher.captures.largest_first()
     few = launched(runner.load_kernels)

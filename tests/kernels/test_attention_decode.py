@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from decode_problem import NAN, ONES, Case, Problem
+from decode_problem import NAN, Case, Problem
 
 from phonograph.kernels.triton.attention_decode import DecodePlan, decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention_plan import PACKED, UNIT_COST
@@ -191,6 +191,7 @@ def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:
 
 
 LONG = ((1, 1), (1, 16), (1, 127), (1, 128), (1, 129), (1, 4096), (1, 30000), (2, 999), (5, 5), (16, 5000), (11, 64))
+ONES = tuple((1, 1 + 613 * index % 2500) for index in range(70)) + ((0, 0),) * 5
 
 
 @pytest.mark.gpu

@@ -27,23 +27,18 @@ WINDOWS = {
 }  # fmt: skip
 
 
-def start(config: dict[str, Any], folder: Path, **settings: Any) -> dict[str, Any]:
+def start(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
-    script = Path(__file__).with_name("start_for_hopper.py")
-    return report_of(script, str(folder), json.dumps(settings), TRITON_INTERPRET="0")
+    return report_of(Path(__file__).with_name("start_for_hopper.py"), str(folder), TRITON_INTERPRET="0")
 
 
-@pytest.mark.parametrize(
-    ("config", "fused_rope"),
-    [(LLAMA, False), (QWEN3, False), (QWEN3, True), (WINDOWS, False)],
-    ids=["llama", "qwen3", "fused", "windows"],
-)
-def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], fused_rope: bool, tmp_path: Path) -> None:
-    found = start(config, tmp_path, fused_rope=fused_rope)
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, WINDOWS], ids=["llama", "qwen3", "windows"])
+def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], tmp_path: Path) -> None:
+    found = start(config, tmp_path)
     few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))
     assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10
     assert few == every
     # One of each, for one sequence too, where torch forgets the stride between rows. They take longest to compile.
     attention = [name for name in few if name.startswith(("_attention_kernel", "_prefill_kernel"))]
-    assert len(attention) == (6 if config is WINDOWS else 3 + fused_rope)
+    assert len(attention) == (6 if config is WINDOWS else 3)
     assert captured <= few and eager <= few

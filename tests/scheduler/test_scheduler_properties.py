@@ -89,8 +89,6 @@ class SimulatedRunner:
             row.blocks.extend(append.block_ids)
         self.check_shape(batch)
         new_slots = {sequence.slot for sequence in batch.new}
-        # In a step of single tokens a sequence may attend before another has written.
-        before = self.kv.copy() if batch.num_decodes == batch.num_reqs else None
         written: set[tuple[int, int]] = set()
         for slot, query_len, context in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
             row = self.rows[slot]
@@ -106,7 +104,7 @@ class SimulatedRunner:
         for slot, query_len, context, samples in zip(
             batch.slots, batch.query_lens, batch.context_lens, batch.samples, strict=True
         ):
-            self.attend(output, slot, context, query_len, samples, before)
+            self.attend(output, slot, context, query_len, samples)
         return output
 
     def load(self, sequence: NewSequence) -> None:
@@ -137,20 +135,10 @@ class SimulatedRunner:
                 position = row.blocks.index(block_id) * self.limits.block_size + offset
                 assert position >= row.computed, f"slot {writer} writes what slot {slot} reads"
 
-    def attend(
-        self,
-        output: StepOutput,
-        slot: int,
-        context: int,
-        query_len: int,
-        samples: bool,
-        before: dict[tuple[int, int], int] | None,
-    ) -> None:
+    def attend(self, output: StepOutput, slot: int, context: int, query_len: int, samples: bool) -> None:
         row = self.rows[slot]
         end = context + query_len
-        places = [self.place(row, position) for position in range(end)]
-        kv = self.kv if before is None else before | {places[-1]: self.kv[places[-1]]}
-        seen = [kv.get(place) for place in places]
+        seen = [self.kv[self.place(row, position)] for position in range(end)]
         assert seen == row.histories[:end], "attended to keys and values of something else"
         assert samples == (end == len(row.token_ids))
         if row.params.prompt_logprobs is not None and context < row.prompt_len - 1:
@@ -414,38 +402,3 @@ def test_long_stream_under_pressure(depth: int, enable_prefix_caching: bool, pol
     stats = engine.scheduler.stats
     assert stats.num_preemptions > 0
     assert (stats.prefix_hits > 0) == enable_prefix_caching
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_prompts_that_end_a_token_apart(block_size: int) -> None:
-    """Beside decodes the budget cuts prompts into chunks of one token. Where such a chunk fills a block,
-    the next request has only one token left to compute behind it."""
-    rng = random.Random(block_size)
-    limits = SchedulerLimits(
-        max_num_seqs=6, max_num_batched_tokens=7, max_model_len=40, block_size=block_size, num_blocks=300 // block_size
-    )
-    engine = Engine(limits, 2)
-    filled = 0
-    for _ in range(60):
-        whole = [rng.randrange(VOCAB) for _ in range(2 * block_size + 1)]
-        for prompt in (whole[:-1], whole):
-            number = len(engine.requests)
-            engine.add(
-                Request(
-                    request_id=str(number),
-                    prompt_token_ids=prompt,
-                    params=SamplingParams(max_tokens=rng.randrange(1, 25), ignore_eos=True),
-                    priority=0,
-                    arrival=number,
-                    eos_token_ids=[EOS],
-                    sample_index=0,
-                )
-            )
-    while engine.live():
-        if len(engine.in_flight) == 2 or not engine.schedule():
-            engine.update()
-            continue
-        batch = engine.in_flight[-1][0]
-        filled += bool(batch.new) and 2 * block_size - 1 in batch.context_lens[: batch.num_decodes]
-    engine.check_outputs()
-    assert filled, "no token filled a block in a step that admitted a request"

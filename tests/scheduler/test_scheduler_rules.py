@@ -272,20 +272,6 @@ def test_chunk_not_yet_scheduled_is_not_shared() -> None:
     assert b.num_cached_tokens == 20
 
 
-def test_what_a_chunk_of_one_token_fills_is_shared_a_step_later() -> None:
-    """Sequences of a step of single tokens may run beside each other, some writing while others read."""
-    scheduler = Scheduler(limits(max_num_batched_tokens=11))
-    add(scheduler, request("a", range(12), max_tokens=9))
-    step(scheduler)
-    add(scheduler, b := request("b", range(13), max_tokens=1))
-    # a's last token fills its third block, behind which b would have only one token left to compute.
-    batch = step(scheduler)
-    assert (batch.query_lens, batch.context_lens, b.num_cached_tokens) == ([1, 5], [11, 8], 8)
-    add(scheduler, c := request("c", range(13), max_tokens=1))
-    step(scheduler)
-    assert c.num_cached_tokens == 12
-
-
 def test_generated_tokens_are_found_by_the_next_turn() -> None:
     scheduler = Scheduler(limits())
     add(scheduler, request("a", range(6), max_tokens=7))

@@ -16,7 +16,6 @@ import torch
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, Support
-from phonograph.kernels.rotation import Rotation
 
 
 class AttentionKind(Enum):
@@ -47,7 +46,6 @@ class AttentionSpec:
     speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
     cascade: a prefix common to a batch is attended once where that pays.
     batch_invariant: what a sequence gets is the same, bit by bit, whatever else is in the batch.
-    fused_rope: the backend norms, rotates and writes to the cache itself where a batch is of single tokens only.
     """
 
     num_query_heads: int
@@ -66,7 +64,6 @@ class AttentionSpec:
     speculative_tokens: int = 0
     cascade: bool = False
     batch_invariant: bool = False
-    fused_rope: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -82,28 +79,21 @@ class Capabilities(ABC):
     unverified: why it is taken only where its very version is asked for, or ""
     varies:  why the bits of a sequence's output may differ with the rest of the batch even where the spec asks for
         batch invariance, or "" where they do not
-    unrotated: why it does not rotate queries and keys itself where the spec asks for that, or "" where it may
     """
 
     name: str
     version: str = ""
     unverified: str = ""
     varies: str = "it does not say that its results are the same in every batch"
-    unrotated: str = "it takes queries that are rotated, and keys from the cache"
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Every reason why this backend cannot run `spec` on `device`; empty when it can."""
 
     def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """`refusals`, and those of batch invariance and of a fused rotary embedding where they are asked for and not
-        borne: what selection goes by."""
-        found = [*self.refusals(spec, device)]
-        if spec.batch_invariant and self.varies:
-            found.append(f"batch_invariant; {self.varies}")
-        if spec.fused_rope and self.unrotated:
-            found.append(f"fused_rope; {self.unrotated}")
-        return found
+        """`refusals`, and that of batch invariance where it is asked for and not borne: what selection goes by."""
+        found = self.refusals(spec, device)
+        return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
 
     @abstractmethod
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -235,30 +225,6 @@ class AttentionBackend(ABC):
         Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise; rows before the first
         query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
         """
-
-    def rotates(self, metadata: AttentionMetadata) -> bool:
-        """Whether the batch is one for `forward_rotating`: of single tokens only, where the spec says `fused_rope`.
-
-        It goes by what a graph freezes, so it is the same for all batches that a graph serves.
-        """
-        return False
-
-    def forward_rotating(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        """`forward` from the fused projection [T, (H + 2K) * D] as it is: norms and rotates queries and new keys, and
-        writes these and the values to their slots. `query_THD` is the head of its rows; keys and values stand behind.
-
-        Sequences run beside each other, so none may see another's new token. (None does: blocks are shared when they
-        are full, and those that a batch of single tokens fills are found in the next step.)
-        """
-        raise NotImplementedError(f"{self.capabilities.label} does not rotate")
 
     def forward_lse(
         self,

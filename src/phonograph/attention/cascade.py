@@ -32,8 +32,6 @@ def cascade_refusals(spec: AttentionSpec) -> list[str]:
         found.append("cascade attention with ALiBi; the bias on the prefix is another one for each query")
     if spec.sinks:
         found.append("cascade attention with sinks; they would count in the prefix and in the suffix")
-    if spec.fused_rope:
-        found.append("cascade attention with fused_rope; prefix and suffixes are attended over keys in the cache")
     return found
 
 

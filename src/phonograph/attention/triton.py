@@ -9,9 +9,6 @@ second; lengths are read on the device.
 For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
 token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
 first is left with the rows of nobody.
-
-A batch of decodes may come as it leaves the projection (`AttentionSpec.fused_rope`): the launch for short queries then
-does what the kernel between them did.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton_capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.rotation import Rotation
 from phonograph.kernels.triton.attention_decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
@@ -126,22 +122,6 @@ class TritonBackend(GpuBackend):
                 min_query_len = metadata.short_query_len + 1
                 plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=metadata.causal, window=window)
 
-    def rotates(self, metadata: AttentionMetadata) -> bool:
-        assert isinstance(metadata, TritonMetadata)
-        return self.spec.fused_rope and metadata.short_query_len == 1 and not metadata.has_long
-
-    def forward_rotating(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, TritonMetadata)
-        self._attend_short(layer, query_THD, kv_cache, metadata, out_THD, None, rotation)
-
     def forward(
         self,
         layer: AttentionLayer,
@@ -152,7 +132,7 @@ class TritonBackend(GpuBackend):
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(metadata, TritonMetadata)
-        _, long = metadata.plans[layer.window]
+        short, long = metadata.plans[layer.window]
         # The long ones first: few of their programs have work, and the short ones' take all the room that is left.
         if metadata.has_long:
             prefill_attention(
@@ -173,22 +153,8 @@ class TritonBackend(GpuBackend):
                 v_scale=layer.v_scale,
                 causal=metadata.causal,
             )
-        self._attend_short(layer, query_THD, kv_cache, metadata, out_THD, lse_HT, None)
-        if metadata.has_long:
-            merge_prefill(long, metadata.query_start_loc, out_THD, lse_HT, layer.sinks)
-
-    def _attend_short(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TritonMetadata,
-        out_THD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        rotation: Rotation | None,
-    ) -> None:
         decode_attention(
-            metadata.plans[layer.window][0],
+            short,
             query_THD,
             kv_cache,
             metadata.block_table,
@@ -205,8 +171,9 @@ class TritonBackend(GpuBackend):
             v_scale=layer.v_scale,
             causal=metadata.causal,
             beside=metadata.has_long and takes_part(query_THD.shape[0]),
-            rotation=rotation,
         )
+        if metadata.has_long:
+            merge_prefill(long, metadata.query_start_loc, out_THD, lse_HT, layer.sinks)
 
 
 def _make_plans(

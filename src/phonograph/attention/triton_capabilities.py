@@ -9,7 +9,7 @@ from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimi
 from phonograph.attention.declaration import Declaration
 from phonograph.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import decode_partials, prefill_partials, row_tiles, tile_width
+from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
 
 
 class TritonCapabilities(Capabilities):
@@ -17,7 +17,6 @@ class TritonCapabilities(Capabilities):
 
     name = "triton"
     varies = ""
-    unrotated = ""
     _declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -34,7 +33,7 @@ class TritonCapabilities(Capabilities):
         # Older devices have no conversion from e4m3, and e5m2 is half a float16.
         if spec.kv_cache_dtype == "float8_e4m3fn" and device.kind == "cuda" and device.capability < (8, 9):
             found.append(f"KV cache dtype float8_e4m3fn on {device.name}; it needs compute capability 8.9 or more")
-        return [*found, *_rope_refusals(spec)]
+        return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         if spec.batch_invariant:
@@ -62,20 +61,3 @@ class TritonCapabilities(Capabilities):
 
     def missing(self) -> str | None:
         return None if find_spec("triton") else "the package triton is not installed; it comes with torch for CUDA"
-
-
-def _rope_refusals(spec: AttentionSpec) -> list[str]:
-    """Why the launch for decodes does not rotate (`decode_attention`, `Rotation`)."""
-    if not spec.fused_rope:
-        return []
-    group = spec.num_query_heads // spec.num_kv_heads
-    small, _ = row_tiles(group, tile_width(spec.head_size))
-    found = [
-        (spec.kv_cache_dtype != spec.dtype, f"a KV cache of {spec.kv_cache_dtype}; it writes keys as they are"),
-        (spec.softcap != 0.0, "softcap"),
-        (spec.alibi, "ALiBi"),
-        (spec.speculative_tokens > 0, "draft tokens; it rotates single tokens"),
-        (spec.batch_invariant, "batch_invariant; the kernel for all lengths takes queries that are rotated"),
-        (not group <= small < 64, f"{group} query heads for each KV head; 32 or fewer do"),
-    ]
-    return [f"fused_rope with {what}" for refused, what in found if refused]

@@ -38,9 +38,7 @@ class CacheManager:
     A block is published when its last token is *scheduled*, and may be found by the next admission, even one into the
     same step. It is read only after it is written because steps run in the order in which they were scheduled, and
     because within a step each layer writes the keys and values of the whole batch before it attends. Therefore every
-    batch that was scheduled must be run, or else `reset` called. Only in a step of single tokens a layer may write one
-    sequence's while another attends (`AttentionBackend.forward_rotating`), so what a chunk of one token fills is
-    published with the step behind it.
+    batch that was scheduled must be run, or else `reset` called.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:

@@ -57,7 +57,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "flash_attn_version",
         "cascade_attention",
         "batch_invariant",
-        "fused_rope",
         "cudagraph_mode",
         "cudagraph_capture_sizes",
         "max_cudagraph_capture_size",

@@ -147,8 +147,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
     if config.cascade_attention:
         _check_cascade(limits, resolution)
-    if config.fused_rope:
-        _check_decodes_are_whole("fused_rope", resolution, "between pieces attention takes rotated queries")
     captures = _capture_list(config, resolution.mode, limits, min(_capture_tokens(config, limits, device), most))
     return EnginePlan(
         config=config,
@@ -224,28 +222,19 @@ def _check_cascade(limits: Limits, resolution: Resolution) -> None:
     Raises:
         ConfigError: no step could ever cascade.
     """
+    mode = resolution.mode
     if limits.max_num_seqs < MIN_REQUESTS:
         problem = f"takes batches of {MIN_REQUESTS} requests or more; max_num_seqs={limits.max_num_seqs} has none"
     elif limits.max_model_len <= MIN_PREFIX:
         problem = f"takes prefixes of {MIN_PREFIX} tokens or more; max_model_len={limits.max_model_len} has none"
+    elif mode is GraphMode.PIECEWISE:
+        problem = (
+            f"works where decodes run in whole graphs or eagerly, and the mode is {mode.value} "
+            f"({resolution.reasons[-1].text}): pieces make one schedule for all their batches"
+        )
     else:
-        _check_decodes_are_whole("cascade_attention", resolution, "pieces make one schedule for all their batches")
         return
     raise ConfigError("cascade_attention", True, problem)
-
-
-def _check_decodes_are_whole(setting: str, resolution: Resolution, why: str) -> None:
-    """
-    Raises:
-        ConfigError: decodes run in pieces, with which the setting does not work.
-    """
-    if resolution.mode is GraphMode.PIECEWISE:
-        raise ConfigError(
-            setting,
-            True,
-            f"works where decodes run in whole graphs or eagerly, and the mode is {resolution.mode.value} "
-            f"({resolution.reasons[-1].text}): {why}",
-        )
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
@@ -263,7 +252,6 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         speculative_tokens=config.num_speculative_tokens,
         cascade=config.cascade_attention,
         batch_invariant=config.batch_invariant,
-        fused_rope=config.fused_rope,
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.rotation import Rotation
 from phonograph.kernels.triton.bitmask import mask_logits
 from phonograph.kernels.triton.rope_kv import rope_and_write_kv
 from phonograph.kernels.triton.sampling import sample
@@ -133,24 +132,6 @@ class CudaStepProgram:
     def _attention(self, pieces: bool, index: int, qkv_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
         spec, inputs, layer = self.model.spec, self._inputs, self._layers[index]
         num_tokens = qkv_TF.shape[0]
-        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
-        query_THD = qkv_TF.as_strided(
-            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
-        )
-        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
-        qk_norm = self.model.decoder.layers[index].qk_norm
-        metadata = self.metadata
-        assert metadata is not None
-        # Between pieces metadata is of another batch in every step, and all of them take one kind of input.
-        if not pieces and self._backend.rotates(metadata):
-            rotation = Rotation(
-                slot_mapping_T=inputs.slot_mapping[:num_tokens],
-                rotary_PD=self.model.rotary_PD,
-                qk_norm=qk_norm,
-                eps=spec.rms_norm_eps,
-            )
-            self._backend.forward_rotating(layer, query_THD, rotation, self._kv_caches[index], metadata, out_THD)
-            return
         rope_and_write_kv(
             qkv_TF,
             inputs.positions[:num_tokens],
@@ -159,13 +140,18 @@ class CudaStepProgram:
             inputs.slot_mapping[:num_tokens],
             num_query_heads=spec.num_query_heads,
             num_kv_heads=spec.num_kv_heads,
-            qk_norm=qk_norm,
+            qk_norm=self.model.decoder.layers[index].qk_norm,
             eps=spec.rms_norm_eps,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             clear_TF=None if self._backend.clears_padding else out_TF,
             batch_invariant=self._batch_invariant,
         )
+        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
+        query_THD = qkv_TF.as_strided(
+            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
+        )
+        out_THD = out_TF.unflatten(-1, (-1, spec.head_size))
         if pieces:
             self._runtime.eager_call(functools.partial(self._attend, index), query_THD, out_THD)
         else:

@@ -5,11 +5,6 @@ Decode is a race to read the cache, so what matters is that all programs read un
 heads of a KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the
 softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
 
-Where all queries are single tokens the launch can take the fused projection as it comes (`Rotation`): it norms and
-rotates queries and the new key itself, writes that key and its value to their slots, and attends to them from its
-registers, so nothing that it writes is read back. All this happens in the first turn of the loop over keys, and only
-there does a program wait for the kernel before: by then the keys and values of the turns that follow are on their way.
-
 A unit that is cut between programs leaves normalized partial results with their LSE, and whichever program completes it
 merges them, in order of their keys: no second launch, and results do not depend on who came last.
 """
@@ -24,7 +19,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.rotation import Rotation
 from phonograph.kernels.triton.attention_plan import (
     MAX_SHORT_QUERY,
     SEQUENCE_WORDS,
@@ -39,7 +33,6 @@ from phonograph.kernels.triton.attention_plan import (
 )
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.pdl import pdl_usable, pdl_wait_if
-from phonograph.kernels.triton.rope_kv import slot_place
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -76,17 +69,10 @@ def decode_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
     beside: bool = False,
-    rotation: Rotation | None = None,
 ) -> None:
     """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
 
     `window` is that of the plan. Rows of sequences with queries that it does not serve are left alone.
-
-    With a `rotation` `query_THD` is the head of the fused projection's rows, as it came out of the
-    product, keys and values behind it; no query is longer than one token; and all keys of a sequence but its last were
-    in the cache before `plan_decode` ran, whoever wrote them. The projection stays as it is. There is none for an FP8
-    cache, softcap, ALiBi, or more heads to a KV head than a tile (`row_tiles`) of fewer than 64 rows has: from there on
-    Hopper's products are asynchronous, and queries made in a branch would go through shared memory in every turn.
 
     Args:
         query_THD: heads and head size contiguous, tokens at any stride
@@ -102,14 +88,10 @@ def decode_attention(
             `takes_part`), so that both may run at the same time
     """
     width = plan.partial_out.shape[2]
-    # One kernel for all graphs, whatever the longest query; but for those of single tokens alone.
+    # One kernel for all graphs, whatever the longest query.
     small, large = row_tiles(plan.group, width)
-    if rotation is not None:
-        assert plan.group <= small < 64 and softcap == 0.0 and alibi_slopes is None and not beside
-        assert kv_cache.dtype == query_THD.dtype and k_scale is None and v_scale is None
-        large = small
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
-    stages = 1 + _IN_FLIGHT[large <= 16 or rotation is not None] // (2 * plan.block_n * width * kv_cache.element_size())
+    stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](
@@ -123,9 +105,6 @@ def decode_attention(
         sinks,
         k_scale,
         v_scale,
-        rotation.slot_mapping_T if rotation else None,
-        rotation.rotary_PD if rotation else None,
-        rotation.qk_norm if rotation else None,
         plan.records,
         plan.sequences,
         plan.counters,
@@ -138,7 +117,6 @@ def decode_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
-        rotation.eps if rotation else 0.0,
         int(beside),
         PROGRAMS=plan.programs,
         KV_HEADS=plan.num_kv_heads,
@@ -180,9 +158,6 @@ def _attention_kernel(
     sinks,
     k_scale,
     v_scale,
-    slot_mapping,
-    rotary_PD,
-    qk_norm,
     records,
     sequences,
     counters,
@@ -195,7 +170,6 @@ def _attention_kernel(
     stride_lse,
     scale,
     softcap,
-    eps,
     beside,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -231,8 +205,7 @@ def _attention_kernel(
     # `position` runs over the chunks of the batch, `chunk` over those of the sequence that have keys.
     own = share_of(program, ranges)
     position, stop = own[2] + lead, own[3]
-    # Where it rotates, a program waits in its loops over keys.
-    if PDL and slot_mapping is None:
+    if PDL:
         if AHEAD > 0 and position < stop:
             _, start, num_chunks, num_row_tiles = sequence_chunks(
                 query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
@@ -264,27 +237,27 @@ def _attention_kernel(
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
         if SMALL == LARGE:  # noqa: SIM114 (decided when compiled, the next one when run)
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, slot_mapping,
-                rotary_PD, qk_norm, counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale,
-                softcap, eps, seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first,
-                last, KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-                BLOCK_SIZE, SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE, PDL,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
         elif query_len * GROUP <= SMALL:
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, slot_mapping,
-                rotary_PD, qk_norm, counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale,
-                softcap, eps, seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first,
-                last, KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-                BLOCK_SIZE, SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE, PDL,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
         else:
             complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, slot_mapping,
-                rotary_PD, qk_norm, counters, partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale,
-                softcap, eps, seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first,
-                last, KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-                BLOCK_SIZE, LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE, PDL,
+                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
+                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
+                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
+                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
             )  # fmt: skip
 
         if complete != 0:
@@ -307,9 +280,6 @@ def _attention_kernel(
             query_len = next_len
             seq_len = next_keys
 
-    if PDL and slot_mapping is not None:
-        # A program without keys has not waited yet.
-        tl_cuda.gdc_wait()
     # Rows of nobody.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
     for row in range(end + program, num_tokens, PROGRAMS):
@@ -322,7 +292,7 @@ def _attention_kernel(
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
 
     # Who waits for this kernel waits for that one too.
-    if PDL and slot_mapping is None:
+    if PDL:
         pdl_wait_if(beside != 0)
 
 
@@ -365,9 +335,6 @@ def _segment(
     sinks,
     k_scale,
     v_scale,
-    slot_mapping,
-    rotary_PD,
-    qk_norm,
     counters,
     partial_out,
     partial_lse,
@@ -376,7 +343,6 @@ def _segment(
     stride_lse,
     scale,
     softcap,
-    eps,
     seq,
     query_start,
     query_len,
@@ -406,7 +372,6 @@ def _segment(
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
 
@@ -436,14 +401,7 @@ def _segment(
         next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < seq_len), other=0)
     query = query_THD + query_start.to(tl.int64) * STRIDE_TOKEN
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-    if slot_mapping is None:
-        query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
-        # Keys from the cache, and where the loop over them ends.
-        cached, loop_end = seq_len, key_end
-    else:
-        query_MD = tl.zeros([BLOCK_M, WIDTH], query_THD.dtype.element_ty)
-        # All but the new key. One turn at least: it waits for the kernel before.
-        cached, loop_end = seq_len - 1, tl.maximum(key_end, first_key + 1)
+    query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
     factor = scale
     if k_scale is not None:
         factor *= tl.load(k_scale + kv_head)
@@ -459,9 +417,9 @@ def _segment(
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     odd_MD = acc_MD
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
-    for key in tl.range(first_key, loop_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
+    for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
         key_N = key + offset_N
-        seen_N = key_N < cached
+        seen_N = key_N < seq_len
         if LEFT >= 0:
             seen_N = seen_N & (key_N >= low)
         block = next_block
@@ -489,13 +447,6 @@ def _segment(
             value_ND = tl.load(pairs + (slot_N // 2)[:, None] + half[None, :], mask=mask_ND, other=0)
         else:
             value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
-        if slot_mapping is not None:  # noqa: SIM102 (decided when compiled, the next one when run)
-            if key == first_key:
-                query_MD, max_M, sum_M, acc_MD = _rotate(
-                    query, base, slot_mapping + query_start, rotary_PD, qk_norm, stride_kv, factor * _LOG2_E, eps,
-                    seq_len, key_end, kv_head, head_M, mask_MD,
-                    KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, BLOCK_M, PDL,
-                )  # fmt: skip
         logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).trans(), input_precision="ieee")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -558,93 +509,6 @@ def _segment(
         arrived = tl.atomic_add(counters + first, 1)
         complete = (arrived == last - first).to(tl.int32)
     return complete
-
-
-@triton.jit
-def _rotate(
-    row,
-    base,
-    slot_mapping,
-    rotary_PD,
-    qk_norm,
-    stride_kv,
-    factor,
-    eps,
-    seq_len,
-    key_end,
-    kv_head,
-    head_M,
-    mask_MD,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Queries of a token's row of the projection, normed and rotated, and where its softmax stands before the keys in
-    the cache: behind the new key where `key_end` says that it is this program's, which then writes it and its value."""
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    HALF: tl.constexpr = HEAD_SIZE // 2
-    dim = tl.arange(0, WIDTH)
-    # Each element is rotated with its partner, half a head away.
-    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
-    has_new = (key_end == seq_len) & (seq_len > 0)
-    new_MD = mask_MD & has_new
-    new_D = (dim < HEAD_SIZE) & has_new
-    # Every row has the angles and the new key: a row of them would be handed around through shared memory, and sums
-    # over a head would cross warps.
-    query_MD = head_M[:, None] * HEAD_SIZE + dim[None, :]
-    query_with_MD = head_M[:, None] * HEAD_SIZE + partner[None, :]
-    key_MD = tl.broadcast_to(((HEADS + kv_head) * HEAD_SIZE + dim)[None, :], (BLOCK_M, WIDTH))
-    key_with_MD = tl.broadcast_to(((HEADS + kv_head) * HEAD_SIZE + partner)[None, :], (BLOCK_M, WIDTH))
-    angle_D = rotary_PD + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + tl.minimum(dim, partner)
-    angle_MD = tl.broadcast_to(angle_D[None, :], (BLOCK_M, WIDTH))
-    # What the product before this kernel does not write is asked for before the wait.
-    slot = tl.load(slot_mapping)
-    cos_MD = tl.load(angle_MD, mask_MD, 0.0)
-    sin_MD = tl.load(angle_MD + HALF, mask_MD, 0.0)
-    sin_MD = tl.where((dim < HALF)[None, :], -sin_MD, sin_MD)
-    if qk_norm is not None:
-        query_weight_MD = tl.load(qk_norm + query_MD, mask_MD, 0.0)
-        query_with_weight_MD = tl.load(qk_norm + query_with_MD, mask_MD, 0.0)
-        key_weight_MD = tl.load(qk_norm + key_MD, new_MD, 0.0)
-        key_with_weight_MD = tl.load(qk_norm + key_with_MD, new_MD, 0.0)
-    if PDL:
-        tl_cuda.gdc_wait()
-    query = tl.load(row + query_MD, mask_MD, 0.0)
-    query_with = tl.load(row + query_with_MD, mask_MD, 0.0)
-    key = tl.load(row + key_MD, new_MD, 0.0)
-    key_with = tl.load(row + key_with_MD, new_MD, 0.0)
-    value_D = tl.load(row + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE + dim, new_D, 0.0)
-    if qk_norm is not None:
-        query, query_with = _norm(query, query_with, query_weight_MD, query_with_weight_MD, eps, HEAD_SIZE)
-        key, key_with = _norm(key, key_with, key_weight_MD, key_with_weight_MD, eps, HEAD_SIZE)
-    query = (query.to(tl.float32) * cos_MD + query_with.to(tl.float32) * sin_MD).to(value_D.dtype)
-    key = (key.to(tl.float32) * cos_MD + key_with.to(tl.float32) * sin_MD).to(value_D.dtype)
-    place = slot_place(base, slot, BLOCK_SIZE, STRIDE_BLOCK, STRIDE_SLOT)
-    first_MD = new_MD & (tl.arange(0, BLOCK_M) == 0)[:, None] & (slot >= 0)
-    tl.store(tl.broadcast_to((place + dim)[None, :], (BLOCK_M, WIDTH)), key, first_MD)
-    tl.store(place + stride_kv + dim, value_D, new_D & (slot >= 0))
-    # Its weight is 1 as long as no other key has been seen.
-    logit_M = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * factor
-    max_M = tl.where(has_new, logit_M, float("-inf"))
-    sum_M = tl.zeros([BLOCK_M], tl.float32) + tl.where(has_new, 1.0, 0.0)
-    acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32) + value_D.to(tl.float32)[None, :]
-    return query, max_M, sum_M, acc_MD
-
-
-@triton.jit
-def _norm(x_MD, with_MD, weight_MD, with_weight_MD, eps, HEAD_SIZE: tl.constexpr):
-    """Rows of heads, and the same half a head on, divided by their root mean square and weighted."""
-    dtype = x_MD.dtype
-    x_MD = x_MD.to(tl.float32)
-    inverse_M = tl.rsqrt(tl.sum(x_MD * x_MD, 1) / HEAD_SIZE + eps)[:, None]
-    x_MD = (x_MD * inverse_M).to(dtype) * weight_MD
-    return x_MD, (with_MD.to(tl.float32) * inverse_M).to(dtype) * with_weight_MD
 
 
 @triton.jit
