@@ -6,9 +6,9 @@
 DIR needs a config.json only. sets.json has, by the name of a set, configurations as Python has them, by what they are
 for: {"wide": {"product 4096 1024": "FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)"}}, where the numbers are
 outputs and inputs, "silu" stands for gates and ups, and an empty set for what is chosen now; --rows is their class.
-{"setting enable_prefix_caching": "False"} is a setting of the engine. The chain of all kernels that the sweep runs is not the step
-of an engine: a set that gained 5% there gained 1.3% here, and lost 4% with another number of sequences. Sets run in the
-order given, so name the first one again at the end.
+{"setting enable_prefix_caching": "False"} is a setting of the engine. The chain of all kernels that the sweep runs is
+not the step of an engine: a set that gained 5% there gained 1.3% here, and lost 4% with another number of sequences.
+Sets run in the order given, so name the first one again at the end.
 """
 
 from __future__ import annotations
