@@ -96,14 +96,14 @@ class Session:
             params = params.with_checked(seed=self._seeds.getrandbits(63))
         grammar = None if params.structured_outputs is None else self.grammars.request(params.structured_outputs)
         request_id = request_id or f"request-{next(self._ids)}"
-        if request_id in self._samples:
-            raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
         )
         samples = [self._sample(output, params, index, priority) for index in range(params.n)]
+        if any(sample.request.request_id in self._samples for sample in samples):
+            raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if grammar is None or grammar.done():
             self._queue(samples, None if grammar is None else grammar.result())
         else:

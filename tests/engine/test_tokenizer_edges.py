@@ -1,0 +1,81 @@
+"""Special tokens, templates and folders of tokenizers, at their edges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece_like import END, sentencepiece_like
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from phonograph.config import EngineConfig
+from phonograph.demo import MODEL_DIRECTORY
+from phonograph.engine.tokenizer import Tokenizer, check_token_ids, load_tokenizer
+from phonograph.errors import ModelError, RequestError
+
+
+def of_demo() -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(MODEL_DIRECTORY)
+
+
+def test_added_tokens_that_are_not_special_stay_in_the_text() -> None:
+    theirs = of_demo()
+    theirs.add_tokens([AddedToken("<think>", special=False)])
+    ours = Tokenizer(theirs)
+    (token_id,) = ours.encode("<think>", add_special_tokens=False)
+    assert token_id not in ours.special_token_ids and ours.eos_token_id in ours.special_token_ids
+
+
+def test_the_vocabulary_ends_behind_its_last_token() -> None:
+    tokenizer = Tokenizer(of_demo())
+    assert tokenizer.piece(tokenizer.vocab_size - 1) is not None and tokenizer.piece(tokenizer.vocab_size) is None
+
+
+def test_special_tokens_are_added_where_they_are_wanted() -> None:
+    theirs = of_demo()
+    eos = theirs.eos_token
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{eos} $A", special_tokens=[(eos, theirs.eos_token_id)]
+    )
+    ours = Tokenizer(theirs)
+    assert ours.encode("a b") == [ours.eos_token_id, *ours.encode("a b", add_special_tokens=False)]
+
+
+def test_a_template_of_the_request_needs_none_of_the_model() -> None:
+    theirs = of_demo()
+    theirs.chat_template = None
+    ours = Tokenizer(theirs)
+    assert ours.encode_chat([{"role": "user", "content": "a"}], template="{{ messages[0].content }}") == ours.encode(
+        "a"
+    )
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stream_behind_a_special_token_begins_a_text(skip: bool) -> None:
+    tokenizer = sentencepiece_like()
+    prompt, answer = tokenizer.encode("To" + END), tokenizer.encode("a Tom.")
+    stream = tokenizer.stream(skip_special_tokens=skip, after=prompt)
+    assert "".join(map(stream.push, answer)) == "a Tom."
+
+
+def test_booleans_are_no_token_ids() -> None:
+    with pytest.raises(RequestError, match="prompt=True: must be text or a list of integers"):
+        check_token_ids([5, True], 100)
+
+
+def test_a_tokenizer_that_was_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        load_tokenizer(EngineConfig(model="demo", tokenizer=str(tmp_path)))
+
+
+def test_the_tokenizer_that_was_named_is_loaded_at_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_tokenizer(EngineConfig(model=str(tmp_path), tokenizer="demo")) is not None
+    asked: list[Any] = []
+    monkeypatch.setattr(Tokenizer, "load", lambda *args, **options: asked.append((*args, options)))
+    load_tokenizer(EngineConfig(model="a/b", revision="v2", trust_remote_code=True))
+    assert asked == [("a/b", {"trust_remote_code": True, "revision": "v2"})]

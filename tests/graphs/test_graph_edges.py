@@ -1,0 +1,117 @@
+"""Dispatch, capture lists, reasons and the comparison of verify, at their edges."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from phonograph.config import EngineConfig
+from phonograph.errors import ConfigError
+from phonograph.graphs.capture_list import make_capture_list
+from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
+from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.graphs.verify import Drawn, verify
+
+
+def dispatcher(mode, *, seqs=16, tokens=64, **more):
+    captures = make_capture_list(mode, max_num_seqs=seqs, max_num_batched_tokens=tokens, max_capture_tokens=32, **more)
+    resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
+    return captures, resolution
+
+
+@pytest.mark.parametrize("mode", list(GraphMode))
+def test_a_step_as_large_as_they_come_has_a_decision(mode: GraphMode) -> None:
+    captures, resolution = dispatcher(mode)
+    made = Dispatcher(resolution, captures, max_num_tokens=64)
+    for uniform in (None, 64):
+        assert made.decide(BatchShape(num_tokens=64, num_reqs=1, uniform_query_len=uniform)).num_tokens == 64
+    captures, resolution = dispatcher(mode, seqs=64)
+    made = Dispatcher(resolution, captures, max_num_tokens=64)
+    assert made.decide(BatchShape(num_tokens=64, num_reqs=64, uniform_query_len=1)).num_tokens == 64
+
+
+def test_sizes_that_no_whole_number_of_decodes_has_are_left_out() -> None:
+    captures, _ = dispatcher(GraphMode.FULL, speculative_tokens=2, sizes=(3, 4, 6, 8))
+    assert captures.decode == tuple(GraphKey(GraphSet.DECODE, size, size // 3, 3) for size in (3, 6))
+    assert [key.num_tokens for key in captures.mixed] == [3, 4, 6, 8]
+
+
+def test_sizes_up_to_a_full_decode_batch_are_taken_and_no_mixed_graph_is_larger_than_a_step() -> None:
+    captures, _ = dispatcher(GraphMode.FULL, seqs=32, speculative_tokens=2, sizes=(48, 96))
+    assert [key.num_tokens for key in captures.decode] == [48, 96]
+    assert [key.num_tokens for key in captures.mixed] == [48]
+
+
+class Rule:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+
+    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
+        self.asked.append((num_reqs, query_len, prefix_len))
+        return CascadeChoice(False, "a test")
+
+
+def test_the_rule_is_asked_about_requests_not_tokens() -> None:
+    rule = Rule()
+    captures, resolution = dispatcher(GraphMode.FULL, speculative_tokens=2, cascade_reqs=8)
+    made = Dispatcher(resolution, captures, max_num_tokens=64, cascade=rule)
+    made.decide(BatchShape(num_tokens=27, num_reqs=9, uniform_query_len=3, prefix_len=512))
+    assert rule.asked == [(9, 3, 512)]
+
+
+def test_full_without_any_graph_or_pieces_suggests_what_works() -> None:
+    with pytest.raises(ConfigError, match="; NONE works"):
+        resolve_mode(GraphMode.FULL, Support(GraphSupport.NEVER, "a test"), Pieces(False, "a test"))
+
+
+class Subject:
+    """One graph whose replay gives `got` where eager gives `expected`."""
+
+    def __init__(self, got: list[float], expected: list[float]) -> None:
+        self.got, self.expected = got, expected
+
+    def graph_keys(self) -> tuple[GraphKey, ...]:
+        return (GraphKey(GraphSet.DECODE, 4, 4, 1),)
+
+    def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        return Drawn(num_tokens=4, num_decodes=4, num_prefills=0, longest=9, median=9)
+
+    def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        return {"hidden": torch.tensor(self.got)}
+
+    def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        return {"hidden": torch.tensor(self.expected)}
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "different", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0, 0.0),
+        ([1.0, 2.0], [1.0, 2.5], 1, 0.5),
+        ([1.0, 1.0000001], [1.0, 1.0], 1, 1.2e-7),
+        ([1.0, math.nan], [1.0, math.nan], 1, math.nan),
+        ([math.inf, 1.0], [math.inf, 1.0], 0, 0.0),
+        ([1.0, math.nan], [1.0, 2.0], 1, math.nan),
+    ],
+)
+def test_one_bit_of_one_element_is_a_mismatch(got, expected, different, error) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(Subject(got, expected), num_replays=1, seed=0, progress=lambda *done: seen.append(done))
+    assert seen == [(1, 1)]
+    assert report.ok == (not different) and len(report.mismatches) == bool(different)
+    for mismatch in report.mismatches:
+        assert (mismatch.num_different, mismatch.num_elements) == (different, 2)
+        assert mismatch.max_abs_error == pytest.approx(error, rel=0.1, nan_ok=True)
+
+
+def test_the_version_may_stand_beside_the_backend_auto() -> None:
+    assert EngineConfig(model="demo", flash_attn_version=3, attention_backend="auto").flash_attn_version == 3
+
+
+def test_null_in_compilation_config_contradicts_nothing() -> None:
+    config = EngineConfig(model="demo", cudagraph_mode="FULL", compilation_config={"cudagraph_mode": None})
+    assert config.cudagraph_mode is GraphMode.FULL

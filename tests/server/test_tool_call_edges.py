@@ -1,0 +1,46 @@
+"""Texts that are nearly tool calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phonograph.server.tool_answers import CallReader
+from phonograph.server.tools import ToolChoice
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+AUTO = ToolChoice(form="parsed", tools=TOOLS)
+CASES = [
+    ("hermes", 'If 1 <tool 2 < 3: <tool_call>{"name": "now"}</tool_call>', "If 1 <tool 2 < 3: ", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "add"', '{"name": "add"', []),
+    ("hermes", '<tool_call>{"name": "now"}</tool', None, [("now", "{}")]),
+    ("llama3_json", '{"name": "add", "type": "function", "parameters": {}}', None, [("add", "{}")]),
+    ("llama3_json", '<|python_tag|>\n{"name": "now", "parameters": {}}', None, [("now", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_whole(form: Any, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    message = CallReader(AUTO, form).message(text)
+    assert message["content"] == content
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert found == calls
+    reader, streamed = CallReader(AUTO, form), ""
+    for place, character in enumerate(text):
+        streamed += reader.delta(character, ended=place == len(text) - 1).get("content", "")
+    assert streamed == (content or "")
+
+
+@pytest.mark.parametrize("text", ["[", '[{"name": "ad', '[{"name"'])
+def test_what_is_left_of_a_list_that_was_cut_is_no_content(text: str) -> None:
+    reader = CallReader(ToolChoice(form="required", tools=TOOLS), None)
+    assert not reader.message(text)["content"]
+
+
+def test_a_named_call_has_its_name_though_its_first_token_has_no_text() -> None:
+    reader = CallReader(ToolChoice(form="named", tools=TOOLS, function="add"), None)
+    deltas = [reader.delta(text, ended=not text and bool(place)) for place, text in enumerate(["", '{"a"', ": 1}", ""])]
+    (call,) = deltas[0]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": ""} and call["id"]
+    assert "".join(one["function"]["arguments"] for d in deltas for one in d.get("tool_calls", [])) == '{"a": 1}'
