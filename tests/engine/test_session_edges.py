@@ -213,3 +213,18 @@ def test_a_sample_of_a_request_that_waits_for_its_grammar_keeps_its_id(
     run(session)
     assert held.error is None and all(sample.finish_reason for sample in held.outputs)
     assert other is None or all(sample.finish_reason for sample in other.outputs)
+
+
+def test_a_stream_yields_what_came_while_others_stepped(llm: LLM) -> None:
+    alone = [list(output.outputs[0].token_ids) for output in llm.stream("x", FREE)][-1]
+    stream = llm.stream("x", FREE)
+    next(stream)
+    llm.generate("y", FREE)
+    rest = list(stream)
+    assert rest and rest[-1].finished and list(rest[-1].outputs[0].token_ids) == alone
+
+
+def test_streams_side_by_side_both_end(llm: LLM) -> None:
+    first, second = llm.stream("x", FREE), llm.stream("y", FREE)
+    next(first), next(second)
+    assert [list(one)[-1].finished for one in (first, second)] == [True, True]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from phonograph.server.tool_answers import CallReader
+from phonograph.server.tool_calls import Hermes
 from phonograph.server.tools import ToolChoice
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
@@ -44,3 +45,9 @@ def test_a_named_call_has_its_name_though_its_first_token_has_no_text() -> None:
     (call,) = deltas[0]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": ""} and call["id"]
     assert "".join(one["function"]["arguments"] for d in deltas for one in d.get("tool_calls", [])) == '{"a": 1}'
+
+
+def test_only_whitespace_right_behind_a_call_is_dropped() -> None:
+    parser = Hermes()
+    found = parser.push('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\nDone, see you.\n')
+    assert found.content + parser.finish().content == "Done, see you.\n"

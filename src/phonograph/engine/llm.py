@@ -130,11 +130,19 @@ class LLM:
         """
         output = self._session.add(prompt, params or SamplingParams())
         try:
-            while not output.finished:
-                if any(changed is output for changed in self._session.step()):
-                    if output.error is not None:
-                        raise output.error
+            # Others may step the session between two of these, so what changed is not what its step says.
+            seen = 0
+            while True:
+                if output.error is not None:
+                    raise output.error
+                ended, tokens = output.finished, sum(len(one.token_ids) for one in output.outputs)
+                if ended or tokens > seen:
+                    seen = tokens
                     yield output
+                if ended:
+                    return
+                if not output.finished:
+                    self._session.step()
         finally:
             self._session.abort(output)
 

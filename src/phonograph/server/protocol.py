@@ -103,6 +103,7 @@ class GenerationBody(Body):
         extra = self.model_extra or {}
         if extra.get("best_of") is not None and extra["best_of"] != (self.n or 1):
             raise invalid("best_of", "best_of other than n is not supported", code="unsupported_parameter")
+        extra.pop("best_of", None)
         return self.check_fields()
 
     def asked_tokens(self) -> int | None:

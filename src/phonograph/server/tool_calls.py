@@ -164,6 +164,7 @@ class Hermes(_Calls):
         super().__init__()
         self._held = ""
         self._inside = False
+        self._behind_call = False
 
     def push(self, text: str) -> Found:
         found = Found()
@@ -189,11 +190,13 @@ class Hermes(_Calls):
             self._held = self._held[1:]
         if self._held == tag:
             self._held, self._inside = "", not self._inside
+            self._behind_call = not self._inside
 
     def _emit(self, character: str, found: Found) -> None:
         # Line breaks around calls are part of the form.
-        if not self._inside and not (self.num_calls and character.isspace()):
+        if not self._inside and not (self._behind_call and character.isspace()):
             found.content += character
+            self._behind_call = False
 
 
 class JsonCalls(_Calls):

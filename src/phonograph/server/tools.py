@@ -107,7 +107,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether the schema says so or not; one without any is empty."""
-    return {"type": "object", **schema} if "$ref" not in schema else schema
+    whole = {"$ref", "anyOf", "oneOf", "allOf", "const", "enum"}
+    return schema if whole & schema.keys() else {"type": "object", **schema}
 
 
 def _moved(value: Any, place: str) -> Any:
