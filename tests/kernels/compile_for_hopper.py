@@ -26,9 +26,8 @@ import prefill_problem
 import torch
 import triton
 from decode_problem import Case, Problem
+from far_gpu import FarGpu
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton import (
@@ -43,35 +42,6 @@ from phonograph.kernels.triton.product_rules import RingConfig
 
 _ZERO = 63
 """The uniform register that is always zero."""
-
-
-class Hopper(DriverBase):
-    """A driver for a GPU that is not here; nothing is launched through it."""
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_device_interface(self) -> Any:
-        raise NotImplementedError
 
 
 def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
@@ -113,7 +83,7 @@ def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(FarGpu(90))
     for module in (attention_decode, attention_plan, attention_prefill_hopper):
         module.pdl_usable = lambda: True
     attention_decode.fp8_in_one_instruction = lambda: True

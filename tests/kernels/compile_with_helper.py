@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import prefill_problem
 import torch
 import triton
-from compile_for_hopper import Hopper
 from decode_problem import Case, Problem
+from far_gpu import FarGpu
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -42,7 +42,7 @@ def choose_tokens() -> None:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(FarGpu(90))
     # Nothing can be loaded.
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = CompiledKernel._init_handles = lambda _: None

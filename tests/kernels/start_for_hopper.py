@@ -16,12 +16,15 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 import torch
 import triton
-from compile_for_hopper import Hopper
+from far_gpu import FarGpu
 from triton.runtime.jit import JITFunction
 
 from phonograph.attention import triton as triton_backend
@@ -84,7 +87,7 @@ class TorchOfMeta(ModuleType):
 
 
 def pretend_gpu() -> None:
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(FarGpu(90))
     facts = SimpleNamespace(multi_processor_count=H200.num_sms, shared_memory_per_block_optin=227 << 10)
     for name, value in {
         "current_device": 0,

@@ -30,6 +30,8 @@ SMALL = [
     Case(batch=RAGGED, head_size=72, max_query_len=1, sinks=True),
     Case(batch=((1, 150), (1, 20)), head_size=256, max_query_len=1),
     Case(batch=RAGGED, head_size=64, dtype=torch.float16, max_query_len=1),
+    Case(batch=QUERIES[:4], head_size=8, dtype=torch.float16),
+    Case(batch=QUERIES[:4], head_size=8, dtype=torch.float16, kv_dtype=torch.float8_e5m2),
     Case(batch=((1, 0), (3, 2), (1, 5)), sinks=True),
     Case(batch=((1, 0), (0, 0))),
     Case(batch=((0, 0), (0, 0)), padding=5),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from prefill_problem import MIN_QUERY_LEN, RAGGED, Batch, Case, make_plan, run
 
+from phonograph.kernels.triton import attention_prefill
 from phonograph.kernels.triton.attention_prefill import make_prefill_plan, plan_prefill
 from phonograph.kernels.triton.attention_prefill_plan import BLOCK_M
 
@@ -18,6 +19,7 @@ FEATURES = {
     "plain": Case(),
     "one query head for each KV head": Case(num_heads=2),
     "three query heads, odd head size": Case(num_heads=6, head_size=40),
+    "head size below that of a product": Case(head_size=8),
     "heads outside": Case(heads_outside=True),
     "blocks of a key tile": Case(block_size=64),
     "blocks of a key tile, heads outside": Case(block_size=64, heads_outside=True),
@@ -40,6 +42,14 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_output_and_lse(name: str, device: torch.device) -> None:
     run(FEATURES[name], device, 5e-3)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_wide_heads_where_shared_memory_is_small(
+    block_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_prefill, "shared_memory", lambda: 99 * 1024)
+    run(Case(head_size=256, block_size=block_size, window=(70, -1)), device, 5e-3)
 
 
 @pytest.mark.parametrize(

@@ -41,3 +41,14 @@ def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
     for mode, tiles in (0, 1), (1, 1), (2, 2):
         before, after = 2 * tiles, 2 + tiles + 1
         assert rings[f"_ring_kernel mode {mode}"] == ["let", *["ask"] * before, "wait", *["ask"] * after]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", ["80", "86", "120"])
+def test_attention_fits_the_shared_memory_of_other_gpus(capability: str) -> None:
+    report = report_of(Path(__file__).with_name("compile_for_others.py"), capability)
+    attention = {name: size for name, size in report["found"].items() if name.startswith("_attention_kernel")}
+    assert len(attention) == 9
+    assert {name: size for name, size in attention.items() if size > report["limit"]} == {}
+    # The rings are as long as they may be: none is left short for fear of the limit.
+    assert max(attention.values()) > 0.7 * report["limit"]

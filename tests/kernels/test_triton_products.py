@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,10 +314,7 @@ def test_what_a_device_has_no_room_for_is_torchs(
 ) -> None:
     """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three, if with
     fewer steps under way."""
-    device = SimpleNamespace(shared_memory_per_block_optin=kilobytes << 10)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(products, "shared_memory", lambda: kilobytes << 10)
     monkeypatch.setattr(products, "gluon_usable", lambda: False)
     with chosen_anew():
         assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served

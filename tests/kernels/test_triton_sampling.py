@@ -105,6 +105,24 @@ def test_filters(device: torch.device, dtype: torch.dtype, spread: float) -> Non
         assert got == host
 
 
+def test_rows_that_a_grammar_has_masked_are_searched_among_candidates(device: torch.device) -> None:
+    """Whole parts of a row, and all but a few of its tokens, are -inf."""
+    vocab = 6000
+    allowed = [range(5), range(1030, 1034), range(100, 5900, 145), range(0, vocab, 2), range(4000)]
+    logits = _logits(len(allowed), vocab, spread=2.0, dtype=torch.float32, device=device)
+    for row, tokens in zip(logits, allowed, strict=True):
+        banned = torch.ones(vocab, dtype=torch.bool, device=device)
+        banned[list(tokens)] = False
+        row[banned] = -torch.inf
+    for top_k in (3, 60):
+        params = [SamplingParams(top_k=top_k, seed=row) for row in range(len(allowed))]
+        scratch = _scratch(len(allowed), vocab, device)
+        got, host = _both(logits, params, scratch=scratch)
+        assert got == host
+        searched = (scratch.candidates != POISON).sum(1).tolist()
+        assert all(min(top_k, len(tokens)) <= count <= 4096 for count, tokens in zip(searched, allowed, strict=True))
+
+
 def test_row_that_no_level_helps(device: torch.device) -> None:
     """More tokens pass than there is room for candidates."""
     params = [

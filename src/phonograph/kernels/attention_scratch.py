@@ -16,14 +16,14 @@ _PARTIALS_A_PROGRAM = 3
 
 
 def tile_width(head_size: int) -> int:
-    """Columns of a tile: a power of two."""
-    return 1 << (head_size - 1).bit_length()
+    """Columns of a tile: a power of two, at least the 16 of a product."""
+    return max(16, 1 << (head_size - 1).bit_length())
 
 
 def row_tiles(group: int, width: int) -> tuple[int, int]:
     """Rows of the tile for queries that fit the smallest one, and for all others of up to MAX_SHORT_QUERY tokens."""
     most = 64 if width <= 128 else 32
-    small = min(max(tile_width(group), 16), most)
+    small = min(tile_width(group), most)
     return small, min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 

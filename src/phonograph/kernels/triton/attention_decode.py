@@ -33,6 +33,7 @@ from phonograph.kernels.triton.attention_plan import (
 )
 from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
 from phonograph.kernels.triton.pdl import pdl_usable, pdl_wait_if
+from phonograph.kernels.triton.shared_memory import shared_memory
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
@@ -45,6 +46,8 @@ _MERGE_VALUES = 2048
 # get three and some one, since programs start where those of the kernel before leave; all ranges being equal, that
 # costs a quarter.
 _IN_FLIGHT = 80 * 1024, 96 * 1024
+# Bytes of shared memory beside those, at most.
+_BESIDE = 19 * 1024
 _MAX_STAGES = 6
 # Keys of each program that the second-level cache is asked for before the launch may begin.
 _AHEAD = 64
@@ -91,7 +94,8 @@ def decode_attention(
     # One kernel for all graphs, whatever the longest query.
     small, large = row_tiles(plan.group, width)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
-    stages = 1 + _IN_FLIGHT[large <= 16] // (2 * plan.block_n * width * kv_cache.element_size())
+    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _BESIDE)
+    stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](

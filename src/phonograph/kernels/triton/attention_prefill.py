@@ -33,6 +33,7 @@ from phonograph.kernels.triton.attention_prefill_plan import (
 )
 from phonograph.kernels.triton.fp8 import at_width_of
 from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable, pdl_wait_first
+from phonograph.kernels.triton.shared_memory import shared_memory
 
 __all__ = [
     "PrefillPlan",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 _BLOCK_N = 64
+_ROOMY = 160 * 1024
+"""Shared memory of a program with which it can be as on an H200."""
 _MERGE_ROWS = 16
 # Padded tokens of a step, fixed with its graph.
 _FEW_TOKENS = 2560
@@ -127,11 +130,12 @@ def prefill_attention(
             causal=causal,
         )
         return
-    num_warps, num_stages, share = _configuration(width, tma, few=plan.cuts and num_tokens <= _FEW_TOKENS)
+    few = plan.cuts and num_tokens <= _FEW_TOKENS
+    block_n, num_warps, num_stages, share = _configuration(width, tma, few=few, roomy=shared_memory() >= _ROOMY)
     pdl = pdl_usable()
     cache = kv_cache
     if tma:
-        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [_BLOCK_N, head_size])
+        cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [block_n, head_size])
         stride_kv = rows // 2
     right = 0 if causal else window[1]
     programs = plan.num_sms * share
@@ -168,7 +172,7 @@ def prefill_attention(
         WIDTH=width,
         BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         LEFT=window[0],
         RIGHT=right,
         SOFTCAP=softcap != 0.0,
@@ -225,17 +229,17 @@ def merge_prefill(
     )
 
 
-def _configuration(width: int, tma: bool, *, few: bool) -> tuple[int, int, int]:
-    """Warps, stages, programs of a multiprocessor, by what an H200 was fastest with.
+def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[int, int, int, int]:
+    """Keys of a tile, warps, stages, programs of a multiprocessor, by what an H200 was fastest with.
 
     Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
-    few, eight warps end each earlier. Wide heads fill the registers of eight.
+    few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, what fits into 99 KiB.
     """
     if width > 128:
-        return 8, 2, 1
+        return (_BLOCK_N, 8, 2, 1) if roomy else (_BLOCK_N // 2, 8, 1, 1)
     if not tma:
-        return 4, 3, 2
-    return (8, 3, 1) if few else (4, 2, 2)
+        return _BLOCK_N, 4, 3, 2
+    return (_BLOCK_N, 8, 3 if roomy else 2, 1) if few else (_BLOCK_N, 4, 2, 2)
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:

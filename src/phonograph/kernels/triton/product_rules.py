@@ -14,6 +14,7 @@ from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.pdl import gluon_usable
 from phonograph.kernels.triton.preload import LARGE
 from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
+from phonograph.kernels.triton.shared_memory import shared_memory
 
 
 class RingConfig(NamedTuple):
@@ -232,13 +233,10 @@ def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfi
     """The first for which the current device has the shared memory, with fewer steps under way if need be, but three,
     or that is a ring where rings run; None: torch."""
     given = [one for one in configs if one is not None and (gluon_usable() or not isinstance(one, RingConfig))]
-    if not torch.cuda.is_available():
-        return given[0] if given else None
-    most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     for config in given:
         if isinstance(config, FewRowsConfig | RingConfig):
             return config
-        stages = most // config._replace(num_stages=1).shared_bytes(silu=silu)
+        stages = shared_memory() // config._replace(num_stages=1).shared_bytes(silu=silu)
         if stages >= min(3, config.num_stages):
             return config._replace(num_stages=min(config.num_stages, stages))
     return None

@@ -242,7 +242,7 @@ def filter_kernel(
     for start in range(first, end, BLOCK):
         ids = start + lane
         logit = tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
-        weight = tl.where(by_count, 1.0, _mass(logit, row_max, factor, log_min_p))
+        weight = tl.where(by_count, (logit > float("-inf")).to(tl.float32), _mass(logit, row_max, factor, log_min_p))
         new_sums = ()
         for j in tl.static_range(LEVELS - 1):
             level = row_max - unit * (0.5 * (j + 1) + max(j - 7, 0))
@@ -268,7 +268,8 @@ def filter_kernel(
         reached = (totals >= wanted) & (number < LEVELS - 1) & (by_count | (top_p < 1.0))
         chosen = tl.min(tl.where(reached, number, LEVELS), 0)
         bound = row_max - unit * (0.5 * (chosen + 1) + tl.maximum(chosen - 7, 0))
-        bound = tl.where(chosen < LEVELS, bound - 1e-6 * (tl.abs(row_max) + tl.abs(bound)), float("-inf"))
+        everything = tl.where(by_count & (whole <= CANDIDATES), LOWEST, float("-inf"))
+        bound = tl.where(chosen < LEVELS, bound - 1e-6 * (tl.abs(row_max) + tl.abs(bound)), everything)
         bound = tl.maximum(bound, row_max + 1.001 * temperature * log_min_p)
 
         list_ptr = candidates_ptr + entry.to(tl.int64) * CANDIDATES

@@ -163,7 +163,8 @@ def scan_kernel(
         row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
         valid = tl.abs(row_max) < float("inf")
         tl.store(row_max_ptr + entry, row_max)
-        tl.store(row_low_ptr + entry, tl.min(tl.where(mask, maxima, float("inf")), 0))
+        # Of the parts that a grammar leaves something of.
+        tl.store(row_low_ptr + entry, tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), 0))
         if noisy:
             scores += (tl.maximum(maxima, LOWEST) - row_max) / temperature
         best = tl.max(scores, 0)
