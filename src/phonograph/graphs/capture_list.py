@@ -81,7 +81,7 @@ def make_capture_list(
         if most_step_tokens is not None and most_step_tokens < most:
             most, why = (
                 most_step_tokens,
-                f"{most_step_tokens} tokens, which is what requests and KV cache have room for",
+                f"{most_step_tokens} tokens where requests have full length",
             )
         wanted = default_mixed_sizes(min(max_capture_tokens, most)) if sizes is None else sizes
         other = sorted({size for size in wanted if size <= most})
@@ -102,8 +102,13 @@ def make_capture_list(
 
 
 def default_decode_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences in the decode graphs: 1, 2, 4, then every 8, always with max_num_seqs itself at the end."""
-    sizes = [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs]
+    """Sequences in the decode graphs: 1, 2, 4, every 8 up to 1024, then 64 from one power of two to the next; always
+    with max_num_seqs itself at the end."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    size = 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, (1 << (size.bit_length() - 1)) // 64)
     return [*sizes, max_num_seqs]
 
 
