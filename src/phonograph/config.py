@@ -125,6 +125,7 @@ class EngineConfig(Settings):
             # One file and one environment serve all commands; what is the server's is for `serve` to read.
             own = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
             given |= _unfold_source(own)
+        given = cls.without_nulls(given)
         try:
             return cls(**{name: setting.value for name, setting in given.items()}), given  # pyright: ignore[reportArgumentType]
         except ConfigError as error:
