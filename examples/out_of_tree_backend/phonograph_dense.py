@@ -6,6 +6,7 @@ that a graph freezes holds for all batches of its key, and what depends on the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,30 @@ class DenseCapabilities(Capabilities):
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         return Support(GraphSupport.ALWAYS, "its schedule is made by operators in the graph, its bounds are the key's")
+
+    def buffer_bytes(
+        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    ) -> int:
+        """What `forward` has at once, in the largest graph, which keeps it, and in the largest step without one.
+
+        A graph of the CPU is recorded with all that its splits make; how many layers do so is not known here.
+        """
+        rows = [key.num_reqs * (key.query_len if key.graphs is GraphSet.DECODE else key.num_tokens) for key in graphs]
+        recorded = -(-limits.max_model_len // SPLIT) if device.kind == "cpu" else 0
+        per_row, per_slot = _split_bytes(spec, logits=3)
+        total = limits.max_num_seqs * (limits.max_num_tokens * per_row + per_slot)
+        if rows:
+            total += max(rows) * per_row + limits.max_num_seqs * per_slot
+            per_row, per_slot = _split_bytes(spec, logits=8)
+            total += recorded * (max(rows) * per_row + limits.max_num_seqs * per_slot)
+        return total
+
+
+def _split_bytes(spec: AttentionSpec, *, logits: int) -> tuple[int, int]:
+    """Of one split, in float32: for each row of a slot queries, results, so many times the logits, and masks; for each
+    slot keys and values."""
+    per_row = 4 * spec.num_query_heads * (4 * spec.head_size + logits * SPLIT) + 5 * SPLIT
+    return per_row, 6 * 4 * SPLIT * spec.num_kv_heads * spec.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

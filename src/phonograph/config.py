@@ -52,8 +52,8 @@ class EngineConfig(Settings):
     seed: values.OptionalSeed = Field(default=None, description="Seed of the requests that bring none.")
 
     max_model_len: values.OptionalSize = Field(default=None, description="Tokens of prompt and output together.")
-    max_num_seqs: values.OptionalSize = Field(default=None, description="Requests that run in one step, at most.")
-    max_num_batched_tokens: values.OptionalSize = Field(default=None, description="Tokens of one step, at most.")
+    max_num_seqs: values.OptionalSeqs = Field(default=None, description="Requests that run in one step, at most.")
+    max_num_batched_tokens: values.OptionalStepTokens = Field(default=None, description="Tokens of one step, at most.")
     scheduling_policy: Annotated[values.SchedulingPolicy, values.one_of(values.SchedulingPolicy)] = Field(
         default="fcfs", description="Who goes first: first come, or the lowest priority number."
     )
@@ -125,6 +125,7 @@ class EngineConfig(Settings):
             # One file and one environment serve all commands; what is the server's is for `serve` to read.
             own = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
             given |= _unfold_source(own)
+        given = cls.without_nulls(given)
         try:
             return cls(**{name: setting.value for name, setting in given.items()}), given  # pyright: ignore[reportArgumentType]
         except ConfigError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from phonograph.config_sources import Given
-from phonograph.config_values import Kind
+from phonograph.config_values import Kind, unless_null
 from phonograph.errors import ConfigError
 
 
@@ -50,6 +50,16 @@ class Settings(BaseModel):
         if first["type"] == "missing":
             return ConfigError(name, None, f"must be given: {cls.model_fields[name].description}")
         return cls.bad_value(name, first["input"])
+
+    @classmethod
+    def without_nulls(cls, given: Mapping[str, Given]) -> dict[str, Given]:
+        """What is left once the sources are laid over each other: null takes back what those below gave, so that the
+        default holds, whether or not that is None."""
+        return {
+            name: setting
+            for name, setting in given.items()
+            if name not in cls.model_fields or unless_null(setting.value) is not None
+        }
 
     @classmethod
     def known_names(cls) -> list[str]:

@@ -79,6 +79,7 @@ class ServerConfig(Settings):
         given: dict[str, Given] = {}
         for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
             given |= {name: setting for name, setting in source.items() if name in cls.model_fields}
+        given = cls.without_nulls(given)
         try:
             return cls(**{name: setting.value for name, setting in given.items()})  # pyright: ignore[reportArgumentType]
         except ConfigError as error:

@@ -170,6 +170,9 @@ Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
 Fraction = Annotated[float, Kind("a number > 0 and <= 1", _parse_fraction, "X")]
 Count = Annotated[int, whole(0)]
 OptionalSize = Annotated[int | None, whole(1)]
+# Far more than any step has; tables and graphs are made for all of it at the start.
+OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
+OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
 _seconds = Kind("seconds >= 0", _parse_seconds, "SECONDS")
 Seconds = Annotated[float, _seconds]

@@ -213,6 +213,8 @@ def test_which_graphs_cascade_is_said(llama: list[str], capsys: pytest.CaptureFi
         (["--common-prefix", "9", "--batch", "1@10"], "common_prefix=9: makes a difference with cascade_attention"),
         ([*CASCADE, "--common-prefix", "10", "--batch", "1@10"], "common_prefix=10: must be from 1 to 9"),
         ([*CASCADE, "--common-prefix=-1", "--batch", "1@10"], "common_prefix=-1: must be from 1 to 9"),
+        ([*CASCADE, "--common-prefix", "8199"], "common_prefix=8199: is that of batches, and there is none"),
+        (["--matrix", "--common-prefix", "8199"], "common_prefix=8199: is that of batches, and there is none"),
         ([*CASCADE, "--cudagraph-mode", "PIECEWISE"], "cascade_attention=True: works where decodes run in whole"),
     ],
 )

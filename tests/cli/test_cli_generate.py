@@ -102,6 +102,22 @@ def test_prompts_from_arguments_standard_input_and_token_ids_keep_their_order(
     assert facts["outputs"][3]["num_prompt_tokens"] == 4
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_lines_that_are_not_utf8_are_named(
+    command: str, errors: str, demo: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO("déjà vu\n".encode("latin-1")), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main([command, *demo, *(["-"] if command == "generate" else [])]) == 2
+    assert "standard input='d\\udce9j\\udce0 vu': is not utf-8; convert it" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_not_utf8_is_named(demo: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *demo, "d\udce9j"]) == 2
+    assert "prompt='d\\udce9j': is not utf-8; convert it" in capsys.readouterr().err.lower()
+
+
 def test_raw_leaves_the_chat_template_out(run_json: Any, demo: list[str]) -> None:
     (chat,) = run_json("generate", *demo, QUESTION, "--max-tokens", "1")
     (raw,) = run_json("generate", *demo, QUESTION, "--max-tokens", "1", "--raw")

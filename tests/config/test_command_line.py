@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,17 @@ def test_config_prints_values_with_their_sources(
 def test_python_dash_m_runs_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "phonograph", "nope"], capture_output=True, text=True, check=False)
     assert result.returncode == 2 and 'Unknown command "nope"' in result.stderr
+
+
+@pytest.mark.parametrize("tokens", [["--help"], ["config", "--model", "demo"], ["explain", "--model", "demo"]])
+def test_output_that_nobody_takes_ends_the_command_quietly(tokens: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed, open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "phonograph", *tokens]
+        gone = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+        no_room = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (gone.returncode, gone.stderr) == (141, "")
+    assert no_room.returncode == 2 and "Traceback" not in no_room.stderr
+    said = "phonograph: error: the output cannot be written: No space left on device; make room, or write elsewhere"
+    assert no_room.stderr.splitlines() == [said]

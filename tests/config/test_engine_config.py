@@ -82,6 +82,8 @@ def test_values_that_work(setting: str, given: object, stored: object) -> None:
         ("num_speculative_tokens", -1, "a whole number >= 0"),
         ("num_speculative_tokens", None, "a whole number >= 0"),
         ("seed", 2**63, "a whole number >= 0 and <= 9223372036854775807"),
+        ("max_num_seqs", 1_000_000, "a whole number >= 1 and <= 131072"),
+        ("max_num_batched_tokens", 10**7, "a whole number >= 1 and <= 1048576"),
         ("gpu_memory_utilization", float("nan"), "a number > 0 and <= 1"),
         ("gpu_memory_utilization", 0, "a number > 0 and <= 1"),
         ("gpu_memory_utilization", 1.01, "a number > 0 and <= 1"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phonograph.cli.options import takes_engine_config
 from phonograph.config import EngineConfig
+from phonograph.config_server import ServerConfig
 from phonograph.config_sources import OTHER_VARIABLES
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
@@ -33,8 +34,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "seed": st.integers(0, 2**63 - 1),
     "max_model_len": counts,
-    "max_num_seqs": counts,
-    "max_num_batched_tokens": counts,
+    "max_num_seqs": st.integers(1, 1 << 17),
+    "max_num_batched_tokens": st.integers(1, 1 << 20),
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "num_speculative_tokens": st.integers(0, 8),
     "block_size": counts,
@@ -137,6 +138,24 @@ def test_null_in_a_flag_unsets_what_the_file_gave(tmp_path: Path) -> None:
     text = "model: demo\nnum_kv_blocks: 8\n"
     config = load(text, tmp_path, flags={"num_kv_blocks": "null", "kv_cache_memory_bytes": "64"})
     assert (config.num_kv_blocks, config.kv_cache_memory_bytes) == (None, 64)
+
+
+@pytest.mark.parametrize("null", ["null", "~", "Null"])
+def test_null_is_the_default_of_every_setting_in_every_source(null: str, tmp_path: Path) -> None:
+    names = [name for name in EngineConfig.model_fields if name != "model"]
+    default = EngineConfig(model="demo")
+    assert load("model: demo\n" + "".join(f"{name}: {null}\n" for name in names), tmp_path) == default
+    assert load("model: demo\n", tmp_path, flags=dict.fromkeys(names, null)) == default
+    assert load("model: demo\n", tmp_path, **{f"PHONOGRAPH_{name.upper()}": null for name in names}) == default
+    file = "model: demo\ndtype: float16\nenable_prefix_caching: false\n"
+    assert load(file, tmp_path, flags={"dtype": null}, PHONOGRAPH_ENABLE_PREFIX_CACHING=null) == default
+    with pytest.raises(ConfigError, match="model=None: must be given"):
+        load(f"model: {null}\n", tmp_path)
+    with pytest.raises(ConfigError, match="dtypo=.*did you mean dtype"):
+        load(f"model: demo\ndtypo: {null}\n", tmp_path)
+    path = tmp_path / "serve.yaml"
+    path.write_text("".join(f"{name}: {null}\n" for name in ServerConfig.model_fields), encoding="utf-8")
+    assert ServerConfig.load(flags={}, config_file=path, environ={}) == ServerConfig()
 
 
 def test_precedence_holds_inside_compilation_config(tmp_path: Path) -> None:

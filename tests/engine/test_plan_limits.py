@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from phonograph import LLM
 from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine.plan import make_plan
+from phonograph.errors import ConfigError
 from phonograph.models.spec import read_model_spec
 
 
@@ -20,6 +22,28 @@ def test_no_graph_is_captured_for_more_tokens_than_requests_can_have() -> None:
     limits = {**limits, "num_kv_blocks": 7}
     plan = make_plan(EngineConfig(model="demo", **limits), read_model_spec("demo"), known_device("cpu"))
     assert max(key.num_tokens for key in plan.captures.largest_first()) == 72 + 2 * 16
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 8}])
+def test_sizes_that_no_step_can_reach_are_left_out_with_the_reason(limits: dict[str, int]) -> None:
+    config = EngineConfig(model="demo", max_model_len=64, cudagraph_capture_sizes=[2, 128, 129, 512], **limits)
+    plan = make_plan(config, read_model_spec("demo"), known_device("cpu"))
+    assert [key.num_tokens for key in plan.captures.mixed] == [2, 128]
+    assert "no mixed graph of 129, 512 tokens: a step has at most 128 tokens where requests have full length" in (
+        " ".join(plan.notes)
+    )
+
+
+def test_verification_without_a_size_left_names_the_sizes() -> None:
+    llm = LLM(
+        model="demo",
+        max_model_len=64,
+        max_num_seqs=4,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        cudagraph_capture_sizes=[8, 16],
+    )
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes=\[8, 16\]: leaves no graph.*max_num_seqs=4"):
+        llm.verify()
 
 
 @pytest.mark.parametrize(

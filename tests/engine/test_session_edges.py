@@ -183,6 +183,35 @@ def test_priority_reaches_the_scheduler() -> None:
     assert ended == [soon.request_id, late.request_id]
 
 
+@pytest.mark.parametrize("priority", [None, "1", 1.0, float("nan"), True])
+def test_a_priority_that_is_no_integer_is_refused_and_leaves_nothing(session: Session, priority: Any) -> None:
+    first = session.add("x", FREE)
+    for params in (FREE, SamplingParams(n=2, max_tokens=4)):
+        with pytest.raises(RequestError, match="priority=.*must be an integer"):
+            session.add("y", params, priority=priority)
+    assert session.core.scheduler.stats.num_waiting == 1
+    run(session)
+    assert first.finished
+
+
+def test_of_several_prompts_only_the_one_of_a_wrong_priority_is_refused() -> None:
+    llm = LLM(model="demo", max_model_len=64, max_num_seqs=1, enforce_eager=True, scheduling_policy="priority")
+    ranks: Any = [2, None, 1]
+    outputs = llm.generate(["x", "y", "z"], FREE, priorities=ranks)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert len(llm.generate(["x", "y"], FREE)) == 2
+
+
+@pytest.mark.parametrize("wrong", [7, None])
+def test_an_error_of_the_caller_takes_the_prompts_before_it_along(session: Session, llm: LLM, wrong: Any) -> None:
+    other = session.add("x", FREE)
+    with pytest.raises(TypeError):
+        llm.generate(["x", "y", wrong, "z"], FREE)
+    assert list(session._samples) == [other.request_id]
+    run(session)
+    assert other.outputs[0].finish_reason == "length"
+
+
 def test_text_goes_on_where_the_prompt_ended(llm: LLM) -> None:
     tokenizer = sentencepiece_like()
     session = Session(llm.engine.core, llm.engine.plan.model, tokenizer, 0, llm.session.grammars)

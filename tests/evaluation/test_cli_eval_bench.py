@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from phonograph.cli.app import main
+from phonograph.errors import ConfigError
 from phonograph.evaluation import bench_engine
+from phonograph.evaluation.bench import append_record
+from phonograph.evaluation.record import check_output, write_result
 
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 
@@ -139,3 +142,46 @@ def test_a_mistake_is_one_line_and_code_2(tokens: list[str], capsys: pytest.Capt
     assert main(tokens) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("phonograph: error: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "demo"],
+        *(["bench", name, "--model", "demo"] for name in ("decode", "latency", "mixed", "throughput", "idle", "step")),
+        *(["bench", name, "--model", "demo"] for name in ("attention", "startup")),
+        ["bench", "suite", "--model", "demo", "--suites", "decode"],
+        ["bench", "serve"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_refused_before_the_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*arguments: Any, **keywords: Any) -> Any:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("phonograph.evaluation.record.provenance", work)
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert f"output='{tmp_path}': cannot be written: [Errno 21] Is a directory" in capsys.readouterr().err
+
+
+def test_the_try_leaves_nothing_behind(tmp_path: Path) -> None:
+    new, old = tmp_path / "folder" / "new", tmp_path / "old"
+    old.write_text("kept")
+    check_output(new)
+    check_output(old)
+    assert not new.exists() and old.read_text() == "kept"
+    with pytest.raises(ConfigError, match=r"output='.*old/below': cannot be written: .*'.*old'"):
+        check_output(old / "below")
+
+
+def test_results_are_shown_where_the_disk_has_become_full(capsys: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    for write in (lambda: write_result(full, {}, {}), lambda: append_record(full, {})):
+        with pytest.raises(ConfigError, match="output='/dev/full': cannot be written: .* No space left on device"):
+            write()
+    few = ["--problems", "1", "--recalls", "0", "--output", str(full)]
+    assert main(["eval", "demo", *few, *FEW_GRAPHS, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["tasks"][0]["count"] == 1 and "output='/dev/full'" in captured.err

@@ -90,6 +90,8 @@ def test_the_same_answers_in_every_mode(demo_llm: LLM) -> None:
     [
         ({"num_problems": 0, "num_recalls": 0}, "problems"),
         ({"num_problems": -1}, "problems"),
+        ({"num_problems": 1_000_000}, "problems"),
+        ({"num_recalls": 100_001}, "recalls"),
         ({"num_recalls": -3}, "recalls"),
         ({"num_problems": 1, "num_recalls": 1, "recall_tokens": 8150}, "recall_tokens"),
         ({"num_problems": 1, "num_recalls": 1, "recall_tokens": 3}, "recall_tokens"),

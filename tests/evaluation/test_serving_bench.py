@@ -17,12 +17,13 @@ from scripted_server import DONE, Script, events, plain, scripted, token, usage
 from phonograph.cli.app import main
 from phonograph.config import EngineConfig
 from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
+from phonograph.errors import ConfigError
 from phonograph.evaluation.serving.arrivals import arrival_times
 from phonograph.evaluation.serving.events import Reply
 from phonograph.evaluation.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
 from phonograph.evaluation.serving.load import Load
 from phonograph.evaluation.serving.metrics import details, serving_metrics
-from phonograph.evaluation.serving.workload import random_prompts
+from phonograph.evaluation.serving.workload import random_prompts, read_requests
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
@@ -177,6 +178,13 @@ def test_failures_are_shown_and_the_exit_code_is_1(capsys: pytest.CaptureFixture
     assert (found["completed"], found["failed"]) == (4, 2)
     assert found["error_counts"] == {"HTTP 503: engine is dead": 2}
     assert "2 failed: HTTP 503: engine is dead" in table
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"dataset_path='.*prompts\.jsonl': is not UTF-8 at byte 12; convert it"):
+        read_requests(path, output_len=1)
 
 
 def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

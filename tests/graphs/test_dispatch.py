@@ -115,6 +115,13 @@ def test_every_decode_batch_has_a_graph_whatever_max_num_seqs(max_num_seqs) -> N
     assert sizes[-1] == max_num_seqs and sizes == sorted(set(sizes))
 
 
+def test_decode_graphs_of_many_sequences_grow_sparser() -> None:
+    assert default_decode_sizes(1024) == [1, 2, 4, *range(8, 1025, 8)]
+    sizes = default_decode_sizes(131_072)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 131_072 and len(sizes) < 600
+    assert all(after <= before + max(8, before // 64) for before, after in zip(sizes[3:], sizes[4:], strict=False))
+
+
 @pytest.mark.parametrize("limit", [2, 64, 512, 2048, 8192])
 def test_token_padding_stays_within_ten_percent_on_average(limit) -> None:
     sizes = np.array(default_mixed_sizes(limit))

@@ -14,6 +14,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.tape import TapeRuntime
 
 REPEATS = torch.ones(5, dtype=torch.int64)
+START = torch.tensor(1)
 library = torch.library.Library("phonograph_test", "FRAGMENT")
 library.define("scaled_sum(Tensor x, Tensor count, float scale, Tensor(a!) out) -> ()")
 
@@ -165,12 +166,28 @@ def test_intermediates_share_memory_and_outputs_do_not(runtime: TapeRuntime, x: 
         lambda x: 1 if (x > 0).any() else 0,
         lambda x: torch.equal(x, x),
         lambda x: torch.allclose(x, x),
+        lambda x: torch.is_nonzero(x[0, 0]),
+        lambda x: torch.narrow(x, 0, START, 1),
+        lambda x: x.narrow(0, START, 1),
+        lambda x: __import__("numpy").from_dlpack(x),
+        lambda x: torch.utils.dlpack.from_dlpack(x),
     ],
-    ids=["item", "tolist", "numpy", "asarray", "float", "int", "bool", "if", "equal", "allclose"],
+    ids=[
+        *("item", "tolist", "numpy", "asarray", "float", "int", "bool", "if", "equal", "allclose", "is_nonzero"),
+        *("narrow", "narrow of a tensor", "numpy.from_dlpack", "from_dlpack"),
+    ],
 )
 def test_host_read_inside_a_capture(runtime: TapeRuntime, x: torch.Tensor, read) -> None:
     with pytest.raises(CaptureError, match="host read"):
         runtime.capture(lambda: (read(x), x)[1:])
+
+
+def test_refused_reads_name_the_operation(runtime: TapeRuntime, x: torch.Tensor) -> None:
+    with pytest.raises(CaptureError, match=r"aten\.narrow\.Tensor brings"):
+        runtime.capture(lambda: (torch.narrow(x, 0, START, 1),))
+    with pytest.raises(CaptureError, match=r"__dlpack__\(\), as of numpy\.from_dlpack\(\), would freeze"):
+        runtime.capture(lambda: (torch.utils.dlpack.from_dlpack(x),))
+    assert runtime.capture(lambda: (torch.narrow(x, 0, 1, 1),)).outputs[0].equal(x[1:2])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ Commands are named by where they are and imported when they are run, so that `ph
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +32,7 @@ WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
 OF_OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
 """What measures engines that are not here."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = App(
     name="phonograph",
@@ -41,18 +45,51 @@ for _name, (_function, _summary) in COMMANDS.items():
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Runs the command that `tokens` (or the process's arguments) name; returns the exit code, 2 for a user error."""
+    """Runs the command that `tokens` (or the process's arguments) name; returns the exit code: 2 for a user error, and
+    what a shell has for the signal where the reader of the output is gone."""
     words = sys.argv[1:] if tokens is None else tokens
     if _starts_engine(words):
         start_early()
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        print(end="", flush=True)
     except (PhonographError, CycloptsError) as error:
-        print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(" ".join(str(error).split()))
+        return 2
+    except BrokenPipeError:
+        return _reader_gone()
+    except SystemExit as end:
+        # Rich makes this of a closed pipe.
+        if isinstance(end.__context__, BrokenPipeError):
+            return _reader_gone()
+        raise
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _say(f"{error.filename or 'the output'} cannot be written: {error.strerror}; make room, or write elsewhere")
+        _drop_unwritten()
         return 2
     finally:
         resume_collector()
     return result if isinstance(result, int) else 0
+
+
+def _say(text: str) -> None:
+    print(f"phonograph: error: {text}", file=sys.stderr)
+
+
+def _reader_gone() -> int:
+    _drop_unwritten()
+    return 128 + signal.SIGPIPE
+
+
+def _drop_unwritten() -> None:
+    """Lets go of output that nobody takes, or Python would try again at its end and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            print(end="", flush=True, file=stream)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _starts_engine(words: Sequence[str]) -> bool:

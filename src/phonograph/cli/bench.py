@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.show import Json, engine_facts, mode_line, note, print_json, progress_bar, start, steps_text
+from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_line, note, print_json, progress_bar, start, steps_text
 from phonograph.config import EngineConfig
 
 if TYPE_CHECKING:
     from phonograph.evaluation.bench import Row
     from phonograph.evaluation.bench_suites import Suite
 
-Output = Annotated[
-    Path | None, Parameter(show_default=False, help="File to append the result to, one JSON object a line.")
-]
+Output = Annotated[Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")]
 COLUMNS = {
     "decode": ("itl_ms", "floor_ms"),
     "latency": ("out_len", "bs", "ms"),
@@ -275,12 +273,14 @@ def _report(origin: dict[str, Any], rows: Sequence[Row], output: Path | None, *,
     from phonograph.evaluation.bench import append_record
 
     record = {**origin, "rows": [row.as_json() for row in rows]}
-    if output is not None:
-        append_record(output, record)
-    if not as_json:
-        for suite_name in dict.fromkeys(row.suite for row in rows):
-            _print_table(suite_name, [row for row in rows if row.suite == suite_name])
-    print_json(record)
+    try:
+        if output is not None:
+            append_record(output, record)
+    finally:  # a disk may have become full
+        if not as_json:
+            for suite_name in dict.fromkeys(row.suite for row in rows):
+                _print_table(suite_name, [row for row in rows if row.suite == suite_name])
+        print_json(record)
 
 
 def _print_table(suite_name: str, rows: Sequence[Row]) -> None:

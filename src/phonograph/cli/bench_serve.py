@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from phonograph.cli.show import Json, note, print_json, progress_bar
+from phonograph.cli.show import OUTPUT, Json, note, print_json, progress_bar
 from phonograph.errors import ConfigError
 
 PACKAGES = ("httptools", "uvloop")
@@ -78,7 +78,7 @@ def serve(
     seed: Annotated[int, Parameter(help="Of lengths, prompts and arrivals.")] = 0,
     save_detailed: Annotated[bool, Parameter(negative="", help="Times, texts and errors of each request too.")] = False,
     output: Annotated[
-        Path | None, Parameter(show_default=False, help="File to append the result to, one JSON object a line.")
+        Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -122,11 +122,13 @@ def serve(
     with progress_bar() as progress:
         result = bench_serving(bench, progress)
     record = {**origin, **result}
-    if output is not None:
-        append_record(output, record)
-    if not as_json:
-        _print_tables(result)
-    print_json(record)
+    try:
+        if output is not None:
+            append_record(output, record)
+    finally:  # a disk may have become full
+        if not as_json:
+            _print_tables(result)
+        print_json(record)
     return 1 if result["failed"] else 0
 
 

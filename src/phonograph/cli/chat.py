@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from phonograph.cli.answer import print_piece, stream_answer
+from phonograph.cli.lines import read_line
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.sampling import GREEDY, SamplingFlags
 from phonograph.cli.show import (
@@ -123,8 +124,8 @@ class _Conversation:
 def _read_line() -> str | None:
     """The next line, or None at the end. Ctrl-C empties the line that is being typed."""
     if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+        line = read_line()
+        return None if line is None else line.strip()
     while True:
         try:
             return input("> ").strip()

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.show import Json, engine_facts, mode_line, note, print_json, start, steps_text
+from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_line, note, print_json, start, steps_text
 from phonograph.config import EngineConfig
 from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
 
@@ -51,7 +51,9 @@ def demo(
     eval_seed: Annotated[
         int, Parameter(help="Seed of problems and recalls; --seed is the engine's.")
     ] = EVALUATION_SEED,
-    output: Annotated[Path | None, Parameter(help="File for everything: answers, token ids, where it was run.")] = None,
+    output: Annotated[
+        Path | None, OUTPUT, Parameter(help="File for everything: answers, token ids, where it was run.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
@@ -76,13 +78,16 @@ def demo(
         "recall_tokens": recall_tokens,
         "tasks": [_task_facts(result) for result in results],
     }
-    if output is not None:
-        write_result(output, origin, {**facts, "items": [asdict(item) for result in results for item in result.items]})
-    if as_json:
-        print_json({**origin, **facts})
-    else:
-        _print_results(results)
-        note(f"{mode_line(llm.plan)}: {steps_text(sum((result.steps for result in results), Counter()))}")
+    items = [asdict(item) for result in results for item in result.items]
+    try:
+        if output is not None:
+            write_result(output, origin, {**facts, "items": items})
+    finally:  # a disk may have become full
+        if as_json:
+            print_json({**origin, **facts})
+        else:
+            _print_results(results)
+            note(f"{mode_line(llm.plan)}: {steps_text(sum((result.steps for result in results), Counter()))}")
     return 0
 
 

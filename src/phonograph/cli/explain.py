@@ -55,6 +55,9 @@ def explain(
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.models.spec import read_model_spec
 
+    if common_prefix and not batch:
+        problem = "is that of batches, and there is none; give one with --batch"
+        raise ConfigError("common_prefix", common_prefix, problem)
     device = _device(config, device_name)
     model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if matrix:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from phonograph.cli.answer import print_piece, stream_answer
+from phonograph.cli.lines import check_text, read_line
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.sampling import GREEDY, SamplingFlags
 from phonograph.cli.show import (
@@ -54,7 +55,8 @@ def generate(
     params = sampling.params(n=n, logprobs=logprobs)
     if logprobs is not None and not as_json:
         raise RequestError("logprobs", logprobs, "is printed with --json only; add it")
-    texts = [*prompts, *(line.rstrip("\r\n") for line in (sys.stdin if stdin else ()) if line.strip())]
+    texts = [check_text("prompt", text) for text in prompts]
+    texts += [line for line in (iter(read_line, None) if stdin else ()) if line.strip()]
     ids = [_token_ids(text) for text in token_ids or []]
     if not texts and not ids:
         raise RequestError("prompts", list(prompts), "give a prompt, - for the lines of standard input, or --token-ids")

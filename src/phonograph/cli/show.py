@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
 Json = Annotated[
     bool, Parameter(name="--json", negative="", show_default=False, help="Print JSON, one object a line, for programs.")
 ]
+
+
+def _check_output(kind: object, path: Path | None) -> None:
+    if path is not None:
+        from phonograph.evaluation.record import check_output
+
+        check_output(path)
+
+
+OUTPUT = Parameter(show_default=False, validator=_check_output)
+"""What every `--output FILE` is made of, beside its help: one that cannot be written is refused before the work."""
 
 
 def print_json(value: object) -> None:

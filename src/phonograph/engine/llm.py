@@ -101,7 +101,7 @@ class LLM:
 
         Raises:
             RequestError: the only prompt cannot be served. Of several, one that cannot be served has its `error` set in
-                its output, and the others are answered.
+                its output, and the others are answered. With any other error none of them is left in the engine.
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many = cast("list[Prompt]", [prompts] if single else list(prompts))
@@ -180,7 +180,14 @@ class LLM:
         """Queues what is asked, each made a prompt by `encode`, and steps until all is answered."""
         each = _one_per_prompt("params", params if params is not None else SamplingParams(), len(many))
         ranks = _one_per_prompt("priorities", priorities if priorities is not None else 0, len(many))
-        outputs = self._run(self._queue(many, encode, each, ranks), len(many), progress)
+        outputs: list[RequestOutput] = []
+        try:
+            self._run(self._queue(many, encode, each, ranks), outputs, len(many), progress)
+        except BaseException:
+            # Nobody will see what the others become.
+            for output in outputs:
+                self._session.abort(output)
+            raise
         if len(outputs) == 1 and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
@@ -201,10 +208,9 @@ class LLM:
                 ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
                 yield RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
 
-    def _run(self, queue: Iterator[RequestOutput], count: int, progress: bool) -> list[RequestOutput]:
-        """Steps while it takes from the queue, so far ahead that each step is what it would be with all of them there:
-        the device need not wait until thousands of prompts have been encoded."""
-        outputs: list[RequestOutput] = []
+    def _run(self, queue: Iterator[RequestOutput], outputs: list[RequestOutput], count: int, progress: bool) -> None:
+        """Steps while it takes outputs from the queue, so far ahead that each step is what it would be with all of them
+        there: the device need not wait until thousands of prompts have been encoded."""
         done = tokens = 0
         scheduler = self._engine.core.scheduler
         # No step admits more than there are slots. By priority the last may be the first.
@@ -225,7 +231,7 @@ class LLM:
                     speed = tokens / (time.perf_counter() - start)
                     bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
                 if not unfinished:
-                    return outputs
+                    return
 
 
 def _one_per_prompt(name: str, given: Any, count: int) -> list[Any]:

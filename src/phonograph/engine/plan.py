@@ -147,7 +147,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
     if config.cascade_attention:
         _check_cascade(limits, resolution)
-    captures = _capture_list(config, resolution.mode, limits, min(_capture_tokens(config, limits, device), most))
+    captures = _capture_list(config, resolution.mode, limits, _capture_tokens(config, limits, device), most)
     return EnginePlan(
         config=config,
         device=device,
@@ -205,12 +205,15 @@ def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) ->
     return largest
 
 
-def _capture_list(config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int) -> CaptureList:
+def _capture_list(
+    config: EngineConfig, mode: GraphMode, limits: Limits, graph_tokens: int, most_step_tokens: int | None = None
+) -> CaptureList:
     return make_capture_list(
         mode,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_capture_tokens=graph_tokens,
+        most_step_tokens=most_step_tokens,
         sizes=config.cudagraph_capture_sizes,
         speculative_tokens=config.num_speculative_tokens,
         cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,

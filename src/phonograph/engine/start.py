@@ -8,7 +8,8 @@ from phonograph.config import EngineConfig
 from phonograph.early_start import pause_collector, resume_collector
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
 from phonograph.engine.plan import make_plan
-from phonograph.errors import PhonographError
+from phonograph.errors import ConfigError, PhonographError
+from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verify import VerifyReport, verify
 from phonograph.models.spec import read_model_spec
 
@@ -38,8 +39,12 @@ def verify_engine(
     """Compares replays of every captured graph on random batches with eager runs. No request may be in flight.
 
     Raises:
-        ConfigError: the mode has no graphs.
+        ConfigError: the mode has no graphs, or no capture size is left.
     """
+    plan = engine.plan
+    if plan.resolution.mode is not GraphMode.NONE and not plan.captures.largest_first():
+        problem = f"leaves no graph to verify: {'; '.join(plan.captures.notes)}"
+        raise ConfigError("cudagraph_capture_sizes", list(plan.config.cudagraph_capture_sizes or ()), problem)
     report = verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
     engine.core.scheduler.reset_prefix_cache()
     return report

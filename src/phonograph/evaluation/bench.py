@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from phonograph.errors import ConfigError
+from phonograph.evaluation.record import writing
 
 BenchProgress = Callable[[str, int, int], None]
 """Called with what is counted, how many of it are done, and of how many."""
@@ -57,10 +58,15 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Adds one JSON line to a file, which is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    """Adds one JSON line to a file, which is made if need be.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:

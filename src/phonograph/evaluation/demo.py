@@ -29,6 +29,8 @@ from phonograph.errors import ConfigError
 from phonograph.evaluation.run import Answer, run_requests
 from phonograph.sampling_params import SamplingParams
 
+MOST_QUESTIONS = 100_000
+"""Of one task; all are made and encoded before the first is answered."""
 _SENTENCE = 64
 """Tokens by which the last sentence may exceed the budget of a recall, generously."""
 
@@ -103,12 +105,12 @@ def evaluate_demo(
         seed: of the held-out problems and recalls; the same seed asks the same.
 
     Raises:
-        ConfigError: nothing to ask, or the recalls do not fit the context.
+        ConfigError: nothing to ask, or more than MOST_QUESTIONS, or the recalls do not fit the context.
         RequestError: the model has no chat template.
     """
     for name, value in (("problems", num_problems), ("recalls", num_recalls)):
-        if value < 0:
-            raise ConfigError(name, value, "must be a whole number >= 0")
+        if not 0 <= value <= MOST_QUESTIONS:
+            raise ConfigError(name, value, f"must be a whole number >= 0 and <= {MOST_QUESTIONS}")
     if not num_problems + num_recalls:
         raise ConfigError("problems", num_problems, "with recalls=0 there is nothing to ask; give one of them")
     tokenizer = llm.tokenizer

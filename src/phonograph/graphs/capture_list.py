@@ -41,6 +41,7 @@ def make_capture_list(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_capture_tokens: int,
+    most_step_tokens: int | None = None,
     sizes: tuple[int, ...] | None = None,
     speculative_tokens: int = 0,
     cascade_reqs: int | None = None,
@@ -49,6 +50,7 @@ def make_capture_list(
 
     Args:
         max_capture_tokens: largest mixed or piecewise graph of the default list.
+        most_step_tokens: tokens of the largest step that requests and cache have room for, where that is known.
         sizes: numbers of tokens asked for by the user instead of the default list.
         cascade_reqs: the fewest requests of a batch that may cascade, or None where none may: decode graphs of so many
             slots have a variant that does.
@@ -75,15 +77,17 @@ def make_capture_list(
         decode = tuple(GraphKey(GraphSet.DECODE, size, size // query_len, query_len) for size in fitting)
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
-        limit = min(max_capture_tokens, max_num_batched_tokens)
-        wanted = default_mixed_sizes(limit) if sizes is None else sizes
-        other = sorted({size for size in wanted if size <= max_num_batched_tokens})
+        most, why = max_num_batched_tokens, f"max_num_batched_tokens={max_num_batched_tokens} tokens"
+        if most_step_tokens is not None and most_step_tokens < most:
+            most, why = (
+                most_step_tokens,
+                f"{most_step_tokens} tokens where requests have full length",
+            )
+        wanted = default_mixed_sizes(min(max_capture_tokens, most)) if sizes is None else sizes
+        other = sorted({size for size in wanted if size <= most})
         left_out = sorted(set(wanted) - set(other))
         if left_out:
-            notes.append(
-                f"no mixed graph of {_join(left_out)} tokens: a step has at most "
-                f"max_num_batched_tokens={max_num_batched_tokens} tokens"
-            )
+            notes.append(f"no mixed graph of {_join(left_out)} tokens: a step has at most {why}")
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
     cascade = () if cascade_reqs is None else tuple(key for key in decode if key.num_reqs >= cascade_reqs)
@@ -98,8 +102,13 @@ def make_capture_list(
 
 
 def default_decode_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences in the decode graphs: 1, 2, 4, then every 8, always with max_num_seqs itself at the end."""
-    sizes = [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs]
+    """Sequences in the decode graphs: 1, 2, 4, every 8 up to 1024, then 64 from one power of two to the next; always
+    with max_num_seqs itself at the end."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    size = 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, (1 << (size.bit_length() - 1)) // 64)
     return [*sizes, max_num_seqs]
 
 

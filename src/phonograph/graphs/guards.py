@@ -2,7 +2,7 @@
 
 Most of it is visible as an operator (`refuse_unless_capturable`). Reading a CPU tensor's memory from Python is not: no
 operator runs in `.tolist()` or `.numpy()`. `HostReadGuard` catches these, and tensors made from host data, one level
-higher, at the Python API.
+higher, at the Python API. Nothing sees `torch.utils.dlpack.to_dlpack`, whose capsules are not for captures.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _HOST_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.tolist: "tolist()",
     torch.Tensor.numpy: "numpy()",
     torch.Tensor.__array__: "numpy.asarray()",
+    torch.Tensor.__dlpack__: "__dlpack__(), as of numpy.from_dlpack(),",
     torch.Tensor.item: "item()",
     torch.Tensor.__bool__: "bool()",
     torch.Tensor.__int__: "int()",
@@ -32,7 +33,14 @@ _HOST_DATA: dict[Callable[..., Any], str] = {
     torch.from_numpy: "torch.from_numpy()",
 }
 # Operators whose tags do not tell: a mask as an index, and reads that stay composite under inference mode.
-_READ_OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose"}
+_READ_OPERATORS = {
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::allclose",
+    "aten::narrow.Tensor",
+}
 # Composites that hide an operator with a dynamic shape: they reach the tape whole, without its tag.
 _DYNAMIC_COMPOSITES = {
     "aten::repeat_interleave.self_Tensor",
@@ -67,8 +75,8 @@ def refuse_unless_capturable(func: Any, args: Any) -> None:
     """Raises CaptureError where operator `func` cannot be part of a graph."""
     name: str = func._schema.name
     tags = func.tags
-    if name in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:
-        raise CaptureError(f"host read inside a capture: {func} returns tensor contents to the host")
+    if _full_name(func) in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:
+        raise CaptureError(f"host read inside a capture: {func} brings tensor contents to the host")
     if name in _INDEX_OPERATORS:
         if any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1])):
             raise CaptureError(f"data-dependent shape inside a capture: {func} with a mask; use torch.where")

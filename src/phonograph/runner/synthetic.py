@@ -123,8 +123,14 @@ class SyntheticBatches:
         num_reqs = int(rng.integers(1, most + 1)) if rng.random() < 0.5 else int(rng.integers(1, min(most, 4) + 1))
         num_reqs = max(num_reqs, blocks_for(budget, self._max_model_len))
         cuts = np.sort(rng.choice(np.arange(1, budget), size=num_reqs - 1, replace=False)) if num_reqs > 1 else []
-        lengths = np.diff(np.array([0, *cuts, budget]))
-        return sorted(min(int(length), self._max_model_len) for length in lengths)
+        lengths: list[int] = []
+        free = self._num_blocks
+        for left, length in zip(range(num_reqs, 0, -1), np.diff(np.array([0, *cuts, budget])), strict=True):
+            # A cache that the budget nearly fills has no room for partly empty blocks: one is kept for each to come
+            fitting = min(int(length), self._max_model_len, (free - left + 1) * self._block_size)
+            free -= blocks_for(fitting, self._block_size)
+            lengths.append(fitting)
+        return sorted(lengths)
 
     def _load(
         self,

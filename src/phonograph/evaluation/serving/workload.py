@@ -75,8 +75,11 @@ def read_requests(path: Path, *, output_len: int) -> list[ServingRequest]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError("dataset_path", str(path), f"cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 at byte {error.start}; convert it, as by iconv -f latin1 -t utf-8"
+        raise ConfigError("dataset_path", str(path), problem) from None
     found = [_read_line(path, number, line, output_len) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError("dataset_path", str(path), "has no line with a prompt")

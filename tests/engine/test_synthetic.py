@@ -1,0 +1,48 @@
+"""Batches drawn for captures and for verification fit the cache they are drawn for, however small it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.runner.slots import blocks_for, most_step_tokens
+from phonograph.runner.synthetic import SyntheticBatches
+
+
+@example(block_size=32, max_model_len=64, max_num_seqs=3, more_blocks=0, share=1.0, seed=0)
+@example(block_size=16, max_model_len=64, max_num_seqs=6, more_blocks=0, share=1.0, seed=0)
+@example(block_size=16, max_model_len=40, max_num_seqs=8, more_blocks=0, share=1.0, seed=0)
+@given(
+    block_size=st.integers(1, 40),
+    max_model_len=st.integers(2, 100),
+    max_num_seqs=st.integers(1, 12),
+    more_blocks=st.integers(0, 12),
+    share=st.one_of(st.just(1.0), st.floats(0, 1)),
+    seed=st.integers(0, 1000),
+)
+def test_batches_of_a_cache_that_is_nearly_too_small(
+    block_size: int, max_model_len: int, max_num_seqs: int, more_blocks: int, share: float, seed: int
+) -> None:
+    per_request = blocks_for(max_model_len, block_size)
+    limits = {"max_model_len": max_model_len, "block_size": block_size}
+    limits["num_blocks"] = max(per_request, max_num_seqs) + more_blocks
+    most = most_step_tokens(max_num_seqs=max_num_seqs, **limits)
+    key = GraphKey(GraphSet.MIXED, max(1, round(share * most)), max_num_seqs)
+
+    def fits(batch: Any, _: GraphKey) -> Any:
+        assert sum(batch.query_lens) <= key.num_tokens and 1 <= len(batch.query_lens) <= max_num_seqs
+        assert min(batch.query_lens) >= 1 and batch.query_lens == sorted(batch.query_lens)
+        lengths = [query + context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)]
+        assert max(lengths) <= max_model_len
+        used = np.concatenate(batch.blocks)
+        assert len(set(used)) == len(used) == sum(blocks_for(length, block_size) for length in lengths)
+
+    batches = SyntheticBatches(fits, vocab_size=10, **limits)
+    batches.capture_batch(key)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        batches.random_batch(key, rng)
