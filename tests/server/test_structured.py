@@ -130,3 +130,26 @@ def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
     assert "<tool_call>" in none["choices"][0]["message"]["content"] and none["usage"]["prompt_tokens"] < told
     turn = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
     assert server.post("/v1/chat/completions", {**body, "messages": turn}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("llama3_json", '{"name": "Anna", "age": 3}'),
+        ("hermes", "Write <tool_call>\nadd(1)\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "Anna", "arguments": {}}\n</tool_call>\n'),
+    ],
+)
+def test_what_is_no_call_is_content(serve_with: Any, form: str, text: str, stream: bool) -> None:
+    server = serve_with(enable_auto_tool_choice=True, tool_call_parser=form)
+    answer: Any = server.client().chat.completions.create(
+        **BODY, tools=TOOLS, stream=stream, extra_body={"guided_choice": [text]}
+    )
+    if stream:
+        parts = [one for chunk in answer for one in chunk.choices]
+        assert "".join(part.delta.content or "" for part in parts) == text
+        assert not any(part.delta.tool_calls for part in parts) and parts[-1].finish_reason == "stop"
+    else:
+        (choice,) = answer.choices
+        assert choice.message.content == text and not choice.message.tool_calls and choice.finish_reason == "stop"
