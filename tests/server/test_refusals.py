@@ -13,6 +13,9 @@ from servers import QUESTION, Server
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     # body beside the prompt, the field that is at fault, part of what is said
     ({"prompt": None}, "prompt", "must be a string"),
@@ -105,12 +108,25 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradicts"),
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "no variable"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
+    *(
+        ({"chat_template_kwargs": {name: 3}}, "chat_template_kwargs", "no variable")
+        for name in ("messages", "conversation", "conversations", "self", "tools", "add_generation_prompt")
+    ),
     ({"chat_template": "x"}, "chat_template", "not supported"),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "a name and a schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "with a function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
+    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0].function.name", "no Unicode text"),
+    (
+        {
+            "tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": DEEP}}],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters",
+        "too deep",
+    ),
     ({"tools": [TOOL, TOOL]}, "tools", "the same name"),
     ({"tools": [TOOL]}, "tool_choice", "--enable-auto-tool-choice"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
