@@ -71,11 +71,14 @@ class ChatAnswer:
             }
             for sample in self._call.samples
         ]
-        answer = {**self.head.fields(), "choices": choices, "usage": usage_of(self._call)}
+        answer = {**self.head.fields(), "choices": choices, "usage": self.usage()}
         if self._body.prompt_logprobs is not None:
             positions = self._call.prompts[0].logprobs
             answer["prompt_logprobs"] = prompt_positions(positions, self._serving.texts, top=self._body.prompt_logprobs)
         return answer
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self._call)
 
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
