@@ -67,7 +67,7 @@ def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, 
         *_, last, done = answer.text.strip().split("\n\n")
         assert done == "data: [DONE]"
     error = json.loads(last.removeprefix("data: ") if stream else answer.text)["error"]
-    assert error["type"] == "invalid_request_error" and error["param"] == "grammar"
+    assert error["type"] == "invalid_request_error" and error["param"] == "guided_grammar"
     assert "nothing can follow its first" in error["message"]
     assert [choice["finish_reason"] for choice in beside.result().json()["choices"]] == ["length"] * 2
 

@@ -28,7 +28,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     prompts = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     asked = body.asked_tokens()
     # An engine that is to score a prompt makes one token, which is not shown.
-    max_tokens = serving.max_tokens(prompts, 1 if asked == 0 else asked, field="max_tokens")
+    max_tokens = serving.max_tokens(
+        prompts, 1 if asked == 0 else asked, field=body.names().get("max_tokens", "max_tokens")
+    )
     params = body.sampling_params(
         serving.defaults,
         max_tokens=max_tokens or DEFAULT_MAX_TOKENS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phonograph.server.errors import invalid
+from phonograph.errors import RequestError
+from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 128
@@ -32,9 +33,19 @@ class ToolChoice:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """The schema of what the model writes, where calls are forced."""
+        """The schema of what the model writes, where calls are forced.
+
+        Raises:
+            ApiError: the parameters of a function cannot be part of one.
+        """
         if self.form == "parsed":
             return None
+        try:
+            return self._forced()
+        except RequestError as error:
+            raise refused(error, {"json": "tools"}) from None
+
+    def _forced(self) -> StructuredOutputs:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
