@@ -12,7 +12,7 @@ from phonograph.structured_outputs import Kind, StructuredOutputs
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
 FORMAT = "response_format"
-PARAMETERS = ("structured_outputs", "disable_any_whitespace", *get_args(Kind))
+PARAMETERS: tuple[str, ...] = ("structured_outputs", "disable_any_whitespace", *get_args(Kind))
 """What the engine may name in refusing it, by whichever field it came."""
 
 
