@@ -195,3 +195,9 @@ def test_fields_without_effect_are_named(server: Server) -> None:
     answer = server.post("/v1/completions", {"prompt": "The", "user": "me", "store": False, "suffix": None})
     assert answer.status_code == 200 and answer.headers["warning"] == '299 - "no effect: user, store"'
     assert "warning" not in server.post("/v1/completions", {"prompt": "The", "user": None}).headers
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(2, 2), (None, 1), (1, None)])
+def test_best_of_as_many_as_are_wanted_asks_for_nothing(client: OpenAI, n: int | None, best_of: int | None) -> None:
+    answer = client.completions.create(model="demo", prompt="The", n=n, best_of=best_of, max_tokens=2)
+    assert len(answer.choices) == (n or 1)

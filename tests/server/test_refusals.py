@@ -44,6 +44,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 10**6}, "n", "takes 4100 at most"),
     ({"n": True}, "n", "valid integer"),
     ({"best_of": 2}, "best_of", "not supported"),
+    ({"best_of": 1, "n": 2}, "best_of", "other than n"),
+    ({"best_of": "1"}, "best_of", "other than n"),
     ({"temperature": -1}, "temperature", "temperature=-1"),
     ({"temperature": 10**400}, "temperature", ""),
     ({"temperature": "hot"}, "temperature", "valid number"),

@@ -110,6 +110,26 @@ def test_forced_calls(client: OpenAI, stream: bool, named: bool) -> None:
             assert name == "now" and isinstance(json.loads(text), dict)
 
 
+PARTS: Any = [
+    {"type": "object", "properties": {key: {"const": 1}}, "required": [key], "additionalProperties": False}
+    for key in ("a", "b")
+]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"anyOf": PARTS}, {"oneOf": PARTS}, {"allOf": PARTS[:1]}, {"const": {"a": 1}}, {"enum": [{"a": 1}, {"b": 1}]}],
+)
+def test_parameters_that_are_a_choice(client: OpenAI, parameters: Any, named: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "f"}} if named else "required"
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = client.chat.completions.create(**BODY, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "f"
+    jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
 def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
     template = (
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
