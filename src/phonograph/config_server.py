@@ -62,7 +62,7 @@ class ServerConfig(Settings):
     max_request_bytes: Annotated[int, values.whole(1)] = Field(
         default=16 * 2**20, description="Size of a request's body at most."
     )
-    request_timeout: values.OptionalSeconds = Field(
+    request_timeout: values.OptionalDuration = Field(
         default=None, description="Seconds that an answer may take from its request to its end."
     )
     shutdown_timeout: values.Seconds = Field(

@@ -121,6 +121,13 @@ def _parse_seconds(value: Any) -> float:
     return number
 
 
+def _parse_duration(value: Any) -> float:
+    number = _parse_seconds(value)
+    if not number:
+        raise ValueError("no time at all")
+    return number
+
+
 def _parse_texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         # A JSON list is how some write it: '["*"]'.
@@ -174,9 +181,8 @@ OptionalSize = Annotated[int | None, whole(1)]
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
-_seconds = Kind("seconds >= 0", _parse_seconds, "SECONDS")
-Seconds = Annotated[float, _seconds]
-OptionalSeconds = Annotated[float | None, _seconds]
+Seconds = Annotated[float, Kind("seconds >= 0", _parse_seconds, "SECONDS")]
+OptionalDuration = Annotated[float | None, Kind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
 _mode = Kind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
 OptionalMode = Annotated[GraphMode | None, _mode]
 OptionalSizes = Annotated[

@@ -88,7 +88,9 @@ def test_model_as_argument_flag_or_setting(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"port": 70000}, "port=70000: must be a whole number >= 0 and <= 65535"),
-        ({"request_timeout": -1}, "request_timeout=-1: must be seconds >= 0"),
+        ({"request_timeout": -1}, "request_timeout=-1: must be seconds > 0, or null for no limit"),
+        ({"request_timeout": "0"}, "request_timeout='0': must be seconds > 0, or null for no limit"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout=-1: must be seconds >= 0"),
         ({"api_key": [1]}, "must be texts"),
         ({"allowed_origins": "[1"}, "must be texts"),
         ({"prot": 1}, "prot=1: is not a setting; did you mean port?"),

@@ -114,6 +114,33 @@ def test_a_prompt_is_scored_without_output(client: OpenAI) -> None:
     ours, theirs = scored.choices[0].logprobs, longer.choices[0].logprobs
     assert ours is not None and theirs is not None
     assert ours.token_logprobs == theirs.token_logprobs[:-1]  # pyright: ignore[reportOptionalSubscript]
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(max_tokens=0, stream=True, stream_options=options, **body))
+    assert len(chunks) > 1 and all(chunk.usage == scored.usage for chunk in chunks)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_find_tokens_behind_special_tokens(server: Server, client: OpenAI, stream: bool, skip: bool) -> None:
+    """Written out, special tokens of a prompt are echoed; given as ids, they are not."""
+    special = ("<|begin|>", "<|user|>", "<|end|>", "<|assistant|>")
+    prompt: Any
+    for prompt in (PROMPT, ids_of(server, PROMPT)):
+        body: dict[str, Any] = {"model": "demo", "prompt": prompt, "max_tokens": 30, "temperature": 0, "echo": True}
+        extra = {"skip_special_tokens": skip, "ignore_eos": True}
+        answer: Any = client.completions.create(**body, logprobs=0, stream=stream, extra_body=extra)
+        parts = [one for chunk in answer for one in chunk.choices] if stream else answer.choices
+        text = "".join(part.text for part in parts)
+        tokens = [token for part in parts for token in part.logprobs.tokens]
+        offsets = [offset for part in parts for offset in part.logprobs.text_offset]
+        num_prompt = len(ids_of(server, PROMPT))
+        shown = [
+            token not in special or (prompt is PROMPT if place < num_prompt else not skip)
+            for place, token in enumerate(tokens)
+        ]
+        assert tokens[:2] == ["<|begin|>", "<|user|>"]
+        for is_shown, token, offset, end in zip(shown, tokens, offsets, [*offsets[1:], len(text)], strict=True):
+            assert text[offset:end] == (token if is_shown else ""), (token, offset)
 
 
 def test_prompt_logprobs_by_token_id(server: Server) -> None:
@@ -168,3 +195,9 @@ def test_fields_without_effect_are_named(server: Server) -> None:
     answer = server.post("/v1/completions", {"prompt": "The", "user": "me", "store": False, "suffix": None})
     assert answer.status_code == 200 and answer.headers["warning"] == '299 - "no effect: user, store"'
     assert "warning" not in server.post("/v1/completions", {"prompt": "The", "user": None}).headers
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(2, 2), (None, 1), (1, None)])
+def test_best_of_as_many_as_are_wanted_asks_for_nothing(client: OpenAI, n: int | None, best_of: int | None) -> None:
+    answer = client.completions.create(model="demo", prompt="The", n=n, best_of=best_of, max_tokens=2)
+    assert len(answer.choices) == (n or 1)

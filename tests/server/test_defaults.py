@@ -11,6 +11,7 @@ from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.errors import ConfigError, ModelError
 from phonograph.server.defaults import chat_template, sampling_defaults
+from phonograph.server.run import serve
 
 
 def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
@@ -33,3 +34,21 @@ def test_a_chat_template_by_file_or_by_itself(tmp_path: Path) -> None:
     assert chat_template(ServerConfig(chat_template=str(tmp_path / "chat.jinja"))) == "é{{ messages }}"
     with pytest.raises(ConfigError, match="no file that can be read"):
         chat_template(ServerConfig(chat_template=str(tmp_path / "absent")))
+
+
+def test_a_broken_chat_template_is_found_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "broken.jinja"
+    file.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}")
+    with pytest.raises(ConfigError, match=r"chat_template='.*broken.jinja': has a syntax error in line 2"):
+        chat_template(ServerConfig(chat_template=str(file)))
+    with pytest.raises(ConfigError, match=r"chat_template='{% if %}': has a syntax error in line 1"):
+        chat_template(ServerConfig(chat_template="{% if %}"))
+    # What transformers adds to Jinja, and what is refused only for some messages.
+    for fine in ("{% generation %}{% endgeneration %}", "{{ raise_exception('no') }}"):
+        assert chat_template(ServerConfig(chat_template=fine)) == fine
+
+
+def test_a_server_with_a_broken_chat_template_does_not_start() -> None:
+    server = ServerConfig(chat_template="{% if %}", port=0)
+    with pytest.raises(ConfigError, match="chat_template"):
+        serve(EngineConfig(model="demo"), server, lambda *_: None, lambda _: None)

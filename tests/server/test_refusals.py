@@ -13,6 +13,13 @@ from servers import QUESTION, Server
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+LONG = {"description": "x" * 200_000}
+FORMAT_NOT, FORMAT_DEEP = (
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in ({"not": {}}, DEEP)
+)
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     # body beside the prompt, the field that is at fault, part of what is said
     ({"prompt": None}, "prompt", "must be a string"),
@@ -37,6 +44,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 10**6}, "n", "takes 4100 at most"),
     ({"n": True}, "n", "valid integer"),
     ({"best_of": 2}, "best_of", "not supported"),
+    ({"best_of": 1, "n": 2}, "best_of", "other than n"),
+    ({"best_of": "1"}, "best_of", "other than n"),
     ({"temperature": -1}, "temperature", "temperature=-1"),
     ({"temperature": 10**400}, "temperature", ""),
     ({"temperature": "hot"}, "temperature", "valid number"),
@@ -71,14 +80,23 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"suffix": "."}, "suffix", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"guided_regex": ""}, "guided_regex", "not empty"),
-    ({"guided_regex": "a("}, "regex", "not closed"),
+    ({"guided_regex": "a("}, "guided_regex", "not closed"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "contradicts guided_regex"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"rgex": "a"}}, "structured_outputs", "is no field of it"),
-    ({"guided_json": {"not": {}}}, "json", "'not'"),
-    ({"guided_json": {"type": "string", "format": []}}, "json", "cannot be compiled"),
-    ({"guided_json": {"allOf": 5}}, "json", "cannot be compiled"),
-    ({"guided_grammar": "nonsense"}, "grammar", "cannot be compiled"),
+    ({"guided_json": {"not": {}}}, "guided_json", "'not'"),
+    ({"guided_json": {"type": "string", "format": []}}, "guided_json", "cannot be compiled"),
+    ({"guided_json": {"allOf": 5}}, "guided_json", "cannot be compiled"),
+    ({"guided_grammar": "nonsense"}, "guided_grammar", "cannot be compiled"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "structured_outputs='{\"not"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is no JSON"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "must be a string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "a list of one text"),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": 1}}, "structured_outputs", "True or False"),
+    ({"response_format": {"type": "text"}, "guided_json": {"not": {}}}, "guided_json", "guided_json='{"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 needs echo"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens=-1"),
+    ({"max_completion_tokens": 1024}, "max_completion_tokens", "context holds 1024 tokens"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "contradicts"),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"x" * 5000: 1}, "x" * 100 + "...", "unknown field"),
@@ -100,17 +118,50 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{**USER, "content": "\ud800"}]}, "messages", ""),
     ({"logprobs": 3}, "logprobs", "valid boolean"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20 at most"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs=-1"),
+    ({"max_tokens": 1024}, "max_tokens", "context holds 1024 tokens"),
+    ({"response_format": FORMAT_NOT}, "response_format", "response_format='{\"not\": {}}': the keyword"),
+    ({"response_format": FORMAT_DEEP}, "response_format", "200 deep"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "the keyword 'not'",
+    ),
     ({"max_completion_tokens": 1024}, "max_completion_tokens", "context holds 1024 tokens"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradicts"),
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "no variable"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
+    *(
+        ({"chat_template_kwargs": {name: 3}}, "chat_template_kwargs", "no variable")
+        for name in ("messages", "conversation", "conversations", "self", "tools", "add_generation_prompt")
+    ),
     ({"chat_template": "x"}, "chat_template", "not supported"),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "a name and a schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "with a function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
+    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0].function.name", "no Unicode text"),
+    (
+        {
+            "tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": DEEP}}],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters",
+        "too deep",
+    ),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": LONG}}], "tool_choice": choice},
+            "tools",
+            "200000",
+        )
+        for choice in ("required", {"type": "function", "function": {"name": "f"}})
+    ),
     ({"tools": [TOOL, TOOL]}, "tools", "the same name"),
     ({"tools": [TOOL]}, "tool_choice", "--enable-auto-tool-choice"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),

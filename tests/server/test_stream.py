@@ -57,6 +57,9 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         raise AssertionError("it is a stream")
 
+    def usage(self) -> dict[str, Any]:
+        raise AssertionError("nobody asks for it")
+
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         if self.broken:
             raise ValueError("cannot be written")

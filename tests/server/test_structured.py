@@ -67,7 +67,7 @@ def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, 
         *_, last, done = answer.text.strip().split("\n\n")
         assert done == "data: [DONE]"
     error = json.loads(last.removeprefix("data: ") if stream else answer.text)["error"]
-    assert error["type"] == "invalid_request_error" and error["param"] == "grammar"
+    assert error["type"] == "invalid_request_error" and error["param"] == "guided_grammar"
     assert "nothing can follow its first" in error["message"]
     assert [choice["finish_reason"] for choice in beside.result().json()["choices"]] == ["length"] * 2
 
@@ -110,6 +110,26 @@ def test_forced_calls(client: OpenAI, stream: bool, named: bool) -> None:
             assert name == "now" and isinstance(json.loads(text), dict)
 
 
+PARTS: Any = [
+    {"type": "object", "properties": {key: {"const": 1}}, "required": [key], "additionalProperties": False}
+    for key in ("a", "b")
+]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"anyOf": PARTS}, {"oneOf": PARTS}, {"allOf": PARTS[:1]}, {"const": {"a": 1}}, {"enum": [{"a": 1}, {"b": 1}]}],
+)
+def test_parameters_that_are_a_choice(client: OpenAI, parameters: Any, named: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "f"}} if named else "required"
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = client.chat.completions.create(**BODY, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "f"
+    jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
 def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
     template = (
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -130,3 +150,26 @@ def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
     assert "<tool_call>" in none["choices"][0]["message"]["content"] and none["usage"]["prompt_tokens"] < told
     turn = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
     assert server.post("/v1/chat/completions", {**body, "messages": turn}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("llama3_json", '{"name": "Anna", "age": 3}'),
+        ("hermes", "Write <tool_call>\nadd(1)\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "Anna", "arguments": {}}\n</tool_call>\n'),
+    ],
+)
+def test_what_is_no_call_is_content(serve_with: Any, form: str, text: str, stream: bool) -> None:
+    server = serve_with(enable_auto_tool_choice=True, tool_call_parser=form)
+    answer: Any = server.client().chat.completions.create(
+        **BODY, tools=TOOLS, stream=stream, extra_body={"guided_choice": [text]}
+    )
+    if stream:
+        parts = [one for chunk in answer for one in chunk.choices]
+        assert "".join(part.delta.content or "" for part in parts) == text
+        assert not any(part.delta.tool_calls for part in parts) and parts[-1].finish_reason == "stop"
+    else:
+        (choice,) = answer.choices
+        assert choice.message.content == text and not choice.message.tool_calls and choice.finish_reason == "stop"

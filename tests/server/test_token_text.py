@@ -46,3 +46,22 @@ def test_offsets_are_those_of_characters(tokenizer: Tokenizer) -> None:
     space = block["tokens"][0].startswith(" ")  # in one of them a text begins with a space that nobody wrote
     assert block["text_offset"][-1] == len(text) - 1 + space
     assert block["text_offset"][0] == 0 and block["text_offset"] == sorted(block["text_offset"])
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_offsets_of_an_echo_find_its_tokens(tokenizer: Tokenizer, written: bool) -> None:
+    """The special token is one that the tokenizer puts before the text, or one in the text."""
+    special_id = min(tokenizer.special_token_ids)
+    shown = tokenizer.decode([special_id], skip_special_tokens=False)
+    text = "To 😀m."
+    prompt = [special_id, *tokenizer.encode(text, add_special_tokens=False)]
+    more = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    writer = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=())
+    text = shown + text if written else text
+    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids)
+    block = writer.block([*prompt, *more], [None] * (len(prompt) + 1), top=0, echoed=offsets)
+    assert block["text_offset"][1] == (len(shown) if written else 0)
+    assert block["text_offset"][-2:] == [len(text) - 1, len(text)]
+    for token, offset in zip(block["tokens"][1:-1], offsets[1:], strict=True):
+        begun = token.removeprefix(" ") if offset == offsets[1] else token
+        assert token.startswith("bytes:") or text[offset:].startswith(begun), (token, offset)

@@ -14,7 +14,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in
 AUTO = ToolChoice(form="parsed", tools=TOOLS)
 CASES = [
     ("hermes", 'If 1 <tool 2 < 3: <tool_call>{"name": "now"}</tool_call>', "If 1 <tool 2 < 3: ", [("now", "{}")]),
-    ("hermes", '<tool_call>{"name": "add"', '{"name": "add"', []),
+    ("hermes", '<tool_call>{"name": "add"', '<tool_call>{"name": "add"', []),
     ("hermes", '<tool_call>{"name": "now"}</tool', None, [("now", "{}")]),
     ("llama3_json", '{"name": "add", "type": "function", "parameters": {}}', None, [("add", "{}")]),
     ("llama3_json", '<|python_tag|>\n{"name": "now", "parameters": {}}', None, [("now", "{}")]),
@@ -48,6 +48,6 @@ def test_a_named_call_has_its_name_though_its_first_token_has_no_text() -> None:
 
 
 def test_only_whitespace_right_behind_a_call_is_dropped() -> None:
-    parser = Hermes()
+    parser = Hermes({"f"})
     found = parser.push('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\nDone, see you.\n')
     assert found.content + parser.finish().content == "Done, see you.\n"

@@ -29,7 +29,7 @@ HERMES = [
         [("add", "{}"), ("now", "{}")],
     ),
     ('<tool_call>\n{"name": "add", "arguments": {"a": 1', None, [("add", '{"a": 1')]),
-    ('<tool_call>{"nam', '{"nam', []),
+    ('<tool_call>{"nam', '<tool_call>{"nam', []),
     ('{"name": "add"}', '{"name": "add"}', []),
 ]
 LLAMA = [
@@ -44,6 +44,50 @@ LLAMA = [
     ('{"answer": 19} is it', '{"answer": 19} is it', []),
     ("<|python", "<|python", []),
     ("[1, 2]", "[1, 2]", []),
+]
+NO_CALLS = [
+    '{"name": "Anna", "age": 3}',
+    '{"name": "add"}',
+    '{"name": "add", "parameters": [1]}',
+    '{"name": "add", "arguments": "{\\"a\\": 1}"}',
+    '{"parameters": {"a": 1}, "name": "Anna"}',
+    '{"parameters": {"a": 1}}',
+    '{"name": "add", "parameters": {a}}',
+    ' \n{"name": "Anna", "parameters": {}} is it',
+    '<|python_tag|> {"name": "Anna"}; {"name": "now", "parameters": {}}',
+]
+LLAMA += [(text, text, []) for text in NO_CALLS]
+LLAMA += [
+    ('{"name": "add", "parameters": {}}; {"name": "Anna"} too', '; {"name": "Anna"} too', [("add", "{}")]),
+    ('{"name": "add", "parameters": {}} is it.', " is it.", [("add", "{}")]),
+    ('{"name": "add", "parameters": {"a": 1}, "arguments": {}}', None, [("add", '{"a": 1}')]),
+    ('{"name": "add", "parameters": {"a": b}} ', None, [("add", '{"a": b}')]),
+]
+IN_TAGS = [
+    "Write <tool_call> and </tool_call> around it: <tool_call>\n{ ... }</tool_call>",
+    "<tool_call> add(1) </tool_call>\n",
+    '<tool_call>\n{"name": "Anna", "arguments": {}}\n</tool_call>',
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "Anna", "arguments": {}</tool_call',
+    '<tool_call>[{"name": "add", "arguments": {}}]</tool_call>',
+    "<tool_call>",
+    "<tool_call>\n ",
+    "<tool_call> <tool_",
+]
+NOW = '<tool_call>{"name": "now"}'
+HERMES += [(text, text, []) for text in IN_TAGS]
+HERMES += [
+    (f"<tool_call>no</tool_call>{NOW}</tool_call>", "<tool_call>no</tool_call>", [("now", "{}")]),
+    (f"<tool_call><tool_call>{NOW}</tool_call>", "<tool_call><tool_call>", [("now", "{}")]),
+    (f"{NOW}{NOW} and</tool_call> so on </tool", "and so on </tool", [("now", "{}")] * 2),
+    (
+        f'{NOW}\n{{"name": "add"}}{{"name": "Anna"}}</tool_call>',
+        '{"name": "Anna"}</tool_call>',
+        [("now", "{}"), ("add", "{}")],
+    ),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1} </tool_call>', None, [("add", '{"a": 1}')]),
+    (f"{NOW}</tool_call>\n<tool_call>no</tool_call>", "<tool_call>no</tool_call>", [("now", "{}")]),
 ]
 CASES = [("hermes", *case) for case in HERMES] + [("llama3_json", *case) for case in LLAMA]
 

@@ -17,6 +17,8 @@ from phonograph.models.folder import DEMO, model_folder
 ChatMessage = dict[str, Any]
 _SHOWN = 200
 """Characters of a prompt, or of messages, that an error shows."""
+_NO_VARIABLES = frozenset({"messages", "conversations", "self"})
+"""What a template cannot be given beside the parameters of `apply_chat_template`: its call sets them itself."""
 _DECODED_BEFORE = 8
 """Tokens of the prompt that are decoded with the first of the output: more than a character ever has."""
 
@@ -113,9 +115,10 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
+        # Else whoever sets variables of the template would set options of the tokenizer.
+        taken = _NO_VARIABLES | signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in variables or {}:
-            # Else whoever sets variables of the template would set options of the tokenizer.
-            if name in signature(self._tokenizer.apply_chat_template).parameters:
+            if name in taken:
                 raise RequestError("chat_template_kwargs", name, "is no variable of a template")
         encoded = self._apply_chat_template(
             messages,

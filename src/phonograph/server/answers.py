@@ -45,6 +45,10 @@ class Answer(Protocol):
         """The answer at once."""
         ...
 
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the call so far."""
+        ...
+
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         """The choices of the next chunks of a stream; none where there is nothing to show yet."""
         ...

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.sampling_params import SamplingParams
@@ -61,11 +61,18 @@ class AsyncEngine:
         return None
 
     def open(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, streams: bool = False, priority: int = 0
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        streams: bool = False,
+        priority: int = 0,
+        names: Mapping[str, str] | None = None,
     ) -> Call:
         """Queues prompts, given as token ids. The samples of the first come first among those of the call.
 
-        A prompt that the engine refuses fails the call, which says so where it is waited for.
+        A prompt that the engine refuses fails the call, which says so where it is waited for, with parameters called
+        what `names` calls them.
 
         Raises:
             ApiError: the engine takes no calls any more.
@@ -87,6 +94,7 @@ class AsyncEngine:
             ],
             streams=streams,
             end=self._abandon,
+            names=names,
         )
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
@@ -133,7 +141,8 @@ class AsyncEngine:
         self.steps.take(report.steps)
         for key, error in report.refused.items():
             if key in self._open:
-                self._open[key][0].fail(refused(error))
+                call, _ = self._open[key]
+                call.fail(refused(error, call.names))
         for key, facts in report.prompts.items():
             if key in self._open:
                 prompt = self._open[key][1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import Receive
@@ -98,13 +98,22 @@ class Prompt:
 class Call:
     """The prompts of one HTTP request. Whoever opened it closes it, whatever happened.
 
+    names:     what its client calls the engine's parameters, where that is something else
     streams:   whether its owner wants to know of every change, or of the end only
     end:       tells the engine that nobody waits any more
     on_change: where set, is called once for what a round of reports brought; `woken` returns for the end and errors
     """
 
-    def __init__(self, prompts: list[Prompt], *, streams: bool, end: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        *,
+        streams: bool,
+        end: Callable[[Call], None],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self.prompts = prompts
+        self.names = names
         self._streams = streams
         self._end = end
         self._num_growing = sum(prompt.num_growing for prompt in prompts)

@@ -37,10 +37,10 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         variables=body.chat_template_kwargs,
         tools=None if tools is None else tools.tools,
     )
-    asked = body.asked_tokens()
+    field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     params = body.sampling_params(
         serving.defaults,
-        max_tokens=serving.max_tokens([prompt], asked, field="max_completion_tokens"),
+        max_tokens=serving.max_tokens([prompt], body.asked_tokens(), field=field),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_logprobs=serving.config.max_logprobs,
         structured=None if tools is None else tools.structured,
@@ -71,11 +71,14 @@ class ChatAnswer:
             }
             for sample in self._call.samples
         ]
-        answer = {**self.head.fields(), "choices": choices, "usage": usage_of(self._call)}
+        answer = {**self.head.fields(), "choices": choices, "usage": self.usage()}
         if self._body.prompt_logprobs is not None:
             positions = self._call.prompts[0].logprobs
             answer["prompt_logprobs"] = prompt_positions(positions, self._serving.texts, top=self._body.prompt_logprobs)
         return answer
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self._call)
 
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -28,7 +28,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     prompts = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     asked = body.asked_tokens()
     # An engine that is to score a prompt makes one token, which is not shown.
-    max_tokens = serving.max_tokens(prompts, 1 if asked == 0 else asked, field="max_tokens")
+    max_tokens = serving.max_tokens(
+        prompts, 1 if asked == 0 else asked, field=body.names().get("max_tokens", "max_tokens")
+    )
     params = body.sampling_params(
         serving.defaults,
         max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
@@ -54,8 +56,10 @@ class CompletionAnswer:
 
     def whole(self) -> dict[str, Any]:
         choices = [choice for sample in self._call.samples for choice in self.choices(sample, sample.take())]
-        usage = usage_of(self._call, num_completion_tokens=0 if self._prompt_only else None)
-        return {**self.head.fields(), "choices": choices, "usage": usage}
+        return {**self.head.fields(), "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self._call, num_completion_tokens=0 if self._prompt_only else None)
 
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         echoed = bool(self._body.echo) and sample.index not in self._begun
@@ -91,10 +95,14 @@ class CompletionAnswer:
         if self._body.logprobs is None:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        hidden = self._serving.tokenizer.special_token_ids if self._body.skip_special_tokens is not False else ()
+        special = self._serving.tokenizer.special_token_ids
+        hidden = special if self._body.skip_special_tokens is not False else ()
         writer = self._logprobs.setdefault(
             sample.index, CompletionLogprobs(self._serving.texts, as_ids=as_ids, hidden=hidden)
         )
-        token_ids: list[int] = [*(prompt.token_ids if echoed else ()), *delta.token_ids]
-        positions: list[TokenLogprobs | None] = [*(prompt.logprobs or () if echoed else ()), *delta.logprobs]
-        return writer.block(token_ids, positions, top=self._body.logprobs)
+        if not echoed:
+            return writer.block(delta.token_ids, delta.logprobs, top=self._body.logprobs)
+        offsets = writer.echo(prompt.token_ids, self._prompt_text(sample, prompt), special=special)
+        token_ids: list[int] = [*prompt.token_ids, *delta.token_ids]
+        positions: list[TokenLogprobs | None] = [*(prompt.logprobs or ()), *delta.logprobs]
+        return writer.block(token_ids, positions, top=self._body.logprobs, echoed=offsets)

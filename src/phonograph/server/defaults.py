@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig, ToolCallParser
-from phonograph.errors import ConfigError, ModelError, RequestError
+from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.models.folder import model_folder
 from phonograph.sampling_params import SamplingParams
 
@@ -48,12 +48,29 @@ def chat_template(server: ServerConfig) -> str | None:
     """The template that the setting names or is.
 
     Raises:
-        ConfigError: it names a file that cannot be read.
+        ConfigError: it names a file that cannot be read, or the template is none.
     """
     given = server.chat_template
-    if given is None or "{" in given or "\n" in given:
-        return given
+    if given is None:
+        return None
+    template = given
+    if "{" not in given and "\n" not in given:
+        try:
+            template = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("chat_template", given, f"is no template and no file that can be read: {error}") from None
+    _check_syntax(template, given)
+    return template
+
+
+def _check_syntax(template: str, given: str) -> None:
+    """Now, and not by the first request: compiled for no conversation at all."""
+    # These take a second to import, which only those with a template of their own should wait for.
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("chat_template", given, f"is no template and no file that can be read: {error}") from None
+        render_jinja_template([], chat_template=template)
+    except TemplateSyntaxError as error:
+        problem = f"has a syntax error in line {error.lineno}: {error.message}"
+        raise ConfigError("chat_template", shortened(given), problem) from None

@@ -65,9 +65,13 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
-def refused(error: RequestError) -> ApiError:
-    """The engine's refusal, with the parameter it names."""
-    return invalid(error.parameter, str(error))
+def refused(error: RequestError, names: Mapping[str, str] | None = None) -> ApiError:
+    """The engine's refusal, with the parameter it names.
+
+    names: what the client calls parameters, where that is something else
+    """
+    name = (names or {}).get(error.parameter, error.parameter)
+    return invalid(name, str(RequestError(name, error.value, error.problem)))
 
 
 def failed(message: str, *, code: str) -> ApiError:

@@ -29,13 +29,39 @@ class CompletionLogprobs:
         # A token may be half a character: the offset moves when the rest has come.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def block(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], *, top: int) -> dict[str, Any]:
-        """Of some tokens, one position each; a position is None for the first token of a prompt.
+    def echo(self, token_ids: Sequence[int], text: str, *, special: Collection[int]) -> list[int]:
+        """Offsets of a prompt's tokens in its text, behind which the output goes on.
 
-        top: likely tokens to name beside each; the positions may have more
+        Special tokens are in the text where its writer put them there, and the space that some tokenizers begin a text
+        with is not.
         """
         offsets: list[int] = []
+        offset = 0
         for token_id in token_ids:
+            offsets.append(min(offset, len(text)))
+            shown = self._characters.decode(self._bytes(token_id))
+            if not text.startswith(shown, offset):
+                shown = "" if token_id in special else shown.removeprefix(" ")
+            offset += len(shown)
+        self._characters.reset()
+        self._offset = len(text)
+        return offsets
+
+    def block(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[TokenLogprobs | None],
+        *,
+        top: int,
+        echoed: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """Of some tokens, one position each; a position is None for the first token of a prompt.
+
+        top:    likely tokens to name beside each; the positions may have more
+        echoed: offsets of the tokens of a prompt, with which they begin
+        """
+        offsets = [*echoed]
+        for token_id in token_ids[len(echoed) :]:
             offsets.append(self._offset)
             if token_id not in self._hidden:
                 self._offset += len(self._characters.decode(self._bytes(token_id)))

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from phonograph.errors import RequestError
 from phonograph.sampling_params import SamplingParams
-from phonograph.server.errors import invalid
+from phonograph.server.errors import invalid, refused
 from phonograph.server.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
-from phonograph.server.structured import structured_outputs
+from phonograph.server.structured import PARAMETERS, field_of, structured_outputs
 from phonograph.structured_outputs import StructuredOutputs
 
 DEFAULT_MAX_TOKENS = 16
@@ -110,6 +111,14 @@ class GenerationBody(Body):
         """max_tokens by either of its names."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
+    def names(self) -> dict[str, str]:
+        """What the engine's parameters are called in this request, where that is something else."""
+        field = field_of(self)
+        names = {} if field is None else dict.fromkeys(PARAMETERS, field)
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
     def sampling_params(
         self,
         defaults: Mapping[str, Any],
@@ -126,19 +135,24 @@ class GenerationBody(Body):
         structured:    what the output has to be, where that is not among the fields
 
         Raises:
-            ApiError, RequestError: a value is out of range.
+            ApiError: a value is out of range.
         """
-        for name, value in (("logprobs", logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+        names = self.names()
+        for name, value in ((names.get("logprobs", "logprobs"), logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None and value > max_logprobs:
                 raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
         given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if scores_prompt and logprobs is not None:
             given["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
-        asked = structured_outputs(self)
-        if structured is not None and asked is not None:
-            raise invalid("tool_choice", "tool_choice forces a call, which contradicts the structured output asked for")
-        given["structured_outputs"] = structured or asked
-        return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+        try:
+            asked = structured_outputs(self)
+            if structured is not None and asked is not None:
+                problem = "tool_choice forces a call, which contradicts the structured output asked for"
+                raise invalid("tool_choice", problem)
+            given["structured_outputs"] = structured or asked
+            return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+        except RequestError as error:
+            raise refused(error, names) from None
 
 
 class CompletionBody(GenerationBody):
@@ -151,7 +165,8 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> list[str]:
         if self.asked_tokens() == 0 and not self.echo:
-            raise invalid("max_tokens", "max_tokens=0 needs echo=true: there would be nothing to answer")
+            name = self.names().get("max_tokens", "max_tokens")
+            raise invalid(name, f"{name}=0 needs echo=true: there would be nothing to answer")
         return super().check()
 
 
@@ -167,6 +182,10 @@ class ChatBody(GenerationBody):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    def names(self) -> dict[str, str]:
+        # Where no field asks for structured output, forced calls do.
+        return {"logprobs": "top_logprobs", **dict.fromkeys(PARAMETERS, "tools"), **super().names()}
 
     def check(self) -> list[str]:
         if self.top_logprobs is not None and not self.logprobs:

@@ -166,7 +166,9 @@ class Serving:
 
     def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
         """Gives prompts to the engine. The call fails when the client goes away, or the time is up."""
-        call = self.engine.open(prompts, params, streams=bool(body.stream), priority=body.priority or 0)
+        call = self.engine.open(
+            prompts, params, streams=bool(body.stream), priority=body.priority or 0, names=body.names()
+        )
         if self.config.request_timeout is not None:
             seconds = self.config.request_timeout
             error = ApiError(

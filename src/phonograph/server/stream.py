@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phonograph.server.answers import DONE, Answer, ChunkWriter, error_chunk, usage_of
+from phonograph.server.answers import DONE, Answer, ChunkWriter, error_chunk
 from phonograph.server.calls import Call, Sample
 from phonograph.server.errors import ApiError, failed
 from phonograph.server.protocol import GenerationBody
@@ -100,7 +100,7 @@ class EventStream(Response):
             self._call.wake()
 
     def _chunks(self, changed: list[Sample]) -> bytes:
-        usage = usage_of(self._call) if self._continuous_usage else None
+        usage = self._answer.usage() if self._continuous_usage else None
         write, answer = self._writer.chunk, self._answer
         return b"".join(
             [write(choice, usage) for sample in changed for choice in answer.choices(sample, sample.take())]
@@ -109,7 +109,7 @@ class EventStream(Response):
     def _end(self) -> bytes:
         if self._error is not None:
             return error_chunk(self._error)
-        return (self._writer.chunk(None, usage_of(self._call)) if self._include_usage else b"") + DONE
+        return (self._writer.chunk(None, self._answer.usage()) if self._include_usage else b"") + DONE
 
 
 def _message(data: bytes, *, more: bool = True) -> dict[str, Any]:

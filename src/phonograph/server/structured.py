@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from phonograph.errors import RequestError
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.errors import invalid
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.structured_outputs import Kind, StructuredOutputs
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
 FORMAT = "response_format"
+PARAMETERS: tuple[str, ...] = ("structured_outputs", "disable_any_whitespace", *get_args(Kind))
+"""What the engine may name in refusing it, by whichever field it came."""
 
 
 class Asks(Protocol):
@@ -50,6 +52,13 @@ def structured_outputs(body: Asks) -> StructuredOutputs | None:
         first, second, *_ = found
         raise invalid(second, f"{second} contradicts {first}; give one of them")
     return next(iter(found.values()), None)
+
+
+def field_of(body: Asks) -> str | None:
+    """The field that says what the output has to be; the first, where there are several."""
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        return FORMAT
+    return next((name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None), None)
 
 
 def _of_format(given: dict[str, Any]) -> StructuredOutputs | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -31,7 +30,7 @@ class CallReader:
         return {**delta, "tool_calls": calls} if calls else delta
 
     def message(self, text: str) -> dict[str, Any]:
-        """Content and calls of the whole text; where a complete call is no JSON, all of it is content."""
+        """Content and calls of the whole text."""
         found = self._read(text, ended=True)
         calls: list[dict[str, Any]] = []
         for delta in found.calls:
@@ -40,10 +39,6 @@ class CallReader:
                 del calls[-1]["index"]
             else:
                 calls[-1]["function"]["arguments"] += delta.arguments
-        # Of several only the last can have been cut, and a client sees that by the finish reason.
-        if not all(_is_object(call["function"]["arguments"]) for call in calls[:-1]):
-            self._parser.num_calls = 0
-            return {"content": text}
         return {"content": found.content or None, "tool_calls": calls} if calls else {"content": found.content}
 
     def _read(self, text: str, ended: bool) -> Found:
@@ -60,10 +55,11 @@ def _parser(choice: ToolChoice, name: ToolCallParser | None) -> ToolParser:
     if choice.form == "named":
         assert choice.function is not None
         return NamedCall(choice.function)
+    names = {tool["function"]["name"] for tool in choice.tools}
     if choice.form == "required":
-        return JsonCalls(listed=True)
+        return JsonCalls(names, listed=True)
     assert name is not None, "the configuration has a parser where calls are to be found"
-    return make_parser(name)
+    return make_parser(name, names)
 
 
 def _written(delta: ToolDelta) -> dict[str, Any]:
@@ -75,10 +71,3 @@ def _written(delta: ToolDelta) -> dict[str, Any]:
         "type": "function",
         "function": {"name": delta.name, "arguments": delta.arguments},
     }
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

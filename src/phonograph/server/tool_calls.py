@@ -6,12 +6,18 @@ Arguments are passed on as the model wrote them, character by character: that is
 from __future__ import annotations
 
 import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from phonograph.config_server import ToolCallParser
 
 ARGUMENTS = ("arguments", "parameters")
+SEPARATORS = ";,[] \t\r\n"
+"""What may stand between calls in JSON, and behind the last one."""
+_OBJECT_BEGINS = re.compile(r'\{\s*["}]')
 
 
 @dataclass(slots=True)
@@ -48,24 +54,32 @@ class ToolParser(Protocol):
 class _Object:
     """One JSON object as it comes: {"name": ..., "arguments": {...}}, in either order.
 
-    `text` is all of it so far, `arguments` what came of them, `done` whether its last brace has come.
+    before:    what came before it that is content if it is no call
+    text:      all of it so far
+    arguments: the value of the first of `ARGUMENTS` so far
+    begun:     that value is an object, as far as its beginning tells
+    done:      its last brace has come
+    is_call:   it has been reported as one
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: str) -> None:
+        self.before = before
         self.text = ""
         self.name: str | None = None
         self.arguments = ""
-        self.begun = False  # its arguments have
+        self.begun = False
         self.done = False
+        self.is_call = False
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None
         self._start = 0  # of the string or value that is being read, in `text`
         self._is_value = False
+        self._has_arguments = False
 
     def push(self, character: str) -> None:
         self.text += character
-        in_arguments = self._is_value and self._key in ARGUMENTS
+        in_arguments = self._is_value and self._key in ARGUMENTS and not self._has_arguments
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -89,10 +103,13 @@ class _Object:
             self._is_value = True
             return
         elif self._depth == 1 and character == ",":
+            self._has_arguments = self._has_arguments or in_arguments
             self._is_value, self._key, in_arguments = False, None, False
-        if in_arguments and (self.begun or not character.isspace()):
-            self.begun = True
+        if in_arguments and (self.arguments or not character.isspace()):
             self.arguments += character
+            if not self.begun and character in '"}':
+                self.begun = _OBJECT_BEGINS.match(self.arguments) is not None
+            self._has_arguments = self.begun and self._depth == 1
 
     def _string_ended(self) -> None:
         try:
@@ -105,40 +122,68 @@ class _Object:
             self.name = value
 
 
-class _Calls:
-    """What all forms have in common: objects that become calls, and what of them has been reported."""
+class _Calls(ABC):
+    """What all forms have in common: objects that become calls, and what of them has been reported.
 
-    def __init__(self) -> None:
+    A call names one of `names`, and its arguments are an object; where `may_be_bare`, there need not be any. Another
+    object is content. Once the arguments have begun, the rest is passed on, whatever it is: a stream cannot take a call
+    back, and whole answers are read as streams are.
+    """
+
+    may_be_bare = False
+
+    def __init__(self, names: Collection[str]) -> None:
         self.num_calls = 0
+        self._names = names
         self._object: _Object | None = None
-        self._reported = -1  # characters of its arguments; -1: not even its name
+        self._reported = 0  # characters of its arguments
+        self._plain = False  # all that follows is content
 
-    def _read(self, character: str, found: Found) -> bool:
-        """Gives a character to the object being read; returns whether it is complete."""
-        current = self._object
-        assert current is not None
+    def push(self, text: str) -> Found:
+        found = Found()
+        for character in text:
+            if self._plain:
+                found.content += character
+            elif self._object is not None:
+                self._read(self._object, character, found)
+            else:
+                self._look(character, found)
+        return found
+
+    @abstractmethod
+    def _look(self, character: str, found: Found) -> None:
+        """Takes a character outside of objects."""
+
+    @abstractmethod
+    def _ended(self, read: _Object) -> None:
+        """An object is complete; if it is no call, it has been given back as content."""
+
+    def _begin(self, before: str, found: Found) -> None:
+        self._object, self._reported = _Object(before), 0
+        self._read(self._object, "{", found)
+
+    def _read(self, current: _Object, character: str, found: Found) -> None:
+        """Gives a character to the object being read."""
         current.push(character)
-        if current.name is not None and current.begun:
+        is_known = current.name in self._names
+        if is_known and current.begun:
             self._report(current, found)
         if not current.done:
-            return False
-        if current.name is not None and not current.begun:  # a function without arguments
-            current.begun, current.arguments = True, "{}"
+            return
+        if is_known and self.may_be_bare and not current.arguments and _is_json(current.text):
+            current.arguments = "{}"
             self._report(current, found)
-        if self._reported < 0:
-            found.content += current.text
-        else:
+        if current.is_call:
             self.num_calls += 1
-        self._object, self._reported = None, -1
-        return True
-
-    def _begin(self) -> None:
-        self._object, self._reported = _Object(), -1
+        else:
+            found.content += current.before + current.text
+        self._object = None
+        self._ended(current)
 
     def _report(self, current: _Object, found: Found) -> None:
-        if self._reported < 0:
+        if not current.is_call:
             found.calls.append(ToolDelta(self.num_calls, name=current.name))
-            self._reported = 0
+            current.is_call = True
         new = current.arguments[self._reported :]
         self._reported = len(current.arguments)
         if new:
@@ -149,8 +194,8 @@ class _Calls:
         current, self._object = self._object, None
         if current is None:
             return ""
-        if self._reported < 0:
-            return current.text
+        if not current.is_call:
+            return current.before + current.text
         self.num_calls += 1
         return ""
 
@@ -159,85 +204,76 @@ class Hermes(_Calls):
     """Text with calls between <tool_call> and </tool_call>, as Hermes and Qwen write them."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    may_be_bare = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._held = ""
-        self._inside = False
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._held = ""  # the beginning of a tag, or one that opens and the space behind it
+        self._inside = False  # the tag of the last call has not been closed
         self._behind_call = False
 
-    def push(self, text: str) -> Found:
-        found = Found()
-        for character in text:
-            if self._object is not None:
-                self._read(character, found)
-            elif self._inside and character == "{" and not self._held:
-                self._begin()
-                self._read(character, found)
-            else:
-                self._look(character, found)
-        return found
-
     def finish(self) -> Found:
-        return Found(("" if self._inside else self._held) + self._left())
+        is_cut = self._inside and self.CLOSE.startswith(self._held)
+        return Found(("" if is_cut else self._held) + self._left())
 
     def _look(self, character: str, found: Found) -> None:
-        """Outside of an object: for a tag, of which the beginning is held back."""
-        tag = self.CLOSE if self._inside else self.OPEN
+        opened = self._held.startswith(self.OPEN)
+        if character == "{" and (opened or (self._inside and self._behind_call and not self._held)):
+            before, self._held = self._held, ""
+            self._begin(before, found)
+            return
+        if opened and not character.isspace():
+            self._emit(self._held, found)
+            self._held, self._inside = "", False
         self._held += character
-        while self._held and not tag.startswith(self._held):
+        tags = (self.OPEN, self.CLOSE) if self._inside else (self.OPEN,)
+        while self._held and not self._held.startswith(self.OPEN) and not _begins_one(self._held, tags):
             self._emit(self._held[0], found)
             self._held = self._held[1:]
-        if self._held == tag:
-            self._held, self._inside = "", not self._inside
-            self._behind_call = not self._inside
+        if self._held == self.CLOSE:
+            self._held, self._inside = "", False
 
-    def _emit(self, character: str, found: Found) -> None:
+    def _ended(self, read: _Object) -> None:
+        self._inside = self._behind_call = read.is_call
+        # Where it ends is known of JSON only.
+        self._plain = not read.is_call and not _is_json(read.text)
+
+    def _emit(self, text: str, found: Found) -> None:
         # Line breaks around calls are part of the form.
-        if not self._inside and not (self._behind_call and character.isspace()):
-            found.content += character
+        if not (self._behind_call and text.isspace()):
+            found.content += text
             self._behind_call = False
 
 
 class JsonCalls(_Calls):
     """Objects and nothing else: Llama 3's form, or with `listed` the list that is written where calls are required.
 
-    Text that does not begin like that is content to its end.
+    What is neither a call nor around one is content, and so is all behind it.
     """
 
-    def __init__(self, *, listed: bool = False) -> None:
-        super().__init__()
+    def __init__(self, names: Collection[str], *, listed: bool = False) -> None:
+        super().__init__(names)
         self._listed = listed
-        self._prefix = "" if listed else "<|python_tag|>"
+        self._prefix = "[" if listed else "<|python_tag|>"
         self._held = ""
-        self._plain: bool | None = None
-
-    def push(self, text: str) -> Found:
-        found = Found()
-        for character in text:
-            if self._object is not None:
-                if self._read(character, found) and not self.num_calls:
-                    self._plain = True  # JSON, and no call
-            elif self._plain:
-                found.content += character
-            elif character == "{" and self._held.strip() in ("", self._prefix):
-                self._plain, self._held = False, ""
-                self._begin()
-                self._read(character, found)
-            elif self._plain is None:
-                self._held += character
-                start = self._held.lstrip()
-                if start == "[" and self._listed:
-                    self._held, self._plain = "", False
-                elif not self._prefix.startswith(start.rstrip()):
-                    found.content, self._held, self._plain = found.content + self._held, "", True
-            # Between calls there are separators only: semicolons, commas, brackets, spaces.
-        return found
 
     def finish(self) -> Found:
-        rest, self._held = self._held + self._left(), ""
+        rest = self._left() or ("" if self.num_calls else self._held)
         # What is left of a list that was cut is the beginning of a call, never content.
         return Found() if self._listed else Found(rest)
+
+    def _look(self, character: str, found: Found) -> None:
+        if character == "{" and (self.num_calls or self._held.strip() in ("", self._prefix)):
+            before, self._held = self._held, ""
+            self._begin(before, found)
+            return
+        self._held += character
+        is_form = character in SEPARATORS if self.num_calls else self._prefix.startswith(self._held.strip())
+        if not is_form:
+            found.content, self._held, self._plain = found.content + self._held, "", True
+
+    def _ended(self, read: _Object) -> None:
+        self._plain = not read.is_call
 
 
 class NamedCall:
@@ -255,9 +291,21 @@ class NamedCall:
         return self.push("") if self._name else Found()
 
 
-def make_parser(name: ToolCallParser) -> ToolParser:
-    """The parser of a model's form, by vLLM's name for it."""
-    return Hermes() if name == "hermes" else JsonCalls()
+def make_parser(name: ToolCallParser, names: Collection[str]) -> ToolParser:
+    """The parser of a model's form, by vLLM's name for it; `names` are those of the functions."""
+    return Hermes(names) if name == "hermes" else JsonCalls(names)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _begins_one(text: str, tags: tuple[str, ...]) -> bool:
+    return any(tag.startswith(text) for tag in tags)
 
 
 def _joined(last: list[ToolDelta], more: ToolDelta) -> list[ToolDelta]:

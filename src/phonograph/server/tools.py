@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phonograph.server.errors import invalid
+from phonograph.errors import RequestError
+from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 128
@@ -32,9 +33,19 @@ class ToolChoice:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """The schema of what the model writes, where calls are forced."""
+        """The schema of what the model writes, where calls are forced.
+
+        Raises:
+            ApiError: the parameters of a function cannot be part of one.
+        """
         if self.form == "parsed":
             return None
+        try:
+            return self._forced()
+        except RequestError as error:
+            raise refused(error, {"json": "tools"}) from None
+
+    def _forced(self) -> StructuredOutputs:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
@@ -49,10 +60,7 @@ class ToolChoice:
             }
             for index, name in enumerate(functions)
         ]
-        places = {
-            str(index): _moved(_as_object(schema), f"#/$defs/{index}")
-            for index, schema in enumerate(functions.values())
-        }
+        places = {str(index): _placed(schema, index) for index, schema in enumerate(functions.values())}
         most = MAX_FORCED_CALLS if self.parallel else 1
         array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": places}
         return StructuredOutputs(json=array, disable_any_whitespace=True)
@@ -96,6 +104,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise invalid(where, f"{where} must be an object of type function with a function")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise invalid(f"{where}.function.name", "a function needs a name")
+    if any("\ud800" <= character <= "\udfff" for character in function["name"]):
+        raise invalid(f"{where}.function.name", "the name is no Unicode text (half of a surrogate pair)")
     for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
             raise invalid(f"{where}.function.{key}", f"{key} of a function must be a {kind.__name__}")
@@ -109,6 +119,14 @@ def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether the schema says so or not; one without any is empty."""
     whole = {"$ref", "anyOf", "oneOf", "allOf", "const", "enum"}
     return schema if whole & schema.keys() else {"type": "object", **schema}
+
+
+def _placed(schema: dict[str, Any], index: int) -> dict[str, Any]:
+    """The parameters of tool `index` as they are among the definitions of all."""
+    try:
+        return _moved(_as_object(schema), f"#/$defs/{index}")
+    except RecursionError:
+        raise invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other") from None
 
 
 def _moved(value: Any, place: str) -> Any:
