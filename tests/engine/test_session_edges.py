@@ -83,6 +83,37 @@ def test_abort_of_what_waits_for_its_grammar(session: Session, grammar: Any) -> 
     assert not session.has_unfinished
 
 
+def test_the_compiler_hears_of_requests_that_are_gone(
+    session: Session, grammar: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later, _ = grammar
+    left: list[Future[Any]] = []
+    monkeypatch.setattr(session.grammars, "leave", left.append)
+    held = session.add("x", RULED)
+    session.abort(held, 0)
+    assert left == []
+    session.abort(held, 1)
+    assert left == [later]
+
+
+def test_no_grammar_is_compiled_for_a_request_that_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(session.grammars, "request", asked.append)
+    with pytest.raises(RequestError, match="prompt length=256"):
+        session.add([5] * 256, RULED)
+    assert asked == []
+
+
+def test_a_refused_request_keeps_no_frames(session: Session, grammar: Any) -> None:
+    later, _ = grammar
+    held = session.add("x", RULED)
+    later.set_exception(RequestError("regex", "a(", "is none"))
+    run(session)
+    assert isinstance(held.error, RequestError) and held.error.__traceback__ is None
+
+
 def test_abort_of_all_that_waits_leaves_nothing_to_step_for(session: Session, grammar: Any) -> None:
     session.abort(session.add("x", RULED))
     assert not session.has_unfinished

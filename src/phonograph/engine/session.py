@@ -94,7 +94,6 @@ class Session:
         if params.seed is None:
             # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
             params = params.with_checked(seed=self._seeds.getrandbits(63))
-        grammar = None if params.structured_outputs is None else self.grammars.request(params.structured_outputs)
         request_id = request_id or f"request-{next(self._ids)}"
         output = RequestOutput(
             request_id=request_id,
@@ -104,12 +103,17 @@ class Session:
         samples = [self._sample(output, params, index, priority) for index in range(params.n)]
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
-        if grammar is None or grammar.done():
-            self._queue(samples, None if grammar is None else grammar.result())
+        if params.structured_outputs is None:
+            self._queue(samples, None)
         else:
+            # Before it is asked for: nobody would wait for the grammar of a request that is refused.
             for sample in samples:
                 self.core.scheduler.check_request(sample.request)
-            self._held.append(_Held(output, samples, grammar))
+            grammar = self.grammars.request(params.structured_outputs)
+            if grammar.done():
+                self._queue(samples, grammar.result())
+            else:
+                self._held.append(_Held(output, samples, grammar))
         self._samples.update((sample.request.request_id, sample) for sample in samples)
         return output
 
@@ -182,7 +186,7 @@ class Session:
             try:
                 self._queue(held.samples, held.grammar.result())
             except RequestError as error:
-                output.error = error
+                output.error = error.with_traceback(None)  # whose frames hold requests
                 for sample in held.samples:
                     del self._samples[sample.request.request_id]
                 output.outputs.clear()
@@ -204,6 +208,8 @@ class Session:
             if any(one is sample for one in held.samples):
                 held.samples = [one for one in held.samples if one is not sample]
                 sample.request.finish_reason = "abort"
+                if not held.samples:
+                    self.grammars.leave(held.grammar)
         self._held = [held for held in self._held if held.samples]
 
     def _tokenize(self, prompt: Prompt) -> list[int]:

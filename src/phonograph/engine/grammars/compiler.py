@@ -9,9 +9,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from importlib.util import find_spec
 from queue import LifoQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -52,8 +54,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._vocabulary: Any = None
-        self._kept: OrderedDict[Job, Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[Job, _Answer] = OrderedDict()
         self._sizes: dict[Job, int] = {}
+        self._askers: WeakKeyDictionary[Future[Grammar], int] = WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(WORKERS, "grammar")
         self._workers: LifoQueue[_Worker] = LifoQueue()
         for _ in range(WORKERS):
@@ -61,6 +64,8 @@ class GrammarCompiler:
 
     def request(self, structured: StructuredOutputs) -> Future[Grammar]:
         """The grammar, now or later. The future fails with a RequestError where there cannot be one.
+
+        Whoever no longer waits for it says so with `leave`.
 
         Raises:
             RequestError: there can be no grammar for this model at all, or not with what is installed.
@@ -73,15 +78,26 @@ class GrammarCompiler:
             raise RequestError("structured_outputs", structured.kind, "the model has no end-of-sequence token")
         job = Job(structured.kind, structured.source, not structured.disable_any_whitespace)
         with self._lock:
-            future = self._kept.get(job)
-            if future is not None:
-                self._kept.move_to_end(job)
-                return future
-            # All of it in a thread, reading a schema too: whoever asks may have a step to run, and others' to lose.
-            future = self._kept[job] = self._threads.submit(self._compile, job)
-            while len(self._kept) > KEPT_COUNT:
-                self._drop_oldest()
-        return future
+            answer = self._kept.get(job)
+            if answer is None:
+                answer = _Answer()
+                # All of it in a thread, reading a schema too: whoever asks may have a step to run, and others' to lose.
+                self._threads.submit(self._answer, job, answer)
+                self._kept[job] = answer
+                while len(self._kept) > KEPT_COUNT:
+                    self._drop_oldest()
+            self._kept.move_to_end(job)
+            self._askers[answer] = self._askers.get(answer, 0) + 1
+        return answer
+
+    def leave(self, future: Future[Grammar]) -> None:
+        """One of those who asked for it has gone. What nobody waits for is not begun: it would hold up others."""
+        with self._lock:
+            others = self._askers.get(future, 0) - 1
+            if others > 0:
+                self._askers[future] = others
+            elif self._askers.pop(future, None) and future.cancel():
+                self._forget(future)
 
     def warm(self) -> None:
         """Loads the library in a thread, which takes a second or two, so that the first request need not wait."""
@@ -90,21 +106,34 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends threads and processes; what is not compiled never will be."""
+        with self._lock:
+            for future in list(self._askers):
+                future.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         while not self._workers.empty():
             self._workers.get().stop()
 
-    def _compile(self, job: Job) -> Grammar:
+    def _answer(self, job: Job, answer: _Answer) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
         try:
-            return self._compile_now(job)
-        except RequestError:
-            raise
+            answer.set_result(self._compile(job))
+        except _Stopped as error:  # which says as much of the machine as of the grammar
+            self._fail(answer, RequestError(job.kind, shortened(job.source), str(error)))
+        except RequestError as error:
+            answer.set_exception(copy(error))  # without the frames, which hold all that was read
         except Exception as error:  # a library's, or a machine's: others must go on, and it may work the next time
-            with self._lock:
-                self._kept.pop(job, None)
-            raise RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}") from error
+            refused = RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}")
+            refused.__cause__ = error
+            self._fail(answer, refused)
 
-    def _compile_now(self, job: Job) -> Grammar:
+    def _fail(self, answer: _Answer, error: RequestError) -> None:
+        """An error of this time: whoever asks again has it compiled again."""
+        with self._lock:
+            self._forget(answer)
+        answer.set_exception(error)
+
+    def _compile(self, job: Job) -> Grammar:
         source = _for_the_library(job)
         vocabulary = self._known_vocabulary()
         worker = self._workers.get()
@@ -134,6 +163,27 @@ class GrammarCompiler:
     def _drop_oldest(self) -> None:
         job, _ = self._kept.popitem(last=False)
         self._sizes.pop(job, None)
+
+    def _forget(self, future: Future[Grammar]) -> None:
+        """Keeps it no longer, where it is kept; the lock is held."""
+        for job in [job for job, answer in self._kept.items() if answer is future]:
+            del self._kept[job]
+
+
+class _Answer(Future[Grammar]):
+    """A grammar to come. Each `result` raises an error of its own: one that is raised keeps the frames it came through,
+    and requests with them, for as long as it is kept.
+    """
+
+    def result(self, timeout: float | None = None) -> Grammar:
+        error = self.exception(timeout)
+        if error is not None:
+            raise copy(error) from error.__cause__
+        return super().result()
+
+
+class _Stopped(Exception):
+    """A compile came to no end."""
 
 
 def _for_the_library(job: Job) -> str:
@@ -168,7 +218,9 @@ class _Worker:
             self._start(vocabulary)
         done = self._ask(job, seconds)
         if done is None:
-            return Done("", f"takes more than {seconds:g} s or too much memory to compile; make it smaller")
+            raise _Stopped(
+                f"takes more than {seconds:g} s or too much memory to compile; make it smaller, or ask again"
+            )
         return done
 
     def stop(self) -> None:
