@@ -172,7 +172,7 @@ class _Language:
     static_range = range
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
     DotOperandLayout = staticmethod(lambda *args, **keywords: None)
-    convert_layout = staticmethod(lambda values, layout: values)
+    convert_layout = staticmethod(lambda values, layout, **_: values)
     exp, exp2, log2 = staticmethod(torch.exp), staticmethod(torch.exp2), staticmethod(torch.log2)
     rsqrt = staticmethod(torch.rsqrt)
 

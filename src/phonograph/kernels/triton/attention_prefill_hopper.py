@@ -2,9 +2,10 @@
 
 There a program's products, its softmax and its loads wait for each other, and only a second program on the
 multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp has the copy engine bring keys
-and another values, and two groups of four warps take half of a tile's rows each. A group's products of the next keys
-run while it makes weights of the last ones, and the groups take turns at the tensor cores, so that one's softmax runs
-beside the other's products.
+and values, and two groups of four warps take half of a tile's rows each. A group asks for the products of a tile's keys
+and of the values before together, makes the left half of the tile's weights while those of the values run, and the
+right half while it scales the sums. The groups take turns at the tensor cores, so that one's softmax runs beside the
+other's products.
 
 A program takes every PROGRAMS-th piece of the plan's list, in turn from the front and from the back of each round: the
 list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another.
@@ -52,11 +53,15 @@ from phonograph.kernels.triton.pdl import pdl_usable
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
 _TILES = 3
-"""Of keys, and of values, that have a place."""
+"""Of keys, and of the values of the tile before, that have a place."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
 _INFINITY = gl.constexpr(float("inf"))
+_LEAST = gl.constexpr(-3.4028234663852886e38)
+"""The largest of no logits. Finite, so that a masked one, minus infinity, has the weight zero beside it too."""
+_PARTS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))
+"""Eight of a row: two for each of the four threads that share it, as its logits lie."""
 
 
 def attend_on_hopper(
@@ -131,13 +136,14 @@ def _item(turn, PROGRAMS: gl.constexpr):
 @gluon.jit
 def _load(
     cache,
-    ring,
+    keys,
+    values,
     full,
     empty,
     block_table,
     header,
     entries,
-    first_row,
+    values_row,
     blocks_of_heads,
     stride_table,
     PROGRAMS: gl.constexpr,
@@ -147,16 +153,16 @@ def _load(
     HEADS_OUTSIDE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Has the copy engine bring the keys, or the values, of the program's items, tile after tile.
-
-    A warp for each, since a value's place is free half a turn after a key's, for which nobody should wait.
-    """
-    TILES: gl.constexpr = ring.type.shape[0] // 2
-    SIZE: gl.constexpr = ring.type.shape[1]
+    """Has the copy engine bring the tiles of all of the program's items, end to end: keys with the values of the tile
+    before, as their products are asked for together."""
+    TILES: gl.constexpr = keys.type.shape[0] // 2
+    SIZE: gl.constexpr = keys.type.shape[1]
     if PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
-    at, turn = 0, 0
+    at, turn, num_tiles = 0, 0, 0
+    # Rows and columns of the tile before. The values that come with the first tile are any, and nobody's.
+    left_before, right_before, column_before = 0, 0, 0
     for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
         item = _item(number, PROGRAMS)
         if item < num_items:
@@ -165,24 +171,36 @@ def _load(
             table = block_table + gl.load(entry).to(gl.int64) * stride_table
             start = gl.load(entry + 2)
             stop = gl.load(entry + 3)
-            for tile in range(0, (stop - start + 2 * SIZE - 1) // (2 * SIZE)):
+            tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
+            num_tiles += tiles
+            for tile in range(0, tiles):
                 key = start + tile * (2 * SIZE)
-                # What is behind the last key is any block: it is masked.
                 left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-                right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=0)
+                # Behind the last key is what was written too, not any block: only masks are to take it away.
+                right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
+                column = kv_head * HEAD_SIZE
+                if HEADS_OUTSIDE:
+                    left = left * blocks_of_heads + kv_head
+                    right = right * blocks_of_heads + kv_head
+                    column = 0
+                left = left * BLOCK_SIZE + key % BLOCK_SIZE
+                right = right * BLOCK_SIZE + (key + SIZE) % BLOCK_SIZE
                 mbarrier.wait(empty.index(at), turn ^ 1)
-                mbarrier.expect(full.index(at), 2 * cache.block_type.nbytes)
-                for half in gl.static_range(2):
-                    block = left if half == 0 else right
-                    if HEADS_OUTSIDE:
-                        row = (block * blocks_of_heads + kv_head) * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
-                        column = 0
-                    else:
-                        row = block * BLOCK_SIZE + (key + half * SIZE) % BLOCK_SIZE
-                        column = kv_head * HEAD_SIZE
-                    place = ring.index(2 * at + half)
-                    tma.async_copy_global_to_shared(cache, [first_row + row, column], full.index(at), place)
+                mbarrier.expect(full.index(at), 4 * cache.block_type.nbytes)
+                _bring(cache, keys, full, at, left, right, column)
+                _bring(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+                left_before, right_before, column_before = left, right, column
                 at, turn = behind(at, turn, TILES)
+    if num_tiles > 0:
+        mbarrier.wait(empty.index(at), turn ^ 1)
+        mbarrier.expect(full.index(at), 2 * cache.block_type.nbytes)
+        _bring(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+
+
+@gluon.jit
+def _bring(cache, ring, full, at, left, right, column):
+    tma.async_copy_global_to_shared(cache, [left, column], full.index(at), ring.index(2 * at))
+    tma.async_copy_global_to_shared(cache, [right, column], full.index(at), ring.index(2 * at + 1))
 
 
 @gluon.jit
@@ -208,25 +226,25 @@ def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIG
 
 
 @gluon.jit
-def _clear(values, at, first_key, low, high):
-    """Zeros for values of a tile's keys that are not there: slots that nobody wrote may hold NaN, which no weight takes
-    away."""
+def _clear(values, at, first_key, low, high, seq_len):
+    """Zeros for values of a tile's keys that may not be there: slots that nobody wrote may hold NaN, which no weight
+    takes away. Up to the sequence's end all are written, and before `low` they may be gone."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SIZE: gl.constexpr = values.type.shape[1]
-    for half in gl.static_range(2):
-        piece = values.index(2 * at + half)
-        key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
-        piece.store(gl.where((key_N >= low) & (key_N < high), piece.load(LAYOUT), 0.0))
-    fence_async_shared()
-    gl.thread_barrier()
+    if (first_key < low) | (first_key + 2 * SIZE > seq_len):
+        for half in gl.static_range(2):
+            piece = values.index(2 * at + half)
+            key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
+            piece.store(gl.where((key_N >= low) & (key_N < high), piece.load(LAYOUT), 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
 
 
 @gluon.jit
-def _weigh(
+def _largest(
     left_MN,
     right_MN,
     max_M,
-    sum_M,
     unit,
     masked,
     first_key,
@@ -237,38 +255,49 @@ def _weigh(
     RIGHT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Weights of a tile's two pieces, what earlier sums are to be multiplied by, the new largest logit and sum."""
+    """A tile's two pieces, masked, and the new largest logit."""
     if masked:
         left_MN = _masked(left_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
         right_MN = _masked(right_MN, first_key + right_MN.shape[1], position_M, low, high, LEFT, RIGHT, LAYOUT)
-    new_max_M = gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
-    shift_M = gl.where(new_max_M == -_INFINITY, 0.0, new_max_M)
-    left_MN = gl.exp2(left_MN * unit - shift_M[:, None])
-    right_MN = gl.exp2(right_MN * unit - shift_M[:, None])
-    decay_M = gl.exp2(max_M - shift_M)
-    return left_MN, right_MN, decay_M, new_max_M, sum_M * decay_M + gl.sum(left_MN + right_MN, 1)
+    return left_MN, right_MN, gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
 
 
 @gluon.jit
-def _before_what_follows(sum_M):
-    """The same sums. What makes them comes before what follows: ptxas puts a wait in front of work that needs none, but
-    not in front of a store that takes its result, and which never happens: sums of powers are not below zero."""
+def _sum_parts(weight_MN):
+    """What each thread has of a row's sum, [M, 8]: threads exchange theirs once, at the end."""
+    M: gl.constexpr = weight_MN.shape[0]
+    N: gl.constexpr = weight_MN.shape[1]
+    return gl.convert_layout(gl.sum(weight_MN.reshape([M, N // 8, 8]), 1), _PARTS, assert_trivial=True)
+
+
+@gluon.jit
+def _before_what_follows(sum_MP):
+    """The same sums, four a thread. What makes them comes before what follows: ptxas puts a wait in front of work that
+    needs none, but not in front of a store that takes its result, and which never happens: sums of powers are not below
+    zero."""
     return gl.inline_asm_elementwise(
         """
         {
         .reg .pred %never;
         .reg .b32 %place;
+        .reg .f32 %first, %second;
         mov.b32 %place, 0;
-        setp.lt.f32 %never, $1, 0f00000000;
-        @%never st.volatile.shared.f32 [%place], $1;
-        mov.f32 $0, $1;
+        add.f32 %first, $4, $5;
+        add.f32 %second, $6, $7;
+        add.f32 %first, %first, %second;
+        setp.lt.f32 %never, %first, 0f00000000;
+        @%never st.volatile.shared.f32 [%place], %first;
+        mov.f32 $0, $4;
+        mov.f32 $1, $5;
+        mov.f32 $2, $6;
+        mov.f32 $3, $7;
         }
         """,
-        "=f,f",
-        [sum_M],
+        "=f,=f,=f,=f,f,f,f,f",
+        [sum_MP],
         dtype=gl.float32,
         is_pure=False,
-        pack=1,
+        pack=4,
     )
 
 
@@ -311,18 +340,19 @@ def _attend(
 ):
     """All keys of an item: sums [M, D], the weights' sum and the largest logit; where it leaves the rings.
 
-    span: first key and the one behind the last, [low, high) that some row sees, positions of the first and last row
+    span: first key and the one behind the last, [low, high) that some row sees, positions of the first and last row,
+          the sequence's keys
     """
-    start, stop, low, high, first, last = span
-    keys, keys_full, keys_empty, values, values_full, values_empty = rings
+    start, stop, low, high, first, last, seq_len = span
+    keys, values, full, empty = rings
     TILES: gl.constexpr = keys.type.shape[0] // 2
     SIZE: gl.constexpr = keys.type.shape[1]
     M: gl.constexpr = query_MD.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    at, turn, value_at, value_turn, taken = places
+    at, turn, taken = places
     sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
-    sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, LAYOUT))
-    max_M = gl.full([M], -_INFINITY, gl.float32, gl.SliceLayout(1, LAYOUT))
+    sum_MP = _sum_parts(gl.zeros([M, SIZE], gl.float32, LAYOUT))
+    max_M = gl.full([M], _LEAST, gl.float32, gl.SliceLayout(1, LAYOUT))
     tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
     # All rows see all keys from `plain` to `edge`.
     plain = start
@@ -333,61 +363,67 @@ def _attend(
         edge = gl.minimum(stop, first + RIGHT + 1)
     if tiles > 0:
         # What is waited for is there before the turn, which keeps the other group waiting.
-        mbarrier.wait(keys_full.index(at), turn)
+        mbarrier.wait(full.index(at), turn)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
         left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
         right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
-        _free(keys_empty, at)
+        _free(empty, at)
         at, turn = behind(at, turn, TILES)
         masked = (start < plain) | (start + 2 * SIZE > edge)
-        left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
-            left_MN, right_MN, max_M, sum_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
+        left_MN, right_MN, max_M = _largest(
+            left_MN, right_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
         )
+        left_MN = gl.exp2(left_MN * unit - max_M[:, None])
+        right_MN = gl.exp2(right_MN * unit - max_M[:, None])
+        sum_MP = _sum_parts(left_MN + right_MN)
         left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         for tile in range(1, tiles):
             key = start + tile * (2 * SIZE)
-            mbarrier.wait(values_full.index(value_at), value_turn)
-            if masked & (GROUP_OF_WARPS == 0):
+            mbarrier.wait(full.index(at), turn)
+            if GROUP_OF_WARPS == 0:
                 # For both: the other's turn with these values comes after this one's.
-                _clear(values, value_at, key - 2 * SIZE, low, high)
-            mbarrier.wait(keys_full.index(at), turn)
+                _clear(values, at, key - 2 * SIZE, low, high, seq_len)
             taken = _take_turn(turns, taken, GROUP_OF_WARPS)
             left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
             right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
-            sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
+            sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
             mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
             left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
-            _free(keys_empty, at)
-            at, turn = behind(at, turn, TILES)
             masked = (key < plain) | (key + 2 * SIZE > edge)
-            left_MN, right_MN, decay_M, max_M, sum_M = _weigh(
-                left_MN, right_MN, max_M, sum_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
+            left_MN, right_MN, new_max_M = _largest(
+                left_MN, right_MN, max_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
             )
-            sum_M = _before_what_follows(sum_M)
-            new_left = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
-            new_right = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
-            # The new weights too, or the compiler would make them behind the wait.
-            done_MD, _, _, left_weights, right_weights = warpgroup_mma_wait(
-                0, deps=(sums_MD, left_weights, right_weights, new_left, new_right)
+            decay_M = gl.exp2(max_M - new_max_M)
+            max_M = new_max_M
+            left_MN = gl.exp2(left_MN * unit - max_M[:, None])
+            decay_MP = gl.convert_layout(decay_M, gl.SliceLayout(1, _PARTS), assert_trivial=True)[:, None]
+            sum_MP = _before_what_follows(sum_MP * decay_MP + _sum_parts(left_MN))
+            # The products of the values are over about now.
+            done_MD, _, _, left_MN, right_MN = warpgroup_mma_wait(
+                0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
             )
-            _free(values_empty, value_at)
-            value_at, value_turn = behind(value_at, value_turn, TILES)
+            _free(empty, at)
+            at, turn = behind(at, turn, TILES)
+            right_MN = gl.exp2(right_MN * unit - max_M[:, None])
+            sum_MP += _sum_parts(right_MN)
+            left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
+            right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
             done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
             sums_MD = warpgroup_mma_init(done_MD)
-        mbarrier.wait(values_full.index(value_at), value_turn)
-        if masked & (GROUP_OF_WARPS == 0):
-            _clear(values, value_at, start + (tiles - 1) * (2 * SIZE), low, high)
+        # With the last values come the next item's first keys, whose user frees the place.
+        mbarrier.wait(full.index(at), turn)
+        if GROUP_OF_WARPS == 0:
+            _clear(values, at, start + (tiles - 1) * (2 * SIZE), low, high, seq_len)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        sums_MD = _add_values(left_weights, right_weights, values, value_at, sums_MD)
+        sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
-        _free(values_empty, value_at)
-        value_at, value_turn = behind(value_at, value_turn, TILES)
         sums_MD = warpgroup_mma_init(done_MD)
-    return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, value_at, value_turn, taken)
+    sum_M = gl.convert_layout(gl.sum(sum_MP, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, taken)
 
 
 @gluon.jit
@@ -453,7 +489,7 @@ def _run(
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    places = (0, 0, 0, 0, 0)
+    places = (0, 0, 0)
     query_MD = _load_query(
         query_THD, query_start_loc, entries, _item(0, PROGRAMS), num_items, stride_token,
         GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
@@ -478,7 +514,7 @@ def _run(
                 rings,
                 turns,
                 places,
-                (start, stop, low, high, first, last),
+                (start, stop, low, high, first, last, seq_len),
                 position_M,
                 scale * _LOG2_E,
                 GROUP_OF_WARPS,
@@ -565,11 +601,10 @@ def _prefill_kernel(
     keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
     # Both groups of warps read a place before it is free.
-    keys_full, keys_empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
-    values_full, values_empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
+    full, empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
     turns = make_barriers(2, 1)
     fence_async_shared()
-    rings = (keys, keys_full, keys_empty, values, values_full, values_empty)
+    rings = (keys, values, full, empty)
     tensors = (
         query_THD,
         query_start_loc,
@@ -602,18 +637,11 @@ def _prefill_kernel(
             (
                 _load,
                 (
-                    cache, keys, keys_full, keys_empty, block_table, header, entries, 0, blocks_of_heads, stride_table,
-                    PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
-                ),
-            ),
-            (
-                _load,
-                (
-                    cache, values, values_full, values_empty, block_table, header, entries, values_row,
-                    blocks_of_heads, stride_table, PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
+                    cache, keys, values, full, empty, block_table, header, entries, values_row, blocks_of_heads,
+                    stride_table, PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
