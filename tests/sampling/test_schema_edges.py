@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.engine.grammars.formats import PATTERNS
 from phonograph.engine.grammars.schema import narrow, refusal
 
 
@@ -15,7 +16,6 @@ from phonograph.engine.grammars.schema import narrow, refusal
     ("schema", "says"),
     [
         ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf of several schemas"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "format and a length exclude each other"),
         ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "'not'"),
         ({"definitions": {"a": {"uniqueItems": True}}}, "uniqueItems"),
     ],
@@ -34,23 +34,20 @@ def test_a_whole_number_with_a_point_is_an_integer() -> None:
         ({"type": "integer", "enum": [1, "a", 2.5, True]}, {"enum": [1]}),
         ({"type": ["string", "null"], "const": None}, {"const": None}),
         ({"pattern": "a", "minimum": 1}, {"pattern": "a", "minimum": 1, "type": ["number", "string"]}),
-        ({"type": "string", "pattern": "a", "format": "date"}, None),
     ],
 )
-def test_narrowed(schema: dict[str, Any], narrowed: dict[str, Any] | None) -> None:
-    expected = schema.copy() if narrowed is None else narrowed
+def test_narrowed(schema: dict[str, Any], narrowed: dict[str, Any]) -> None:
     narrow(schema)
-    assert schema == expected
+    assert schema == narrowed
 
 
 def test_dates_and_addresses_exactly() -> None:
-    """A 29th of February would need the year, so no year has one."""
-    date, ipv4 = ({"type": "string", "format": form} for form in ("date", "ipv4"))
-    narrow(date), narrow(ipv4)
+    date, ipv4 = (re.compile(PATTERNS[form]) for form in ("date", "ipv4"))
     for month in range(14):
         for day in range(33):
-            there = 1 <= month <= 12 and 1 <= day <= calendar.monthrange(2023, month)[1]
-            assert bool(re.search(date["pattern"], f"2024-{month:02}-{day:02}")) == there, (month, day)
+            for year in (1600, 1700, 2000, 2023, 2024, 2042, 2096, 2100, 9996):
+                there = 1 <= month <= 12 and 1 <= day <= calendar.monthrange(year, month)[1]
+                assert bool(date.fullmatch(f"{year}-{month:02}-{day:02}")) == there, (year, month, day)
     for byte in range(400):
-        assert bool(re.search(ipv4["pattern"], f"1.2.3.{byte}")) == (byte < 256), byte
-        assert bool(re.search(ipv4["pattern"], f"{byte}.2.3.4")) == (byte < 256), byte
+        assert bool(ipv4.fullmatch(f"1.2.3.{byte}")) == (byte < 256), byte
+        assert bool(ipv4.fullmatch(f"{byte}.2.3.4")) == (byte < 256), byte
