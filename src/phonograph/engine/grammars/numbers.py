@@ -90,7 +90,7 @@ def _refusal_of_bounds(schema: dict[str, Any]) -> str | None:
 
 def _steps_within(schema: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
     """The bounds that a schema sets, counted in steps of one `unit`th, the exclusive ones made inclusive."""
-    bounds = {key: Fraction(value) * unit for key, value in _given(schema).items()}
+    bounds = {key: Fraction(repr(value)) * unit for key, value in _given(schema).items()}
     lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
     lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
     highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
@@ -113,7 +113,7 @@ def _beside(schema: dict[str, Any], key: str) -> float:
     try:
         near = float(bound)
     except OverflowError:
-        near = math.copysign(math.inf, bound)
+        near = math.inf if bound > 0 else -math.inf
     lets_through = near >= bound if towards > 0 else near <= bound
     return near if lets_through and (near != bound or key in ("minimum", "maximum")) else math.nextafter(near, towards)
 
