@@ -89,12 +89,18 @@ def _refusal_of_bounds(schema: dict[str, Any]) -> str | None:
 
 
 def _steps_within(schema: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
-    """The bounds that a schema sets, counted in steps of one `unit`th, the exclusive ones made inclusive."""
-    bounds = {key: Fraction(repr(value)) * unit for key, value in _given(schema).items()}
-    lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
-    lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
-    highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
-    highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
+    """The bounds that a schema sets, counted in steps of one `unit`th, the exclusive ones made inclusive.
+
+    They keep a bound of floating point both as it is written and as it is: readers differ in which they take.
+    """
+    lows: list[int] = []
+    highs: list[int] = []
+    for key, value in _given(schema).items():
+        for bound in (Fraction(repr(value)) * unit, Fraction(value) * unit):
+            if key.endswith("inimum"):
+                lows.append(math.ceil(bound) if key == "minimum" else math.floor(bound) + 1)
+            else:
+                highs.append(math.floor(bound) if key == "maximum" else math.ceil(bound) - 1)
     return max(lows, default=None), min(highs, default=None)
 
 

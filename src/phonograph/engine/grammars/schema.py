@@ -118,6 +118,13 @@ def _refusal_of_names(schema: dict[str, Any]) -> str | None:
         unknown = [name for name in required if not isinstance(name, str) or name not in properties]
         if unknown:
             return f"the required {unknown[0]!r} must be among the properties"
+    least, named = schema.get("minProperties"), len(required) if isinstance(required, list) else 0
+    is_open = names is not None or schema.get("additionalProperties", False) is not False
+    if isinstance(least, int) and least > named + 1 and is_open:
+        return (
+            f"'minProperties': {least} cannot be held by a grammar where names are open, as one could come again and "
+            "again; require names, or leave additionalProperties out"
+        )
     return None
 
 
