@@ -15,7 +15,7 @@ from phonograph.engine.grammars.places import DATA, MAX_DEPTH, SCHEMA_LISTS, SCH
 from phonograph.errors import shortened
 
 KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
-_ANCHORS = ("$anchor", "$dynamicAnchor")
+ANCHORS = ("$anchor", "$dynamicAnchor")
 _PLAIN = re.compile(r"#/(\$defs|definitions)/[A-Za-z0-9_.-]+")
 """What the library reads as it is meant."""
 _INDEX = re.compile("0|[1-9][0-9]*")
@@ -111,7 +111,7 @@ def _inner_schemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
 def _anchors(known: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     anchors: dict[str, dict[str, Any]] = {}
     for schema in known:
-        for name in (schema.get(keyword) for keyword in _ANCHORS):
+        for name in (schema.get(keyword) for keyword in ANCHORS):
             if isinstance(name, str) and anchors.setdefault(name, schema) is not schema:
                 raise SchemaError(f"two schemas have the anchor {shortened(name)!r}")
     return anchors
@@ -120,7 +120,7 @@ def _anchors(known: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _refuse_base(schema: dict[str, Any]) -> None:
     """Below an `$id` references start anew, so one that stands there means something else than it says here."""
     name = schema.get("$id")
-    if name is not None and any(key in one for one, _ in schemas(schema) for key in (*KEYWORDS, *_ANCHORS)):
+    if name is not None and any(key in one for one, _ in schemas(schema) for key in (*KEYWORDS, *ANCHORS)):
         raise SchemaError(f"the $id {shortened(str(name))!r} changes what references within mean; leave it out")
 
 
@@ -129,7 +129,7 @@ def _target(root: dict[str, Any], anchors: dict[str, Any], keyword: str, text: A
 
     With one base for all `$dynamicRef` and `$recursiveRef` mean what `$ref` does.
     """
-    if not isinstance(text, str) or (keyword == "$recursiveRef" and text != "#"):
+    if not isinstance(text, str):
         raise SchemaError(f"{keyword} {shortened(str(text))!r} is no reference")
     what = f"the reference {shortened(text)!r}"
     if not text.startswith("#"):
