@@ -53,6 +53,9 @@ def test_formats_hold_in_random_texts(form: str) -> None:
         ("relative-json-pointer", ["0", "1/a", "2#"], ["", "01", "/a", "1#/a", "1a"]),
         ("uri", ["https://u@example.org:80/a?b#c", "s3://a/b", "urn:a:b"], ["example.org", "a b:c", "1:a", "a:%2"]),
         ("uri-reference", ["", "../a?b#c", "//example.org", "http://a/b"], ["1:a", "a b", "a#b#c"]),
+        ("uri-template", ["http://a/{x}{?y,z*}{+p.q:3}", "", "%20"], ["{", "{}", "{x", "a b", "{x:0}", "'", "%2"]),
+        ("duration", ["P1Y2M3D", "PT5H", "P4W"], ["P", "PT", "P1Y2D", "1D", "P1H", "P1W2D"]),
+        ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000", "g"]),
         ("iri", ["https://例え.jp/ü?ß"], ["例:a"]),
     ],
 )

@@ -145,7 +145,7 @@ def test_no_grammar_is_wider_than_its_schema(seed: int, count: int = 1500) -> No
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_grammars_with_references_let_through_is_valid(seed: int, count: int = 1500) -> None:
+def test_what_grammars_with_references_let_through_is_valid(seed: int, count: int = 400) -> None:
     rng = random.Random(100 + seed)
     compiler = byte_compiler()
     counts = [check(random_root(rng), compiler, rng, 6) for _ in range(count)]

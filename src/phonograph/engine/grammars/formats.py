@@ -1,8 +1,9 @@
 r"""Formats of strings as patterns, where the library has none or one that is too wide.
 
 The library's take a 31st of June, a second 60, addresses with leading zeros, names of any length, and in e-mail
-addresses and JSON pointers text that is no JSON; its addresses of resources have no digit in their schemes. Its own
-`duration`, `uri-template` and `uuid` are as their RFCs have them. Of `idn-email` and `idn-hostname` those in ASCII.
+addresses and JSON pointers text that is no JSON; its URIs have no digit in their schemes, its URI templates take long
+to fill a mask. Its own `duration` and `uuid` are as their RFCs have them. Of `idn-email` and `idn-hostname` those in
+ASCII are held, of dates the years from 1000 on, of times seconds without the leap second and up to nine decimals.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ def _uri(more: str = "", *, relative: bool = False) -> str:
     return whole + end
 
 
+_NAME_PART = "([A-Za-z0-9_]|%[0-9A-Fa-f]{2})"
+_NAME = rf"{_NAME_PART}(\.?{_NAME_PART})*(:[1-9][0-9]{{0,3}}|\*)?"
+_URI_TEMPLATE = r"([!#$&(-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2}" rf"|\{{[+#./;?&=,!@|]?{_NAME}(,{_NAME})*\}})*"
+
 PATTERNS = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",
@@ -86,8 +91,9 @@ PATTERNS = {
     "time": _TIME,
     "uri": _uri(),
     "uri-reference": _uri(relative=True),
+    "uri-template": _URI_TEMPLATE,
 }
-_OF_THE_LIBRARY = frozenset({"duration", "uri-template", "uuid"})
+_OF_THE_LIBRARY = frozenset({"duration", "uuid"})
 
 
 def is_held(form: Any) -> bool:
