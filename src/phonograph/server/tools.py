@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phonograph.engine.grammars.places import DATA, SCHEMA_MAPS
+from phonograph.engine.grammars.places import DATA, MAX_DEPTH, SCHEMA_MAPS, schemas
 from phonograph.engine.grammars.references import ANCHORS, KEYWORDS
 from phonograph.errors import RequestError
 from phonograph.server.errors import invalid, refused
@@ -127,10 +127,13 @@ def _placed(schema: dict[str, Any], index: int) -> dict[str, Any]:
     """The parameters of tool `index` as they are among the definitions of all."""
     # References within are to be found from the whole, which has no name of its own.
     own = {key: value for key, value in _as_object(schema).items() if key != "$id"}
+    too_deep = invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other")
+    if any(depth >= MAX_DEPTH for _, depth in schemas(own)):  # among the definitions they lie one deeper
+        raise too_deep
     try:
         return _moved(own, index)
-    except RecursionError:
-        raise invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other") from None
+    except RecursionError:  # of what is no schema
+        raise too_deep from None
 
 
 def _moved(schema: Any, index: int, *, are_names: bool = False) -> Any:

@@ -47,6 +47,8 @@ def narrow_numbers(schema: dict[str, Any]) -> None:
         if key.startswith("max") and isinstance(value, int) and value > _MOST_COUNT:
             del schema[key]  # no output reaches it
     given = _given(schema)
+    if len(given) < len(schema.keys() & {*BOUNDS}):
+        return  # one is no number, which the library says
     if _integers_only(schema) and any(not isinstance(one, int) or not _LEAST <= one <= _MOST for one in given.values()):
         low, high = _steps_within(schema, 1)
         for key in given:
