@@ -48,8 +48,8 @@ def test_schemas_of_wrong_types_are_refused_or_left_to_the_library() -> None:
     ]
     # fmt: off
     values: list[Any] = [
-        None, True, 0, -1, 2.5, 10**30, 1e300, "a", "#", "#/", "#a", "#/properties/a", "#/%ff", "#/~2", "string", "date",
-        "(", [], {}, [[]], [{}], [5], {"a": {}}, {"a": 5}, {"$ref": "#"}, {"$anchor": "a"}, {"(": {}},
+        None, True, 0, -1, 2.5, 10**30, 1e300, "a", "#", "#/", "#a", "#/properties/a", "#/%ff", "#/~2", "string",
+        "date", "(", [], {}, [[]], [{}], [5], {"a": {}}, {"a": 5}, {"$ref": "#"}, {"$anchor": "a"}, {"(": {}},
     ]
     # fmt: on
     rng = random.Random(0)
