@@ -7,8 +7,10 @@ import random
 from typing import Any
 
 import pytest
+from byte_grammars import byte_compiler, compiled, takes
 
 from phonograph.config_server import ServerConfig
+from phonograph.engine.grammars.schema import narrow, refusal
 from phonograph.errors import ConfigError
 from phonograph.server.defaults import check_tools
 from phonograph.server.tool_answers import CallReader
@@ -134,6 +136,45 @@ def test_references_of_parameters_still_hold() -> None:
     assert choice is not None and choice.structured is not None
     moved = json.loads(choice.structured.source)["$defs"]["0"]
     assert moved["properties"] == {"a": {"$ref": "#/$defs/0/$defs/x"}, "b": {"$ref": "#/$defs/0"}}
+
+
+def test_anchors_of_several_tools_stay_apart() -> None:
+    data = {"$ref": "#/data", "$anchor": "n"}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "$id": "http://example.org/tool",
+                    "properties": {
+                        "a": {"$ref": "#n"},
+                        "const": {"$ref": "#/$defs/x"},
+                        "b": {"const": data},
+                        "$anchor": {"$recursiveRef": "#"},
+                    },
+                    "additionalProperties": False,
+                    "$defs": {"x": {"$anchor": "n", "type": kind}},
+                },
+            },
+        }
+        for name, kind in (("f", "integer"), ("g", "null"))
+    ]
+    choice = read_tools(tools, "required", False)
+    assert choice is not None and choice.structured is not None
+    schema = json.loads(choice.structured.source)
+    assert schema["$defs"]["1"]["properties"]["b"] == {"const": data}
+    assert refusal(schema) is None
+    narrow(schema)
+    pytest.importorskip("xgrammar")
+    grammar = compiled(byte_compiler(), "json", schema)
+    for name, own, other in (("f", "1", "null"), ("g", "null", "1")):
+        call = '[{"name": "%s", "arguments": {%s}}]'
+        for key in ("a", "const"):
+            assert takes(grammar, call % (name, f'"{key}": {own}')), (name, key)
+            assert not takes(grammar, call % (name, f'"{key}": {other}')), (name, key)
+        assert takes(grammar, call % (name, f'"$anchor": {{"a": {own}}}'))
+        assert not takes(grammar, call % (name, f'"$anchor": {{"a": {other}}}'))
 
 
 def test_a_parser_is_needed() -> None:

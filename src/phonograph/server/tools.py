@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from phonograph.engine.grammars.places import DATA, MAX_DEPTH, SCHEMA_MAPS, schemas
+from phonograph.engine.grammars.references import ANCHORS, KEYWORDS
 from phonograph.errors import RequestError
 from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
@@ -117,25 +119,43 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether the schema says so or not; one without any is empty."""
-    whole = {"$ref", "anyOf", "oneOf", "allOf", "const", "enum"}
+    whole = {*KEYWORDS, "anyOf", "oneOf", "allOf", "const", "enum"}
     return schema if whole & schema.keys() else {"type": "object", **schema}
 
 
 def _placed(schema: dict[str, Any], index: int) -> dict[str, Any]:
     """The parameters of tool `index` as they are among the definitions of all."""
+    # References within are to be found from the whole, which has no name of its own.
+    own = {key: value for key, value in _as_object(schema).items() if key != "$id"}
+    too_deep = invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other")
+    if any(depth >= MAX_DEPTH for _, depth in schemas(own)):  # among the definitions they lie one deeper
+        raise too_deep
     try:
-        return _moved(_as_object(schema), f"#/$defs/{index}")
-    except RecursionError:
-        raise invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other") from None
+        return _moved(own, index)
+    except RecursionError:  # of what is no schema
+        raise too_deep from None
 
 
-def _moved(value: Any, place: str) -> Any:
-    """The schema with its references to itself as they are when it stands at `place`."""
-    if isinstance(value, list):
-        return [_moved(one, place) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: place + one[1:] if key == "$ref" and isinstance(one, str) and one.startswith("#") else _moved(one, place)
-        for key, one in value.items()
-    }
+def _moved(schema: Any, index: int, *, are_names: bool = False) -> Any:
+    """A schema with its references and anchors as they are when tool `index` is one of several.
+
+    are_names: the keys are names, of properties or definitions, not keywords
+    """
+    if isinstance(schema, list):
+        return [_moved(one, index) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if are_names:
+        return {name: _moved(one, index) for name, one in schema.items()}
+    moved: dict[str, Any] = {}
+    for key, one in schema.items():
+        if key in DATA:
+            moved[key] = one
+        elif key in KEYWORDS and isinstance(one, str) and one.startswith("#"):
+            is_place = one == "#" or one.startswith("#/")
+            moved[key] = f"#/$defs/{index}{one[1:]}" if is_place else f"{one}.{index}"
+        elif key in ANCHORS and isinstance(one, str):
+            moved[key] = f"{one}.{index}"
+        else:
+            moved[key] = _moved(one, index, are_names=key in SCHEMA_MAPS)
+    return moved

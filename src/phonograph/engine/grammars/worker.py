@@ -62,7 +62,7 @@ def main() -> None:
 
     source, target = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = xgrammar.TokenizerInfo.deserialize_json(receive(source))
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
     _limit_memory()
     send(target, Done("", None))
     while True:
@@ -74,6 +74,8 @@ def main() -> None:
         seconds = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         send(target, _compiled(compiler, job))
+        # Kept for what comes again within a job, as five e-mail addresses; for longer the library's memory would grow.
+        compiler.clear_cache()
 
 
 def _compiled(compiler: Any, job: Job) -> Done:

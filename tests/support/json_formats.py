@@ -1,0 +1,141 @@
+"""Formats of JSON Schema by their RFCs, asked of finished texts: written apart from the patterns that grammars have."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import uuid
+from collections.abc import Callable
+from datetime import date, datetime
+
+import jsonschema
+
+_PCT = "%[0-9A-Fa-f]{2}"
+_UNRESERVED = r"A-Za-z0-9\-._~"
+_SUB = "!$&'()*+,;="
+
+
+def _is_date(text: str) -> bool:
+    return re.fullmatch(r"\d{4}-\d\d-\d\d", text) is not None and date.fromisoformat(text).isoformat() == text
+
+
+def _is_time(text: str) -> bool:
+    match = re.fullmatch(r"(\d\d:\d\d:\d\d)(?:\.\d+)?(?:Z|[+-](\d\d:\d\d))", text)
+    return match is not None and all(
+        datetime.strptime(f"{one or '00:00'}:00"[:8], "%H:%M:%S") for one in match.groups()
+    )
+
+
+def _is_date_time(text: str) -> bool:
+    return text[10:11] == "T" and _is_date(text[:10]) and _is_time(text[11:])
+
+
+def _is_hostname(text: str) -> bool:
+    label = re.compile("[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
+    return len(text) <= 253 and all(
+        label.fullmatch(one) and len(one) <= 63 and one[2:4] != "--" for one in text.split(".")
+    )
+
+
+def _is_email(text: str) -> bool:
+    local, _, host = text.rpartition("@")
+    atoms = local.split(".")
+    return (
+        len(local) <= 64 and _is_hostname(host) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
+    )
+
+
+def _is_duration(text: str) -> bool:
+    if re.fullmatch(r"P\d+W", text):
+        return True
+    day, _, time = text.partition("T")
+    ways = [r"P(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)?", r"\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S"]
+    whole = re.fullmatch(ways[0], day) is not None and (re.fullmatch(ways[1], time) is not None or "T" not in text)
+    return whole and text not in ("P", "PT")
+
+
+def _is_uri_reference(text: str) -> bool:
+    """By the expression of RFC 3986's appendix B, and then each part by its own characters."""
+    match = re.fullmatch(r"(([^:/?#]+):)?(//([^/?#]*))?([^?#]*)(\?([^#]*))?(#(.*))?", text)
+    assert match is not None
+    scheme, authority, path, query, fragment = (match[number] for number in (2, 4, 5, 7, 9))
+    segment = rf"(?:[{_UNRESERVED}{_SUB}:@]|{_PCT})"
+    if scheme is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme):
+        return False
+    if authority is not None and not re.fullmatch(
+        rf"((?:[{_UNRESERVED}{_SUB}:]|{_PCT})*@)?(?:[{_UNRESERVED}{_SUB}]|{_PCT})*(:[0-9]*)?", authority
+    ):
+        return False
+    if scheme is None and authority is None and ":" in path.split("/")[0]:
+        return False
+    return re.fullmatch(rf"(?:{segment}|/)*", path) is not None and all(
+        part is None or re.fullmatch(rf"(?:{segment}|[/?])*", part) for part in (query, fragment)
+    )
+
+
+def _is_uri(text: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.\-]*:", text) is not None and _is_uri_reference(text)
+
+
+def _in_ascii(text: str) -> str:
+    """RFC 3987's way from an IRI to a URI."""
+    assert not re.search("[\x80-\x9f\ud800-\uf8ff\ufdd0-\ufdef\ufff0-\uffff]", text)
+    return "".join(one if ord(one) < 128 else "".join(f"%{byte:02X}" for byte in one.encode()) for one in text)
+
+
+def _is_uri_template(text: str) -> bool:
+    name = rf"(?:\w|{_PCT})(?:\.?(?:\w|{_PCT}))*(?::[1-9]\d{{0,3}}|\*)?"
+    plain = re.sub(rf"\{{[+#./;?&=,!@|]?{name}(?:,{name})*\}}", "", text, flags=re.ASCII)
+    return re.fullmatch(rf"(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~]|{_PCT})*", plain) is not None
+
+
+def _is_pointer(text: str) -> bool:
+    return text == "" or (text[0] == "/" and re.search("~(?![01])", text) is None)
+
+
+def _is_relative_pointer(text: str) -> bool:
+    match = re.fullmatch("(0|[1-9][0-9]*)(.*)", text, re.DOTALL)
+    return match is not None and (match[2] == "#" or _is_pointer(match[2]))
+
+
+def _is_uuid(text: str) -> bool:
+    return str(uuid.UUID(text)) == text.lower()
+
+
+def _is_ip(version: int) -> Callable[[str], bool]:
+    return lambda text: ipaddress.ip_address(text).version == version
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "date": _is_date,
+    "date-time": _is_date_time,
+    "duration": _is_duration,
+    "email": _is_email,
+    "hostname": _is_hostname,
+    "idn-email": _is_email,
+    "idn-hostname": lambda text: _is_hostname(text) and text == text.lower(),
+    "ipv4": _is_ip(4),
+    "ipv6": _is_ip(6),
+    "iri": lambda text: _is_uri(_in_ascii(text)),
+    "iri-reference": lambda text: _is_uri_reference(_in_ascii(text)),
+    "json-pointer": _is_pointer,
+    "relative-json-pointer": _is_relative_pointer,
+    "time": _is_time,
+    "uri": _is_uri,
+    "uri-reference": _is_uri_reference,
+    "uri-template": _is_uri_template,
+    "uuid": _is_uuid,
+}
+
+
+def checker() -> jsonschema.FormatChecker:
+    """Of these formats; `jsonschema` by itself knows few, and asks for other packages."""
+    made = jsonschema.FormatChecker(formats=())
+    usual = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    for name, check in CHECKS.items():
+
+        def both(value: object, name: str = name, check: Callable[[str], bool] = check) -> bool:
+            return not isinstance(value, str) or (check(value) and usual.conforms(value, name))
+
+        made.checks(name, raises=ValueError)(both)
+    return made
