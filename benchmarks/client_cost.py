@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.evaluation.serving import load
 from phonograph.evaluation.serving.connection import Target
 from phonograph.evaluation.serving.events import Reply
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[256])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0, 10.0, 20.0])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--stub", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stub is not None:

@@ -21,7 +21,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.evaluation.run import run_requests
 
 Answer = Callable[[list[list[int]], int | None], list[list[int]]]
@@ -157,7 +156,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--num-rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     origin = provenance()

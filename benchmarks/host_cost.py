@@ -13,7 +13,6 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from phonograph.batch import ScheduledBatch, StepOutput
 from phonograph.engine.core import EngineCore
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
@@ -170,7 +169,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--context-len", type=int, default=1024)
     parser.add_argument("--num-steps", type=int, default=500)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     arguments = parser.parse_args()
     asked = {name: getattr(arguments, name) for name in ("num_seqs", "context_len", "num_steps")}
     origin = provenance()

@@ -27,7 +27,7 @@ from sweep_products import Settings, applied
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import bench_decode
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
 from phonograph.kernels.triton.row_tiles import LinearConfig
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["4x1k", "8x1k"], help="sequences x tokens of context")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda", help="cpu: without products of ours, to try the script")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     arguments = parser.parse_args()
     origin = provenance()
     cases = [DecodeCase.parse(case) for case in arguments.cases]

@@ -38,7 +38,7 @@ from rich.table import Table
 from phonograph.errors import EndpointError
 from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.evaluation.serving import faults, load, versus
 from phonograph.evaluation.serving.connection import Target
 from phonograph.evaluation.serving.generated import make_model_folder
@@ -321,7 +321,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, dest="config", help="folder with a config.json")
     parser.add_argument("--folder", type=Path, required=True, help="where the sides leave their records and logs")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=output_file, required=True)
     parser.add_argument("--sides", nargs="+", choices=(OURS, PEER), default=[OURS, PEER])
     parser.add_argument("--peer-site", type=Path, nargs="+", default=[])
     parser.add_argument("--peer-flags", type=shlex.split, default=[], help="further flags of vLLM, in one string")

@@ -23,7 +23,7 @@ from typing import Any
 import jsonschema
 
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.evaluation.serving.generated import make_model_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -47,7 +47,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, nargs="+", default=[8], help="decodes of a step")
     parser.add_argument("--model-config", type=Path, help="folder with the config.json of another model")
-    parser.add_argument("--output", type=Path, help="file for the result, with date, hardware, versions and commit")
+    parser.add_argument(
+        "--output", type=output_file, help="file for the result, with date, hardware, versions and commit"
+    )
     options = parser.parse_args()
     origin = provenance()
     settings = {"max_model_len": 4096, "max_num_seqs": max(options.rows), "seed": options.seed}

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from phonograph.engine.llm import LLM
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.kernels.triton import product_rules
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig
@@ -396,7 +396,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
     parser.add_argument("--most", type=int, default=60, help="configurations through registers of a product")
     parser.add_argument("--layers", type=int, default=10, help="in the graphs that are compared")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     arguments = parser.parse_args()
     origin = provenance()
     results = [sweep(arguments.model, rows, arguments) for rows in arguments.rows]

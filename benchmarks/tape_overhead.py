@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from phonograph import LLM
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 DECODES = (1, 8)
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("--num-batches", type=int, default=10)
     parser.add_argument("--num-turns", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     origin = provenance()

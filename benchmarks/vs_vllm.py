@@ -39,7 +39,7 @@ from rich.table import Table
 from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.bench_versus import OURS, backend_of, compare, summarise
 from phonograph.evaluation.processes import end_group, gpu_uuid, portable
-from phonograph.evaluation.record import provenance, write_result
+from phonograph.evaluation.record import output_file, provenance, write_result
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}
@@ -281,7 +281,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-scripts", type=Path, required=True)
     parser.add_argument("--peer-site", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where the runs leave their rows and logs")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=output_file, required=True)
     runs_default = [Run.parse_all(text) for text in DEFAULT_RUNS]
     parser.add_argument("--runs", type=Run.parse_all, nargs="+", default=runs_default, metavar="NAME=SUITE,SUITE")
     parser.add_argument("--modes", action="store_true", help="also our modes FULL, FULL_AND_PIECEWISE, NONE on mixed")

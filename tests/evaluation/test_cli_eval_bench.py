@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from phonograph.cli.app import main
 from phonograph.errors import ConfigError
 from phonograph.evaluation import bench_engine
 from phonograph.evaluation.bench import append_record
-from phonograph.evaluation.record import check_output, write_result
+from phonograph.evaluation.record import check_output, output_file, write_result
 
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 
@@ -174,6 +175,15 @@ def test_the_try_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not new.exists() and old.read_text() == "kept"
     with pytest.raises(ConfigError, match=r"output='.*old/below': cannot be written: .*'.*old'"):
         check_output(old / "below")
+
+
+def test_programs_of_their_own_try_their_output_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--output", type=output_file)
+    assert parser.parse_args(["--output", str(tmp_path / "new")]).output == tmp_path / "new"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output", str(tmp_path)])
+    assert f"argument --output: output='{tmp_path}': cannot be written" in capsys.readouterr().err
 
 
 def test_results_are_shown_where_the_disk_has_become_full(capsys: pytest.CaptureFixture[str]) -> None:

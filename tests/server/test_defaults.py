@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
+from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import ConfigError, ModelError
+from phonograph.models.folder import model_folder
 from phonograph.server.defaults import chat_template, sampling_defaults
-from phonograph.server.run import serve
+from phonograph.server.run import serve, try_chat
 
 
 def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
@@ -52,3 +55,12 @@ def test_a_server_with_a_broken_chat_template_does_not_start() -> None:
     server = ServerConfig(chat_template="{% if %}", port=0)
     with pytest.raises(ConfigError, match="chat_template"):
         serve(EngineConfig(model="demo"), server, lambda *_: None, lambda _: None)
+
+
+def test_a_chat_template_that_fails_when_it_runs_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.load(model_folder("demo"))
+    for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):
+        try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template))  # pyright: ignore[reportArgumentType]
+    try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=None))  # pyright: ignore[reportArgumentType]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("chats may fail: ") and "absent" in first and second.endswith("no")

@@ -58,10 +58,31 @@ def test_offsets_of_an_echo_find_its_tokens(tokenizer: Tokenizer, written: bool)
     more = tokenizer.encode("a", add_special_tokens=False)[-1:]
     writer = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=())
     text = shown + text if written else text
-    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids)
+    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids, num_before=0)
     block = writer.block([*prompt, *more], [None] * (len(prompt) + 1), top=0, echoed=offsets)
     assert block["text_offset"][1] == (len(shown) if written else 0)
     assert block["text_offset"][-2:] == [len(text) - 1, len(text)]
     for token, offset in zip(block["tokens"][1:-1], offsets[1:], strict=True):
         begun = token.removeprefix(" ") if offset == offsets[1] else token
         assert token.startswith("bytes:") or text[offset:].startswith(begun), (token, offset)
+
+
+def test_what_the_tokenizer_puts_before_a_text_is_not_what_stands_in_it(tokenizer: Tokenizer) -> None:
+    """The client wrote the same special token once more."""
+    special_id = min(tokenizer.special_token_ids)
+    text = tokenizer.decode([special_id], skip_special_tokens=False) + "m"
+    prompt = [special_id, *tokenizer.encode(text, add_special_tokens=False)]
+    assert prompt[:2] == [special_id, special_id]
+    writer = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=())
+    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids, num_before=1)
+    assert offsets == [0, 0, *[len(text) - 1] * (len(prompt) - 2)]
+
+
+def test_special_tokens_before_a_text_are_counted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokenizer.num_tokens_before == len(tokenizer.encode("")) == 0
+    other = sentencepiece_like()
+    plain = other.encode
+    monkeypatch.setattr(
+        other, "encode", lambda text, *, add_special_tokens=True: [1] * (2 * add_special_tokens) + plain(text)
+    )
+    assert other.num_tokens_before == 2

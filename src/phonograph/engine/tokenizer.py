@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -93,6 +94,14 @@ class Tokenizer:
             raise RequestError(
                 "prompt", shortened(text, _SHOWN), "is no Unicode text (half of a surrogate pair)"
             ) from None
+
+    @cached_property
+    def num_tokens_before(self) -> int:
+        """Special tokens that `encode` puts before a text."""
+        text = self.encode("a", add_special_tokens=False)
+        ids = self.encode("a")
+        starts = range(len(ids) - len(text) + 1)
+        return next((start for start in starts if ids[start : start + len(text)] == text), 0)
 
     def encode_chat(
         self,

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -76,6 +77,19 @@ def check_output(path: Path) -> None:
         path.open("a").close()
         if new:
             path.unlink()
+
+
+def output_file(text: str) -> Path:
+    """A file for results as an option names it, tried: a type for `argparse`.
+
+    Raises:
+        ArgumentTypeError: it cannot be written.
+    """
+    try:
+        check_output(Path(text))
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 @contextmanager

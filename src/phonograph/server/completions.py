@@ -88,8 +88,16 @@ class CompletionAnswer:
         return self._call.prompts[sample.index // (self._body.n or 1)]
 
     def _prompt_text(self, sample: Sample, prompt: Prompt) -> str:
-        given = self._body.prompt[sample.index // (self._body.n or 1)]
+        given = self._given(sample)
         return given if isinstance(given, str) else self._serving.tokenizer.decode(prompt.token_ids)
+
+    def _num_before(self, sample: Sample) -> int:
+        """Tokens of the prompt that the tokenizer put before what the client wrote."""
+        adds = isinstance(self._given(sample), str) and self._body.add_special_tokens is not False
+        return self._serving.tokenizer.num_tokens_before if adds else 0
+
+    def _given(self, sample: Sample) -> str | list[int]:
+        return self._body.prompt[sample.index // (self._body.n or 1)]
 
     def _block(self, sample: Sample, prompt: Prompt, delta: Delta, *, echoed: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
@@ -102,7 +110,12 @@ class CompletionAnswer:
         )
         if not echoed:
             return writer.block(delta.token_ids, delta.logprobs, top=self._body.logprobs)
-        offsets = writer.echo(prompt.token_ids, self._prompt_text(sample, prompt), special=special)
+        offsets = writer.echo(
+            prompt.token_ids,
+            self._prompt_text(sample, prompt),
+            special=special,
+            num_before=self._num_before(sample),
+        )
         token_ids: list[int] = [*prompt.token_ids, *delta.token_ids]
         positions: list[TokenLogprobs | None] = [*(prompt.logprobs or ()), *delta.logprobs]
         return writer.block(token_ids, positions, top=self._body.logprobs, echoed=offsets)

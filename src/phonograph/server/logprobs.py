@@ -29,15 +29,15 @@ class CompletionLogprobs:
         # A token may be half a character: the offset moves when the rest has come.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def echo(self, token_ids: Sequence[int], text: str, *, special: Collection[int]) -> list[int]:
+    def echo(self, token_ids: Sequence[int], text: str, *, special: Collection[int], num_before: int) -> list[int]:
         """Offsets of a prompt's tokens in its text, behind which the output goes on.
 
-        Special tokens are in the text where its writer put them there, and the space that some tokenizers begin a text
-        with is not.
+        Special tokens are in the text where its writer put them there, the `num_before` that the tokenizer put before
+        it are not, nor is the space that some tokenizers begin a text with.
         """
-        offsets: list[int] = []
+        offsets = [0] * num_before
         offset = 0
-        for token_id in token_ids:
+        for token_id in token_ids[num_before:]:
             offsets.append(min(offset, len(text)))
             shown = self._characters.decode(self._bytes(token_id))
             if not text.startswith(shown, offset):

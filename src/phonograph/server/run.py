@@ -20,7 +20,7 @@ from uvicorn.config import LOGGING_CONFIG
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
-from phonograph.errors import ConfigError, ModelError
+from phonograph.errors import ConfigError, ModelError, RequestError
 from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.defaults import chat_template, check_tools, sampling_defaults
@@ -65,6 +65,7 @@ async def _serve(
         async with running_engine(engine_config, progress) as engine:
             serving = Serving(engine, config, engine_config.model, defaults, template)
             http = _Server(serving)
+            await asyncio.to_thread(try_chat, serving)
             # As in the engine's process: what exists now needs no garbage collector, whose pauses clients would see.
             gc.collect()
             gc.freeze()
@@ -104,6 +105,17 @@ def _tokenizer(config: EngineConfig) -> Tokenizer:
     if tokenizer is None:
         raise ModelError(f"{config.model} has no tokenizer, which a server needs; give one with --tokenizer")
     return tokenizer
+
+
+def try_chat(serving: Serving) -> None:
+    """Says now, and not to the first client, that the chat template fails where it does. No error: it may be one that
+    takes other messages, and completions need none."""
+    if serving.chat_template is None and not serving.tokenizer.has_chat_template:
+        return
+    try:
+        serving.tokenizer.encode_chat([{"role": "user", "content": "Hello"}], template=serving.chat_template)
+    except RequestError as error:
+        log.warning("chats may fail: %s", error)
 
 
 class _Server(uvicorn.Server):
