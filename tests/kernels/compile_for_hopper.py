@@ -5,7 +5,8 @@ descriptors that differ in their swizzle, it left a part of the second descripto
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
 run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those that read what
 nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and, of
-products through a ring, that have the copy engine bring something ("ask").
+products through a ring, that have the copy engine bring something ("ask"); of the attention of long prompts those that
+wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp").
 """
 
 from __future__ import annotations
@@ -40,13 +41,18 @@ from phonograph.kernels.triton import (
 from phonograph.kernels.triton.linear import make_scratch
 from phonograph.kernels.triton.product_rules import RingConfig
 
+_MORE = {
+    "_ring_kernel": {"UTMALDG": "ask"},
+    "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
+}
+"""Instructions of a kernel that are told, beside those of all."""
 _ZERO = 63
 """The uniform register that is always zero."""
 
 
-def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
-    """How many instructions there are, those that read a uniform register that none before them writes, and those of
-    programmatic dependent launch, with `asks` those of the copy engine among them."""
+def read_code(cubin: bytes, more: dict[str, str]) -> tuple[int, list[str], list[str]]:
+    """How many instructions there are, those that read a uniform register that none before them writes, and, by their
+    names, those of programmatic dependent launch and those of `more`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -55,7 +61,7 @@ def read_code(cubin: bytes, *, asks: bool) -> tuple[int, list[str], list[str]]:
         ).stdout
     lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
     written, unwritten = {_ZERO}, list[str]()
-    words = {"PREEXIT": "let", "ACQBULK": "wait"} | ({"UTMALDG": "ask"} if asks else {})
+    words = {"PREEXIT": "let", "ACQBULK": "wait"} | more
     launches = [words[found[0]] for line in lines if (found := re.search("|".join(words), line))]
     for line in lines:
         match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
@@ -129,9 +135,7 @@ def main() -> None:
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = make_scratch(device)[:2]
         ring.launch(x, weight, None, out, mode, RingConfig(32, 64, 128, splits, 2), parts)
-    report = {
-        name: read_code(kernel.asm["cubin"], asks=name.startswith("_ring_kernel")) for name, kernel in kernels.items()
-    }
+    report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))
 
 
