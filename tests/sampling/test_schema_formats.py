@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from byte_grammars import byte_compiler, compiled, takes
 from json_formats import CHECKS, checker
 from samples import sample
 
+from phonograph.engine.grammars.formats import PATTERNS
 from phonograph.engine.grammars.schema import narrow, refusal
 
 pytest.importorskip("xgrammar")
@@ -80,11 +82,33 @@ def test_formats_are_json(form: str) -> None:
         ({"type": "string", "format": "date", "pattern": "^2"}, "'pattern' beside the format 'date'"),
         ({"format": "uuid", "pattern": "^2"}, "'pattern' beside the format 'uuid'"),
         ({"type": ["string", "null"], "format": "regex"}, "the format 'regex' cannot be held"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "format and a length exclude each other"),
+        (
+            {"type": "string", "format": "date", "maxLength": 3},
+            "maxLength 3 beside the format 'date', whose texts have 10",
+        ),
+        (
+            {"type": "string", "format": "uri", "maxLength": 2083},
+            "maxLength 2083 beside the format 'uri', whose texts have",
+        ),
+        ({"format": "uuid", "minLength": 37}, "minLength 37 beside the format 'uuid', whose texts have 36 to 36"),
+        ({"format": "time", "minLength": "1"}, "minLength 1 beside the format 'time'"),
     ],
 )
 def test_refused(schema: dict[str, Any], says: str) -> None:
     assert says in (refusal(schema) or "")
+
+
+@pytest.mark.parametrize("form", PATTERNS)
+def test_lengths_that_all_texts_of_a_format_have_are_held(form: str) -> None:
+    python = re.sub(r"\\u\{(\w+)\}", lambda code: chr(int(code[1], 16)), PATTERNS[form])
+    least, most = re._parser.parse(python).getwidth()  # pyright: ignore
+    schema: dict[str, Any] = {"type": "string", "format": form, "minLength": least}
+    if most < 1000:
+        schema["maxLength"] = most
+        assert refusal({**schema, "maxLength": most - 1}) is not None
+    assert refusal({**schema, "minLength": least + 1}) is not None
+    narrow(schema)
+    assert schema.keys() == {"type", "pattern"}
 
 
 @pytest.mark.parametrize(

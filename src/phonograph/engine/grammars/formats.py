@@ -8,8 +8,12 @@ ASCII are held, of dates the years from 1000 on, of times seconds without the le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
+
+from phonograph.engine.grammars.numbers import is_number
+from phonograph.errors import shortened
 
 _DAYS = (
     "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])",
@@ -94,6 +98,27 @@ PATTERNS = {
     "uri-template": _URI_TEMPLATE,
 }
 _OF_THE_LIBRARY = frozenset({"duration", "uuid"})
+_LENGTHS: dict[str, tuple[int, float]] = {
+    "date": (10, 10),
+    "date-time": (20, 35),
+    "duration": (3, math.inf),
+    "email": (3, 127),
+    "hostname": (1, 127),
+    "idn-email": (3, 127),
+    "idn-hostname": (1, 127),
+    "ipv4": (7, 15),
+    "ipv6": (2, 45),
+    "iri": (2, math.inf),
+    "iri-reference": (0, math.inf),
+    "json-pointer": (0, math.inf),
+    "relative-json-pointer": (1, math.inf),
+    "time": (9, 24),
+    "uri": (2, math.inf),
+    "uri-reference": (0, math.inf),
+    "uri-template": (0, math.inf),
+    "uuid": (36, 36),
+}
+"""Characters of the shortest and of the longest text of a format."""
 
 
 def is_held(form: Any) -> bool:
@@ -108,8 +133,19 @@ def refusal_of_format(schema: dict[str, Any]) -> str | None:
         return None
     if form == "regex":
         return "the format 'regex' cannot be held by a grammar; leave it out, or write a pattern"
-    if is_held(form) and "pattern" in schema:
+    if not is_held(form):
+        return None
+    if "pattern" in schema:
         return f"'pattern' beside the format {form!r} cannot be held by a grammar; write one pattern that says both"
+    least, most = _LENGTHS[form]
+    texts = f"{least} characters or more" if most == math.inf else f"{least} to {most} characters"
+    for key, first, last in (("minLength", 0, least), ("maxLength", most, math.inf)):
+        length = schema.get(key, last)
+        if not is_number(length) or not first <= length <= last:
+            return (
+                f"{key} {shortened(str(length))} beside the format {form!r}, whose texts have {texts}, cannot be held "
+                "by a grammar; leave it out, or write a pattern in place of the format"
+            )
     return None
 
 
@@ -125,6 +161,10 @@ def narrow_format(schema: dict[str, Any]) -> None:
         schema["pattern"] = PATTERNS[form]
     elif form in _OF_THE_LIBRARY:
         schema["format"] = form
+    if is_held(form):
+        # What is left of them says nothing, and the library would drop the pattern for it.
+        schema.pop("minLength", None)
+        schema.pop("maxLength", None)
 
 
 def _of_strings(schema: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ def _refusal_of_multiples(schema: dict[str, Any]) -> str | None:
     if schema.get("type") != "integer" or any(key in schema for key in BOUNDS):
         return "multipleOf can be held by a grammar for integers without bounds only"
     unit = schema["multipleOf"]
-    if not _number(unit) or unit != int(unit) or not 1 <= unit <= _MOST_MULTIPLE:
+    if not is_number(unit) or unit != int(unit) or not 1 <= unit <= _MOST_MULTIPLE:
         return f"multipleOf {_short(unit)} cannot be held by a grammar; integers from 1 to {_MOST_MULTIPLE} can"
     return None
 
@@ -127,7 +127,7 @@ def _beside(schema: dict[str, Any], key: str) -> float:
 
 
 def _given(schema: dict[str, Any]) -> dict[str, float]:
-    return {key: schema[key] for key in BOUNDS if _number(schema.get(key))}
+    return {key: schema[key] for key in BOUNDS if is_number(schema.get(key))}
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -139,11 +139,11 @@ def _numbers(value: Any) -> Iterator[float]:
             pending += one
         elif isinstance(one, dict):
             pending += one.values()
-        elif _number(one):
+        elif is_number(one):
             yield one
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

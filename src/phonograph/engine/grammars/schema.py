@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phonograph.engine.grammars.formats import is_held, narrow_format, refusal_of_format
+from phonograph.engine.grammars.formats import narrow_format, refusal_of_format
 from phonograph.engine.grammars.numbers import BOUNDS, narrow_numbers, refusal_of_numbers
 from phonograph.engine.grammars.patterns import PatternError, rewritten
 from phonograph.engine.grammars.places import MAX_DEPTH, schemas
@@ -146,9 +146,8 @@ def _refusal_of_texts(schema: dict[str, Any]) -> str | None:
             return f"the pattern {shortened(pattern)} {error}"
     if (problem := refusal_of_format(schema)) is not None:
         return problem
-    texts = ["pattern"] * ("pattern" in schema) + ["format"] * is_held(schema.get("format"))
-    if texts and ("minLength" in schema or "maxLength" in schema):
-        return f"{texts[0]} and a length exclude each other; write the length into the pattern, as {{1,10}}"
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        return "pattern and a length exclude each other; write the length into the pattern, as {1,10}"
     return None
 
 
