@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.serving import load
 from phonograph.evaluation.serving.connection import Target
 from phonograph.evaluation.serving.events import Reply

@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.run import run_requests
 
 Answer = Callable[[list[list[int]], int | None], list[list[int]]]

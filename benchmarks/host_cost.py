@@ -22,7 +22,8 @@ from phonograph.batch import ScheduledBatch, StepOutput
 from phonograph.engine.core import EngineCore
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher

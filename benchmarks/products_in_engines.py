@@ -27,7 +27,8 @@ from sweep_products import Settings, applied
 from phonograph.engine.llm import LLM
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_engine import bench_decode
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton.few_rows import FewRowsConfig
 from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
 from phonograph.kernels.triton.row_tiles import LinearConfig

@@ -37,8 +37,9 @@ from rich.table import Table
 
 from phonograph.errors import EndpointError
 from phonograph.evaluation.bench import read_records
+from phonograph.evaluation.output import output_file
 from phonograph.evaluation.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.serving import faults, load, versus
 from phonograph.evaluation.serving.connection import Target
 from phonograph.evaluation.serving.generated import make_model_folder

@@ -23,7 +23,8 @@ from typing import Any
 import jsonschema
 
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.evaluation.serving.generated import make_model_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

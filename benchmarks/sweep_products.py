@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from phonograph.engine.llm import LLM
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.kernels.triton import product_rules
 from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.few_rows import FewRowsConfig

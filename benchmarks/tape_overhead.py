@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from phonograph import LLM
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.output import output_file
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 DECODES = (1, 8)

@@ -38,8 +38,9 @@ from rich.table import Table
 
 from phonograph.evaluation.bench import read_records
 from phonograph.evaluation.bench_versus import OURS, backend_of, compare, summarise
+from phonograph.evaluation.output import output_file
 from phonograph.evaluation.processes import end_group, gpu_uuid, portable
-from phonograph.evaluation.record import output_file, provenance, write_result
+from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}

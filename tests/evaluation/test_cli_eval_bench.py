@@ -13,7 +13,8 @@ from phonograph.cli.app import main
 from phonograph.errors import ConfigError
 from phonograph.evaluation import bench_engine
 from phonograph.evaluation.bench import append_record
-from phonograph.evaluation.record import check_output, output_file, write_result
+from phonograph.evaluation.output import check_output, output_file
+from phonograph.evaluation.record import write_result
 
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 

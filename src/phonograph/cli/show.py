@@ -33,7 +33,7 @@ Json = Annotated[
 
 def _check_output(kind: object, path: Path | None) -> None:
     if path is not None:
-        from phonograph.evaluation.record import check_output
+        from phonograph.evaluation.output import check_output
 
         check_output(path)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from phonograph.errors import ConfigError
-from phonograph.evaluation.record import writing
+from phonograph.evaluation.output import writing
 
 BenchProgress = Callable[[str, int, int], None]
 """Called with what is counted, how many of it are done, and of how many."""

@@ -10,9 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Generator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import torch
 
 from phonograph import __version__
 from phonograph.device import num_cores
-from phonograph.errors import ConfigError
+from phonograph.evaluation.output import writing
 
 _LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")
@@ -60,49 +57,6 @@ def write_result(path: Path, origin: dict[str, Any], result: dict[str, Any]) -> 
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**origin, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_output(path: Path) -> None:
-    """Tries whether a file can be written, before the work whose results it is for.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    with writing(path):
-        # A pipe's reader would take the end of the try for the end of the results.
-        if path.is_fifo():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not os.path.lexists(path)
-        path.open("a").close()
-        if new:
-            path.unlink()
-
-
-def output_file(text: str) -> Path:
-    """A file for results as an option names it, tried: a type for `argparse`.
-
-    Raises:
-        ArgumentTypeError: it cannot be written.
-    """
-    try:
-        check_output(Path(text))
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return Path(text)
-
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Makes an error of the system one that names the file, as that of a full disk does not.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError("output", str(path), f"cannot be written: {error}") from error
 
 
 def _program(path: Path) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from phonograph.engine.grammars.places import DATA, MAX_DEPTH, SCHEMA_MAPS, schemas
 from phonograph.engine.grammars.references import ANCHORS, KEYWORDS
+from phonograph.engine.grammars.schema import WHOLE
 from phonograph.errors import RequestError
 from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
@@ -119,8 +120,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether the schema says so or not; one without any is empty."""
-    whole = {*KEYWORDS, "anyOf", "oneOf", "allOf", "const", "enum"}
-    return schema if whole & schema.keys() else {"type": "object", **schema}
+    return schema if WHOLE.keys() & schema.keys() else {"type": "object", **schema}
 
 
 def _placed(schema: dict[str, Any], index: int) -> dict[str, Any]:

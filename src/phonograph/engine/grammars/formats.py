@@ -97,7 +97,6 @@ PATTERNS = {
     "uri-reference": _uri(relative=True),
     "uri-template": _URI_TEMPLATE,
 }
-_OF_THE_LIBRARY = frozenset({"duration", "uuid"})
 _LENGTHS: dict[str, tuple[int, float]] = {
     "date": (10, 10),
     "date-time": (20, 35),
@@ -118,12 +117,8 @@ _LENGTHS: dict[str, tuple[int, float]] = {
     "uri-template": (0, math.inf),
     "uuid": (36, 36),
 }
-"""Characters of the shortest and of the longest text of a format."""
-
-
-def is_held(form: Any) -> bool:
-    """Whether values of a format are all that a grammar lets through; the others say nothing."""
-    return isinstance(form, str) and (form in PATTERNS or form in _OF_THE_LIBRARY)
+"""Characters of the shortest and of the longest text of each format that is held: by our pattern, or by the library's
+where we have none."""
 
 
 def refusal_of_format(schema: dict[str, Any]) -> str | None:
@@ -133,7 +128,7 @@ def refusal_of_format(schema: dict[str, Any]) -> str | None:
         return None
     if form == "regex":
         return "the format 'regex' cannot be held by a grammar; leave it out, or write a pattern"
-    if not is_held(form):
+    if form not in _LENGTHS:
         return None
     if "pattern" in schema:
         return f"'pattern' beside the format {form!r} cannot be held by a grammar; write one pattern that says both"
@@ -150,21 +145,18 @@ def refusal_of_format(schema: dict[str, Any]) -> str | None:
 
 
 def narrow_format(schema: dict[str, Any]) -> None:
-    """Writes the format of a schema as a pattern, in place, or as one that the library holds; takes notes away."""
+    """Writes the format of a schema as a pattern, in place, or leaves one that the library holds; takes notes away."""
     form = schema.get("format")
     if not isinstance(form, str):
         return
-    del schema["format"]
-    if not _of_strings(schema):
-        return
-    if form in PATTERNS:
-        schema["pattern"] = PATTERNS[form]
-    elif form in _OF_THE_LIBRARY:
-        schema["format"] = form
-    if is_held(form):
+    if form in _LENGTHS and _of_strings(schema):
         # What is left of them says nothing, and the library would drop the pattern for it.
         schema.pop("minLength", None)
         schema.pop("maxLength", None)
+        if form not in PATTERNS:
+            return
+        schema["pattern"] = PATTERNS[form]
+    del schema["format"]
 
 
 def _of_strings(schema: dict[str, Any]) -> bool:

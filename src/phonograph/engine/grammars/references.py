@@ -40,22 +40,22 @@ class Reference(NamedTuple):
 class References:
     """The references of a whole schema.
 
-    elsewhere: schemas that are meant by one and stand where JSON Schema has none, as in `components`, and those in them
+    schemas: all in it, and those that are meant by one and stand where JSON Schema has none, as in `components`
 
     Raises:
-        SchemaError: a reference leads nowhere, out of the schema, to no schema or back to itself; or what it means
-            depends on more than the schema's places and names.
+        SchemaError: schemas lie too deep in each other; a reference leads nowhere, out of the schema, to no schema or
+            back to itself; or what it means depends on more than the schema's places and names.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._found: list[Reference] = []
-        self.elsewhere: list[dict[str, Any]] = []
+        self.schemas: list[dict[str, Any]] = []
         if isinstance(root, dict):
             self._search(root)
 
     def _search(self, root: dict[str, Any]) -> None:
-        known = [schema for schema, _ in schemas(root)]
+        known = self.schemas = _inner_schemas(root)
         seen = {id(schema) for schema in known}
         anchors = _anchors(known)
         for schema in known:  # which grows
@@ -70,7 +70,6 @@ class References:
                     inner = [one for one in _inner_schemas(target) if id(one) not in seen]
                     seen.update(map(id, inner))
                     known += inner
-                    self.elsewhere += inner
         _refuse_circles(known, self._found)
         if not isinstance(root.get("$defs", {}), dict):
             raise SchemaError("'$defs' must be an object")

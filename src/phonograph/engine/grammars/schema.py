@@ -7,7 +7,7 @@ from typing import Any
 from phonograph.engine.grammars.formats import narrow_format, refusal_of_format
 from phonograph.engine.grammars.numbers import BOUNDS, narrow_numbers, refusal_of_numbers
 from phonograph.engine.grammars.patterns import PatternError, rewritten
-from phonograph.engine.grammars.places import MAX_DEPTH, schemas
+from phonograph.engine.grammars.places import schemas
 from phonograph.engine.grammars.references import KEYWORDS, References, SchemaError
 from phonograph.errors import shortened
 
@@ -48,7 +48,7 @@ _NOTES = frozenset(
         "writeOnly",
     }
 )
-_WHOLE: dict[str, frozenset[str]] = {
+WHOLE: dict[str, frozenset[str]] = {
     **dict.fromkeys((*KEYWORDS, "anyOf", "oneOf", "allOf"), _NOTES),
     **dict.fromkeys(("const", "enum"), _NOTES | {"type"}),
 }
@@ -75,13 +75,8 @@ def refusal(value: Any) -> str | None:
     `oneOf` is let through, as vLLM does, though a grammar takes it for `anyOf`: in most schemas its branches exclude
     each other anyway.
     """
-    found: list[dict[str, Any]] = []
-    for schema, depth in schemas(value):
-        if depth > MAX_DEPTH:
-            return f"schemas lie more than {MAX_DEPTH} deep in each other"
-        found.append(schema)
     try:
-        found += References(value).elsewhere
+        found = References(value).schemas
     except SchemaError as error:
         return str(error)
     checks = (_refusal_of_keywords, _refusal_of_names, _refusal_of_values, refusal_of_numbers, _refusal_of_texts)
@@ -98,9 +93,9 @@ def _refusal_of_keywords(schema: dict[str, Any]) -> str | None:
     together = schema.get("allOf")
     if isinstance(together, list) and len(together) > 1:
         return "allOf of several schemas cannot be held by a grammar; merge them into one"
-    whole = next((key for key in _WHOLE if key in schema), None)
+    whole = next((key for key in WHOLE if key in schema), None)
     if whole is not None:
-        beside = next((key for key in schema if key != whole and key not in _WHOLE[whole]), None)
+        beside = next((key for key in schema if key != whole and key not in WHOLE[whole]), None)
         if beside is not None:
             return f"{beside!r} beside {whole!r} cannot be held by a grammar; merge them into one schema"
     return None
