@@ -56,9 +56,10 @@ def test_the_other_fields(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, stream: bool) -> None:
-    """Found with a request beside it, which goes on; a stream has begun by then, so an event says it."""
-    fine = {"prompt": "Tom", "max_tokens": 60, "ignore_eos": True, "n": 2}
-    dead = {"prompt": "Tom", "guided_grammar": 'root ::= "ab" never\nnever ::= never', "n": 2, "stream": stream}
+    """Found with a request beside it, which goes on; a stream has long begun by then, so an event says it."""
+    fine = {"prompt": "Tom", "max_tokens": 200, "ignore_eos": True, "n": 2}
+    grammar = f'root ::= "{"ab" * 40}" never\nnever ::= never'
+    dead = {"prompt": "Tom", "guided_grammar": grammar, "max_tokens": 200, "n": 2, "stream": stream}
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(server.post, "/v1/completions", fine)
         answer = server.post("/v1/completions", dead)
