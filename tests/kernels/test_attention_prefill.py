@@ -111,9 +111,12 @@ def test_the_list_covers_every_key_once(
     assert counters == [0, 0, 132]
     assert (plan.entries[num_entries:] == -7).all()
     assert (plan.merges[num_merges:] == -7).all()
-    entries = [row[:5] for row in plan.entries[:num_entries].tolist()]
+    rows = plan.entries[:num_entries].tolist()
+    assert [row[5:] for row in rows] == [[int(lengths[seq]), *batch[seq]] for seq, *_ in rows]
+    entries = [row[:5] for row in rows]
     pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for seq, tile, start, stop, slot in entries:
+        assert start < stop
         pieces.setdefault((seq, tile), []).append((start, stop, slot))
     expected = [
         (seq, tile)

@@ -45,13 +45,15 @@ def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
 
 @pytest.mark.long
 def test_half_of_a_tiles_exponentials_run_beside_what_follows_the_products(report: Report) -> None:
-    """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower."""
+    """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
+    heads of 64 are half as long, and less need to run beside them."""
     for name in (one for one in report if one.startswith("_prefill_kernel")):
         _, *parts = " ".join(report[name][2]).split("keys")
         assert len(parts) == 2  # groups of warps
+        least = 24 if "head_size=128" in name else 12
         for part in parts:
             before, behind = (one.count("exp") for one in part.split("all")[:2])
-            assert min(before, behind) >= 24 and before + behind < 72, (name, before, behind)
+            assert min(before, behind) >= least and before + behind < 72, (name, before, behind)
 
 
 @pytest.mark.long

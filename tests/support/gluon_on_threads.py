@@ -74,11 +74,28 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Boxes:
+        return Boxes(self.values, *shape[1:])
+
     def load(self, layout: Any) -> torch.Tensor:
         return self.values.clone()
 
     def store(self, values: torch.Tensor) -> None:
         self.values.copy_(values)
+
+
+@dataclass
+class Boxes:
+    """A matrix in pieces of so many rows and columns, in the order in which they lie: columns outside."""
+
+    values: torch.Tensor
+    height: int
+    width: int
+
+    def index(self, at: Any) -> Shared:
+        column, row = divmod(int(at), len(self.values) // self.height)
+        rows = self.values[row * self.height : (row + 1) * self.height]
+        return Shared(rows[:, column * self.width : (column + 1) * self.width])
 
 
 class Barrier:
@@ -171,7 +188,7 @@ class _Language:
     int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
     static_range = range
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
-    DotOperandLayout = staticmethod(lambda *args, **keywords: None)
+    DotOperandLayout = SwizzledSharedLayout = staticmethod(lambda *args, **keywords: None)
     convert_layout = staticmethod(lambda values, layout, **_: values)
     exp, exp2, log2 = staticmethod(torch.exp), staticmethod(torch.exp2), staticmethod(torch.log2)
     rsqrt = staticmethod(torch.rsqrt)
@@ -183,6 +200,10 @@ class _Language:
     @staticmethod
     def program_id(axis: int) -> int:
         return _here.program[axis]
+
+    @staticmethod
+    def split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return values.unbind(-1)
 
     @staticmethod
     def arange(first: int, end: int, *, layout: Any) -> torch.Tensor:
@@ -236,7 +257,7 @@ class _Language:
 
     @staticmethod
     def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> int:
-        assert (sem, scope) == ("acq_rel", "gpu")
+        assert sem in ("relaxed", "acq_rel") and scope == "gpu"
         with _memory:
             before = int(pointer.memory[pointer.at])
             pointer.memory[pointer.at] = before + value
@@ -253,7 +274,7 @@ class _Language:
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return _Barriers(shape[0])
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else 2**30, dtype=dtype))
 
     @staticmethod
     def warp_specialize(groups: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:

@@ -107,8 +107,6 @@ class Batch:
             self.query_THD,
             self.kv_cache,
             self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
             self.out_THD,
             self.lse_HT,
             **self.case.features,

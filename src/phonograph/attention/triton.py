@@ -140,8 +140,6 @@ class TritonBackend(GpuBackend):
                 query_THD,
                 kv_cache,
                 metadata.block_table,
-                metadata.query_start_loc,
-                metadata.seq_lens,
                 out_THD,
                 lse_HT,
                 scale=layer.scale,

@@ -62,8 +62,6 @@ def prefill_attention(
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
@@ -85,7 +83,6 @@ def prefill_attention(
         query_THD: heads and head size contiguous, tokens at any stride
         kv_cache: [2, B, S, K, D], keys and values, at any strides but contiguous in D
         block_table: [R, max blocks] int32, rows contiguous
-        query_start_loc, seq_lens: [R+1], [R] int32
         out_THD: contiguous
         lse_HT: [H, T] float32, or None
         scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
@@ -118,8 +115,6 @@ def prefill_attention(
             query_THD,
             kv_cache,
             block_table,
-            query_start_loc,
-            seq_lens,
             out_THD,
             lse_HT,
             matrix=(rows, columns),
@@ -143,8 +138,6 @@ def prefill_attention(
         query_THD,
         cache,
         block_table,
-        query_start_loc,
-        seq_lens,
         out_THD,
         lse_HT,
         alibi_slopes,
@@ -376,8 +369,6 @@ def _attention_kernel(
     query_THD,
     cache,
     block_table,
-    query_start_loc,
-    seq_lens,
     out_THD,
     lse_HT,
     alibi_slopes,
@@ -424,7 +415,7 @@ def _attention_kernel(
         next_item = programs + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
-        seq, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry, query_start_loc, seq_lens)
+        seq, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry)
         low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
 
         row_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -8,7 +8,8 @@ right half while it scales the sums. The groups take turns at the tensor cores, 
 other's products.
 
 A program takes every PROGRAMS-th piece of the plan's list, in turn from the front and from the back of each round: the
-list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another.
+list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another. The warp that
+loads reads what each piece is and leaves it beside its first keys: who multiplies them waits for memory only once.
 
 Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
 (`tests/support/gluon_on_threads.py`).
@@ -52,6 +53,8 @@ from phonograph.kernels.triton.pdl import pdl_usable
 
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
+_COLUMNS = 64
+"""Of keys or values that the copy engine brings at once: a row of its pattern in shared memory, 128 bytes."""
 _TILES = 3
 """Of keys, and of the values of the tile before, that have a place."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -69,8 +72,6 @@ def attend_on_hopper(
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
     *,
@@ -88,14 +89,12 @@ def attend_on_hopper(
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
     rows, columns = matrix
     kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([PIECE, head_size], kind)
+    layout = gl.NVMMASharedLayout.get_default_for([PIECE, _COLUMNS], kind)
     pdl = pdl_usable()
     _prefill_kernel[(plan.num_sms,)](
         query_THD,
-        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, head_size], layout),
+        TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, _COLUMNS], layout),
         block_table,
-        query_start_loc,
-        seq_lens,
         out_THD,
         lse_HT,
         sinks,
@@ -134,12 +133,31 @@ def _item(turn, PROGRAMS: gl.constexpr):
 
 
 @gluon.jit
+def _num_tiles(start, stop, SIZE: gl.constexpr):
+    """Of an item: one at least, so that the next is told with the last one's values."""
+    return gl.maximum((stop - start + 2 * SIZE - 1) // (2 * SIZE), 1)
+
+
+@gluon.jit
+def _word(told_W, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, _WORDS, layout=LAYOUT) == NUMBER, told_W, 0), 0)
+
+
+@gluon.jit
+def _told(words, at):
+    """Which item's first keys are in this place, and what `read_entry` says of it, but for its sequence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([_WORDS], [32], [4], [0])
+    told_W = words.index(at).load(LAYOUT)
+    item, tile, start = _word(told_W, 0, LAYOUT), _word(told_W, 1, LAYOUT), _word(told_W, 2, LAYOUT)
+    stop, slot, query_start = _word(told_W, 3, LAYOUT), _word(told_W, 4, LAYOUT), _word(told_W, 5, LAYOUT)
+    query_len, seq_len = _word(told_W, 6, LAYOUT), _word(told_W, 7, LAYOUT)
+    return item, tile, start, stop, slot, query_start, query_len, seq_len
+
+
+@gluon.jit
 def _load(
     cache,
-    keys,
-    values,
-    full,
-    empty,
+    rings,
     block_table,
     header,
     entries,
@@ -155,66 +173,98 @@ def _load(
 ):
     """Has the copy engine bring the tiles of all of the program's items, end to end: keys with the values of the tile
     before, as their products are asked for together."""
-    TILES: gl.constexpr = keys.type.shape[0] // 2
-    SIZE: gl.constexpr = keys.type.shape[1]
+    keys, values, words, full, empty = rings
+    TILES: gl.constexpr = words.type.shape[0]
+    SIZE: gl.constexpr = values.type.shape[1]
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    BYTES: gl.constexpr = 2 * HEAD_SIZE // cache.block_type.shape[1] * cache.block_type.nbytes
     if PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
-    at, turn, num_tiles = 0, 0, 0
+    at, turn = 0, 0
     # Rows and columns of the tile before. The values that come with the first tile are any, and nobody's.
     left_before, right_before, column_before = 0, 0, 0
-    for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
+    word_W = gl.arange(0, _WORDS, layout=LANES)
+    number, item = 0, gl.program_id(0)
+    while item < num_items:
+        entry = entries + item // KV_HEADS * _WORDS
+        kv_head = item % KV_HEADS
+        table = block_table + gl.load(entry).to(gl.int64) * stride_table
+        told_W = gl.where(word_W == 0, item, gl.load(entry + word_W))
+        start = gl.load(entry + 2)
+        stop = gl.load(entry + 3)
+        tiles = _num_tiles(start, stop, SIZE)
+        for tile in range(0, tiles):
+            key = start + tile * (2 * SIZE)
+            left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
+            # Behind the last key is what was written too, not any block: only masks are to take it away.
+            right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
+            column = kv_head * HEAD_SIZE
+            if HEADS_OUTSIDE:
+                left = left * blocks_of_heads + kv_head
+                right = right * blocks_of_heads + kv_head
+                column = 0
+            left = left * BLOCK_SIZE + key % BLOCK_SIZE
+            right = right * BLOCK_SIZE + (key + SIZE) % BLOCK_SIZE
+            mbarrier.wait(empty.index(at), turn ^ 1)
+            if tile == 0:
+                words.index(at).store(told_W)
+            mbarrier.expect(full.index(at), 2 * BYTES)
+            _bring(cache, keys.index(at), full.index(at), left, column, 0, 2)
+            _bring(cache, keys.index(at), full.index(at), right, column, 1, 2)
+            _bring_values(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+            left_before, right_before, column_before = left, right, column
+            at, turn = behind(at, turn, TILES)
+        number += 1
         item = _item(number, PROGRAMS)
-        if item < num_items:
-            entry = entries + item // KV_HEADS * _WORDS
-            kv_head = item % KV_HEADS
-            table = block_table + gl.load(entry).to(gl.int64) * stride_table
-            start = gl.load(entry + 2)
-            stop = gl.load(entry + 3)
-            tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
-            num_tiles += tiles
-            for tile in range(0, tiles):
-                key = start + tile * (2 * SIZE)
-                left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-                # Behind the last key is what was written too, not any block: only masks are to take it away.
-                right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
-                column = kv_head * HEAD_SIZE
-                if HEADS_OUTSIDE:
-                    left = left * blocks_of_heads + kv_head
-                    right = right * blocks_of_heads + kv_head
-                    column = 0
-                left = left * BLOCK_SIZE + key % BLOCK_SIZE
-                right = right * BLOCK_SIZE + (key + SIZE) % BLOCK_SIZE
-                mbarrier.wait(empty.index(at), turn ^ 1)
-                mbarrier.expect(full.index(at), 4 * cache.block_type.nbytes)
-                _bring(cache, keys, full, at, left, right, column)
-                _bring(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
-                left_before, right_before, column_before = left, right, column
-                at, turn = behind(at, turn, TILES)
-    if num_tiles > 0:
+    if gl.program_id(0) < num_items:
         mbarrier.wait(empty.index(at), turn ^ 1)
-        mbarrier.expect(full.index(at), 2 * cache.block_type.nbytes)
-        _bring(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+        words.index(at).store(gl.full([_WORDS], num_items, gl.int32, LANES))
+        mbarrier.expect(full.index(at), BYTES)
+        _bring_values(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
 
 
 @gluon.jit
-def _bring(cache, ring, full, at, left, right, column):
-    tma.async_copy_global_to_shared(cache, [left, column], full.index(at), ring.index(2 * at))
-    tma.async_copy_global_to_shared(cache, [right, column], full.index(at), ring.index(2 * at + 1))
+def _bring(cache, to, barrier, row, column, FIRST: gl.constexpr, STEP: gl.constexpr):
+    """A piece, into every STEP-th box of `to` from FIRST on. Boxes lie as the tensor cores read a matrix: all rows of
+    its first columns, then of the next."""
+    SIZE: gl.constexpr = cache.block_type.shape[0]
+    WIDTH: gl.constexpr = cache.block_type.shape[1]
+    NUMBER: gl.constexpr = to.type.shape[1] // WIDTH
+    boxes = to._reinterpret(cache.dtype, [STEP * NUMBER, SIZE, WIDTH], cache.layout)
+    for box in gl.static_range(NUMBER):
+        place = boxes.index(FIRST + STEP * box)
+        tma.async_copy_global_to_shared(cache, [row, column + box * WIDTH], barrier, place)
 
 
 @gluon.jit
-def _logits(query_MD, keys, piece, LAYOUT: gl.constexpr):
-    """Asks for the products of a piece of keys."""
+def _bring_values(cache, values, full, at, left, right, column):
+    _bring(cache, values.index(2 * at), full.index(at), left, column, 0, 1)
+    _bring(cache, values.index(2 * at + 1), full.index(at), right, column, 0, 1)
+
+
+@gluon.jit
+def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
+    """Asks for the products of a tile's keys."""
     M: gl.constexpr = query_MD.shape[0]
     N: gl.constexpr = keys.type.shape[1]
     zeros = gl.zeros([M, N], gl.float32, LAYOUT)
-    return warpgroup_mma(query_MD, keys.index(piece).permute((1, 0)), zeros, is_async=True)
+    return warpgroup_mma(query_MD, keys.index(at).permute((1, 0)), zeros, is_async=True)
+
+
+@gluon.jit
+def _halves(logits_MN, HALF: gl.constexpr):
+    """Those of a tile's two pieces. Nothing moves: a thread has the same columns of both."""
+    M: gl.constexpr = logits_MN.shape[0]
+    N: gl.constexpr = logits_MN.shape[1]
+    left_MN, right_MN = gl.split(logits_MN.reshape([M, 2, N // 2]).permute(0, 2, 1))
+    left_MN = gl.convert_layout(left_MN, HALF, assert_trivial=True)
+    return left_MN, gl.convert_layout(right_MN, HALF, assert_trivial=True)
 
 
 @gluon.jit
 def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of a piece: minus infinity for keys that are not there or not seen."""
+    """Of a tile: minus infinity for keys that are not there or not seen."""
     N: gl.constexpr = logits_MN.shape[1]
     key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
     seen = (key_N >= low) & (key_N < high)
@@ -226,12 +276,12 @@ def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIG
 
 
 @gluon.jit
-def _clear(values, at, first_key, low, high, seq_len):
+def _clear(values, at, first_key, low, high, written):
     """Zeros for values of a tile's keys that may not be there: slots that nobody wrote may hold NaN, which no weight
-    takes away. Up to the sequence's end all are written, and before `low` they may be gone."""
+    takes away. The first `written` of a sequence are, and before `low` they may be gone."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SIZE: gl.constexpr = values.type.shape[1]
-    if (first_key < low) | (first_key + 2 * SIZE > seq_len):
+    if (first_key < low) | (first_key + 2 * SIZE > written):
         for half in gl.static_range(2):
             piece = values.index(2 * at + half)
             key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
@@ -242,8 +292,7 @@ def _clear(values, at, first_key, low, high, seq_len):
 
 @gluon.jit
 def _largest(
-    left_MN,
-    right_MN,
+    logits_MN,
     max_M,
     unit,
     masked,
@@ -254,12 +303,14 @@ def _largest(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     LAYOUT: gl.constexpr,
+    HALF: gl.constexpr,
 ):
-    """A tile's two pieces, masked, and the new largest logit."""
+    """A tile's two pieces, masked, and the new largest logit, for the tile and for a piece."""
     if masked:
-        left_MN = _masked(left_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
-        right_MN = _masked(right_MN, first_key + right_MN.shape[1], position_M, low, high, LEFT, RIGHT, LAYOUT)
-    return left_MN, right_MN, gl.maximum(max_M, gl.max(gl.maximum(left_MN, right_MN), 1) * unit)
+        logits_MN = _masked(logits_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+    max_M = gl.maximum(max_M, gl.max(logits_MN, 1) * unit)
+    left_MN, right_MN = _halves(logits_MN, HALF)
+    return left_MN, right_MN, max_M, gl.convert_layout(max_M, gl.SliceLayout(1, HALF), assert_trivial=True)
 
 
 @gluon.jit
@@ -341,19 +392,20 @@ def _attend(
     """All keys of an item: sums [M, D], the weights' sum and the largest logit; where it leaves the rings.
 
     span: first key and the one behind the last, [low, high) that some row sees, positions of the first and last row,
-          the sequence's keys
+          keys that are written
     """
-    start, stop, low, high, first, last, seq_len = span
-    keys, values, full, empty = rings
-    TILES: gl.constexpr = keys.type.shape[0] // 2
-    SIZE: gl.constexpr = keys.type.shape[1]
+    start, stop, low, high, first, last, written = span
+    keys, values, words, full, empty = rings
+    TILES: gl.constexpr = words.type.shape[0]
+    SIZE: gl.constexpr = values.type.shape[1]
     M: gl.constexpr = query_MD.shape[0]
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     at, turn, taken = places
     sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
-    sum_MP = _sum_parts(gl.zeros([M, SIZE], gl.float32, LAYOUT))
+    sum_MP = _sum_parts(gl.zeros([M, SIZE], gl.float32, HALF))
     max_M = gl.full([M], _LEAST, gl.float32, gl.SliceLayout(1, LAYOUT))
-    tiles = (stop - start + 2 * SIZE - 1) // (2 * SIZE)
+    tiles = _num_tiles(start, stop, SIZE)
     # All rows see all keys from `plain` to `edge`.
     plain = start
     if LEFT >= 0:
@@ -361,67 +413,64 @@ def _attend(
     edge = stop
     if RIGHT >= 0:
         edge = gl.minimum(stop, first + RIGHT + 1)
-    if tiles > 0:
-        # What is waited for is there before the turn, which keeps the other group waiting.
-        mbarrier.wait(full.index(at), turn)
-        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
-        right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
-        mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
-        left_MN, right_MN = warpgroup_mma_wait(0, deps=(left_MN, right_MN))
-        _free(empty, at)
-        at, turn = behind(at, turn, TILES)
-        masked = (start < plain) | (start + 2 * SIZE > edge)
-        left_MN, right_MN, max_M = _largest(
-            left_MN, right_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT
-        )
-        left_MN = gl.exp2(left_MN * unit - max_M[:, None])
-        right_MN = gl.exp2(right_MN * unit - max_M[:, None])
-        sum_MP = _sum_parts(left_MN + right_MN)
-        left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
-        right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
-        for tile in range(1, tiles):
-            key = start + tile * (2 * SIZE)
-            mbarrier.wait(full.index(at), turn)
-            if GROUP_OF_WARPS == 0:
-                # For both: the other's turn with these values comes after this one's.
-                _clear(values, at, key - 2 * SIZE, low, high, seq_len)
-            taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-            left_MN = _logits(query_MD, keys, 2 * at, LAYOUT)
-            right_MN = _logits(query_MD, keys, 2 * at + 1, LAYOUT)
-            sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
-            mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
-            left_MN, right_MN = warpgroup_mma_wait(2, deps=(left_MN, right_MN))
-            masked = (key < plain) | (key + 2 * SIZE > edge)
-            left_MN, right_MN, new_max_M = _largest(
-                left_MN, right_MN, max_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT
-            )
-            decay_M = gl.exp2(max_M - new_max_M)
-            max_M = new_max_M
-            left_MN = gl.exp2(left_MN * unit - max_M[:, None])
-            decay_MP = gl.convert_layout(decay_M, gl.SliceLayout(1, _PARTS), assert_trivial=True)[:, None]
-            sum_MP = _before_what_follows(sum_MP * decay_MP + _sum_parts(left_MN))
-            # The products of the values are over about now.
-            done_MD, _, _, left_MN, right_MN = warpgroup_mma_wait(
-                0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
-            )
-            _free(empty, at)
-            at, turn = behind(at, turn, TILES)
-            right_MN = gl.exp2(right_MN * unit - max_M[:, None])
-            sum_MP += _sum_parts(right_MN)
-            left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
-            right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
-            done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
-            sums_MD = warpgroup_mma_init(done_MD)
-        # With the last values come the next item's first keys, whose user frees the place.
+    # What is waited for is there before the turn, which keeps the other group waiting.
+    mbarrier.wait(full.index(at), turn)
+    taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+    logits_MN = _logits(query_MD, keys, at, LAYOUT)
+    mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
+    logits_MN = warpgroup_mma_wait(0, deps=(logits_MN,))
+    _free(empty, at)
+    at, turn = behind(at, turn, TILES)
+    masked = (start < plain) | (start + 2 * SIZE > edge)
+    left_MN, right_MN, max_M, half_max_M = _largest(
+        logits_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+    )
+    left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
+    right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
+    sum_MP = _sum_parts(left_MN + right_MN)
+    left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
+    right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
+    for tile in range(1, tiles):
+        key = start + tile * (2 * SIZE)
         mbarrier.wait(full.index(at), turn)
         if GROUP_OF_WARPS == 0:
-            _clear(values, at, start + (tiles - 1) * (2 * SIZE), low, high, seq_len)
+            # For both: the other's turn with these values comes after this one's.
+            _clear(values, at, key - 2 * SIZE, low, high, written)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+        logits_MN = _logits(query_MD, keys, at, LAYOUT)
         sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
-        done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
+        logits_MN = warpgroup_mma_wait(2, deps=(logits_MN,))
+        masked = (key < plain) | (key + 2 * SIZE > edge)
+        left_MN, right_MN, new_max_M, half_max_M = _largest(
+            logits_MN, max_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+        )
+        decay_M = gl.exp2(max_M - new_max_M)
+        max_M = new_max_M
+        left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
+        decay_MP = gl.convert_layout(decay_M, gl.SliceLayout(1, _PARTS), assert_trivial=True)[:, None]
+        sum_MP = _before_what_follows(sum_MP * decay_MP + _sum_parts(left_MN))
+        # The products of the values are over about now.
+        done_MD, _, _, left_MN, right_MN = warpgroup_mma_wait(
+            0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
+        )
+        _free(empty, at)
+        at, turn = behind(at, turn, TILES)
+        right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
+        sum_MP += _sum_parts(right_MN)
+        left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
+        right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
+        done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
         sums_MD = warpgroup_mma_init(done_MD)
+    # With the last values come the next item's first keys, whose user frees the place.
+    mbarrier.wait(full.index(at), turn)
+    if GROUP_OF_WARPS == 0:
+        _clear(values, at, start + (tiles - 1) * (2 * SIZE), low, high, written)
+    taken = _take_turn(turns, taken, GROUP_OF_WARPS)
+    sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
+    mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
+    done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
+    sums_MD = warpgroup_mma_init(done_MD)
     sum_M = gl.convert_layout(gl.sum(sum_MP, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, taken)
 
@@ -429,10 +478,8 @@ def _attend(
 @gluon.jit
 def _load_query(
     query_THD,
-    query_start_loc,
-    entries,
-    item,
     num_items,
+    told,
     stride_token,
     GROUP_OF_WARPS: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -442,17 +489,11 @@ def _load_query(
     COPY: gl.constexpr,
 ):
     """The group's rows of an item, [M, D]; of none, zeros."""
-    # An entry that the plan did not write is not looked at: it may be anything.
-    known = gl.where(item < num_items, item, 0)
-    entry = entries + known // KV_HEADS * _WORDS
-    seq = gl.load(entry, mask=num_items > 0, other=0)
-    query_start = gl.load(query_start_loc + seq)
-    query_len = gl.load(query_start_loc + seq + 1) - query_start
-    first_row = gl.load(entry + 1, mask=num_items > 0, other=0) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
-    row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    item, tile, _, _, _, query_start, query_len, _ = told
+    row_M = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     token_M = row_M // GROUP
-    head_M = known % KV_HEADS * GROUP + row_M % GROUP
+    head_M = item % KV_HEADS * GROUP + row_M % GROUP
     query = query_THD + query_start.to(gl.int64) * stride_token
     pointers = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
     there_M = (token_M < query_len) & (item < num_items)
@@ -467,7 +508,6 @@ def _run(
     strides,
     scale,
     GROUP_OF_WARPS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
@@ -477,9 +517,10 @@ def _run(
     PDL: gl.constexpr,
 ):
     """A group of four warps: its half of the rows of each of the program's items."""
-    query_THD, query_start_loc, seq_lens, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
+    query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
     stride_token, stride_lse = strides
-    SIZE: gl.constexpr = rings[0].type.shape[1]
+    keys, _, words, _, _ = rings
+    SIZE: gl.constexpr = keys.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_SIZE, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
@@ -490,76 +531,80 @@ def _run(
     num_items = gl.load(header) * KV_HEADS
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     places = (0, 0, 0)
+    item = gl.program_id(0)
+    # Where there is no work, what is read may be anything, and nothing is done with it.
+    first_entry = entries + gl.where(item < num_items, item, 0) // KV_HEADS * _WORDS
+    _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(first_entry)
+    told = (item, tile, start, stop, slot, query_start, query_len, seq_len)
     query_MD = _load_query(
-        query_THD, query_start_loc, entries, _item(0, PROGRAMS), num_items, stride_token,
+        query_THD, num_items, told, stride_token,
         GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
     )  # fmt: skip
-    for number in range(0, (num_items + PROGRAMS - 1) // PROGRAMS):
-        item = _item(number, PROGRAMS)
-        if item < num_items:
-            entry = entries + item // KV_HEADS * _WORDS
-            kv_head = item % KV_HEADS
-            _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry, query_start_loc, seq_lens)
-            # Of the whole tile, as its two groups of warps share tiles of keys.
-            low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
-            first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+    while item < num_items:
+        kv_head = item % KV_HEADS
+        _, tile, start, stop, slot, query_start, query_len, seq_len = told
+        # Of the whole tile, as its two groups of warps share tiles of keys.
+        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
+        # An item without keys has a tile all the same, of any block.
+        high, written = gl.minimum(high, stop), gl.where(start < stop, seq_len, 0)
+        first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
 
-            operand_MD = gl.convert_layout(query_MD, QUERY)
-            position_M = (
-                seq_len - query_len + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
-            )
+        operand_MD = gl.convert_layout(query_MD, QUERY)
+        position_M = seq_len - query_len + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
 
-            sums_MD, sum_M, max_M, places = _attend(
-                operand_MD,
-                rings,
-                turns,
-                places,
-                (start, stop, low, high, first, last, seq_len),
-                position_M,
-                scale * _LOG2_E,
-                GROUP_OF_WARPS,
-                HEAD_SIZE,
-                LEFT,
-                RIGHT,
-                LAYOUT,
-                OUT,
-            )
-            # The next item's are on their way while this one's rows are written.
-            query_MD = _load_query(
-                query_THD, query_start_loc, entries, _item(number + 1, PROGRAMS), num_items, stride_token,
-                GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
-            )  # fmt: skip
+        sums_MD, sum_M, max_M, places = _attend(
+            operand_MD,
+            rings,
+            turns,
+            places,
+            (start, stop, low, high, first, last, written),
+            position_M,
+            scale * _LOG2_E,
+            GROUP_OF_WARPS,
+            HEAD_SIZE,
+            LEFT,
+            RIGHT,
+            LAYOUT,
+            OUT,
+        )
+        # The next item's are on their way while this one's rows are written.
+        told = _told(words, places[0])
+        query_MD = _load_query(
+            query_THD, num_items, told, stride_token,
+            GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
+        )  # fmt: skip
 
-            row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-            token_M = row_M // GROUP
-            head_M = kv_head * GROUP + row_M % GROUP
-            factor_M = gl.where(sum_M > 0, 1.0, 0.0)
-            if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
-                if slot < 0:
-                    sink_M = gl.load(sinks + head_M) * _LOG2_E
-                    new_max_M = gl.maximum(max_M, sink_M)
-                    factor_M = gl.exp2(max_M - new_max_M)
-                    sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
-                    max_M = new_max_M
-            factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
-            lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
-            sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
+        row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        token_M = row_M // GROUP
+        head_M = kv_head * GROUP + row_M % GROUP
+        factor_M = gl.where(sum_M > 0, 1.0, 0.0)
+        if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if slot < 0:
-                if lse_HT is not None:
-                    lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
-                    gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
-                rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
-                copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-                place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
-                out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-                out_ptrs = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
-                gl.store(out_ptrs, rounded_MD, mask=(copied_M // GROUP < query_len)[:, None])
-            else:
-                own = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
-                gl.store(partial_lse + own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)
-                partial_M = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-                partial_ptrs = partial_out + partial_M.to(gl.int64)[:, None] * HEAD_SIZE
-                gl.store(partial_ptrs + gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))[None, :], sums_MD)
+                sink_M = gl.load(sinks + head_M) * _LOG2_E
+                new_max_M = gl.maximum(max_M, sink_M)
+                factor_M = gl.exp2(max_M - new_max_M)
+                sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
+                max_M = new_max_M
+        factor_M = gl.where(sum_M > 0, factor_M / sum_M, 0.0)
+        lse_M = gl.where(sum_M > 0, max_M + gl.log2(sum_M), -_INFINITY)
+        sums_MD *= gl.convert_layout(factor_M, gl.SliceLayout(1, OUT))[:, None]
+        if slot < 0:
+            if lse_HT is not None:
+                lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
+                gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
+            rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
+            copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+            place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
+            out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+            out_ptrs = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
+            gl.store(out_ptrs, rounded_MD, mask=(copied_M // GROUP < query_len)[:, None])
+        else:
+            own = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+            gl.store(partial_lse + own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)
+            partial_M = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+            partial_ptrs = partial_out + partial_M.to(gl.int64)[:, None] * HEAD_SIZE
+            gl.store(partial_ptrs + gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))[None, :], sums_MD)
+        item, _, _, _, _, _, _, _ = told
 
 
 @gluon.jit(do_not_specialize=["stride_table", "stride_lse"])
@@ -567,8 +612,6 @@ def _prefill_kernel(
     query_THD,
     cache,
     block_table,
-    query_start_loc,
-    seq_lens,
     out_THD,
     lse_HT,
     sinks,
@@ -597,18 +640,19 @@ def _prefill_kernel(
     """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
     if PDL:
         let_next_kernel_start()
-    shape: gl.constexpr = [2 * TILES, cache.block_type.shape[0], HEAD_SIZE]
-    keys = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
-    values = gl.allocate_shared_memory(cache.dtype, shape, cache.layout)
+    SIZE: gl.constexpr = cache.block_type.shape[0]
+    # Of whatever size, a matrix lies in the same pattern.
+    keys = gl.allocate_shared_memory(cache.dtype, [TILES, 2 * SIZE, HEAD_SIZE], cache.layout)
+    values = gl.allocate_shared_memory(cache.dtype, [2 * TILES, SIZE, HEAD_SIZE], cache.layout)
     # Both groups of warps read a place before it is free.
     full, empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
     turns = make_barriers(2, 1)
     fence_async_shared()
-    rings = (keys, values, full, empty)
+    # What the item is whose first keys are in a place.
+    words = gl.allocate_shared_memory(gl.int32, [TILES, _WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = (keys, values, words, full, empty)
     tensors = (
         query_THD,
-        query_start_loc,
-        seq_lens,
         out_THD,
         lse_HT,
         sinks,
@@ -623,22 +667,20 @@ def _prefill_kernel(
             (
                 _run,
                 (
-                    rings, turns, tensors, strides, scale, 0, PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT,
-                    PDL,
+                    rings, turns, tensors, strides, scale, 0, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
                 ),
             ),
             (
                 _run,
                 (
-                    rings, turns, tensors, strides, scale, 1, PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT,
-                    PDL,
+                    rings, turns, tensors, strides, scale, 1, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
                 ),
             ),
             (
                 _load,
                 (
-                    cache, keys, values, full, empty, block_table, header, entries, values_row, blocks_of_heads,
-                    stride_table, PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
+                    cache, rings, block_table, header, entries, values_row, blocks_of_heads, stride_table,
+                    PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
                 ),
             ),
         ],

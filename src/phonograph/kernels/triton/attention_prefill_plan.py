@@ -63,7 +63,8 @@ class PrefillPlan:
 
     header [5]:       number of entries, number of merges; two counters of the attention kernel, zero between launches;
                       multiprocessors whose programs take work, all of them but where `plan_decode` says fewer
-    entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; one for each KV head
+    entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; the sequence's first query,
+                      queries and keys; each is work for every KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   where each sequence's tiles begin; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
@@ -175,16 +176,16 @@ def plan_prefill(
 
 
 @triton.jit
-def read_entry(entry, query_start_loc, seq_lens):
+def read_entry(entry):
     """Sequence, tile, first key, key behind the last, partial slot; the sequence's first query, queries and keys."""
     seq = tl.load(entry)
     tile = tl.load(entry + 1)
     start = tl.load(entry + 2)
     stop = tl.load(entry + 3)
     slot = tl.load(entry + 4)
-    query_start = tl.load(query_start_loc + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - query_start
-    seq_len = tl.load(seq_lens + seq)
+    query_start = tl.load(entry + 5)
+    query_len = tl.load(entry + 6)
+    seq_len = tl.load(entry + 7)
     return seq, tile, start, stop, slot, query_start, query_len, seq_len
 
 
@@ -363,6 +364,9 @@ def _plan_kernel(
     tl.store(merge + 1, tile, mask=is_cut)
     tl.store(merge + 2, slot, mask=is_cut)
     tl.store(merge + 3, pieces, mask=is_cut)
+    query_start = tl.load(query_start_loc + seqs, mask=exists, other=0)
+    query_len = tl.load(query_start_loc + seqs + 1, mask=exists, other=0) - query_start
+    seq_len = tl.load(seq_lens + seqs, mask=exists, other=0)
     cuts = tl.maximum(pieces, 1)[None, :]
     keys = keys[None, :]
     for begin in range(0, tl.max(pieces), _PIECES):
@@ -376,6 +380,9 @@ def _plan_kernel(
         tl.store(entry + 2, start[None, :] + tl.minimum(lower, keys), mask=mask)
         tl.store(entry + 3, start[None, :] + upper, mask=mask)
         tl.store(entry + 4, tl.where(is_cut[None, :], slot[None, :] + piece, -1), mask=mask)
+        tl.store(entry + 5, query_start[None, :], mask=mask)
+        tl.store(entry + 6, query_len[None, :], mask=mask)
+        tl.store(entry + 7, seq_len[None, :], mask=mask)
 
 
 @triton.jit
