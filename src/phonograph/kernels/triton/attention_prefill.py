@@ -22,7 +22,6 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     BLOCK_M,
     COUNTER,
     ENTRY_WORDS,
-    FINISHED,
     MULTIPROCESSORS,
     PrefillPlan,
     make_prefill_plan,
@@ -412,7 +411,7 @@ def _attention_kernel(
     num_items = tl.where(item < programs, tl.load(header) * KV_HEADS, 0)
     while item < num_items:
         # Asked for now, needed at the end.
-        next_item = programs + tl.atomic_add(header + COUNTER, 1, sem="relaxed")
+        ticket = tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
         seq, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(entry)
@@ -491,12 +490,10 @@ def _attention_kernel(
             row_M = (slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(partial_out + row_M.to(tl.int64)[:, None] * WIDTH + dim[None, :], acc_MD)
             tl.store(partial_lse + row_M, lse_M)
-        item = next_item
-    # The last program to leave, of those that had work, makes the counters ready for the next launch.
-    if tl.program_id(0) < num_items:  # noqa: SIM102 (`and` would count the others too)
-        if tl.atomic_add(header + FINISHED, 1) == tl.minimum(programs, num_items) - 1:
+        # Every item draws one ticket: this is the last of the launch, and the counter is ready for the next.
+        if ticket == num_items - 1:
             tl.store(header + COUNTER, 0)
-            tl.store(header + FINISHED, 0)
+        item = programs + ticket
 
 
 @triton.jit(do_not_specialize=["stride_lse"])

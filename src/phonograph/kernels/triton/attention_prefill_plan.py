@@ -36,8 +36,7 @@ BLOCK_M = PREFILL_ROWS
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)
-COUNTER, FINISHED = tl.constexpr(2), tl.constexpr(3)
-MULTIPROCESSORS = tl.constexpr(4)
+COUNTER, MULTIPROCESSORS = tl.constexpr(2), tl.constexpr(3)
 
 # Tiles looked at together, and tiles that a program of the plan lists.
 _CHUNK = 256
@@ -61,7 +60,7 @@ _FEWEST_SEQS = 32
 class PrefillPlan:
     """The work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
 
-    header [5]:       number of entries, number of merges; two counters of the attention kernel, zero between launches;
+    header [4]:       number of entries, number of merges; a counter of the attention kernel, zero between launches;
                       multiprocessors whose programs take work, all of them but where `plan_decode` says fewer
     entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; the sequence's first query,
                       queries and keys; each is work for every KV head
@@ -108,7 +107,7 @@ def make_prefill_plan(
 
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
     plan = PrefillPlan(
-        header=ints(5),
+        header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
@@ -275,7 +274,6 @@ def _plan_kernel(
         tl.store(header + _NUM_ENTRIES, 0)
         tl.store(header + _NUM_MERGES, 0)
         tl.store(header + COUNTER, 0)
-        tl.store(header + FINISHED, 0)
     if first_own >= num_tiles:
         return
     # Every program writes the same and reads what it wrote itself.
