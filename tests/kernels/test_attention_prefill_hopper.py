@@ -9,7 +9,7 @@ from dataclasses import replace
 import gluon_on_threads
 import pytest
 import torch
-from prefill_problem import Case, run
+from prefill_problem import Batch, Case, make_plan, run
 
 from phonograph.kernels.triton import attention_prefill
 
@@ -72,6 +72,22 @@ def check(case: Case, device: torch.device, **limits: int) -> None:
     assert launched
 
 
+def check_queries_without_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request has any, but an item of none must not hold up the others, and no block's contents show: zeros."""
+    monkeypatch.setattr(attention_prefill, "_HOPPER_TOKENS", 0)
+    case = replace(PLAIN, batch=((40, 0), (400, 200), (33, 150)), num_sms=1)
+    plan = make_plan(case, device)
+    # The block that stands for none is nobody's.
+    batch = next(one for seed in range(99) if (one := Batch(case, device, seed)).kv_cache[:, 0].isnan().all())
+    batch.plan(plan)
+    entries = plan.entries[: int(plan.header[0]), :4].tolist()
+    assert [0, 0, 0, 0] in entries and [1, 0, 0, 0] in entries
+    batch.attend(plan)
+    assert (batch.out_THD[:240] == 0).all() and (batch.lse_HT[:, :240] == -torch.inf).all()
+    rest = batch.out_THD[240:473]
+    assert torch.isfinite(rest).all() and (rest.float().norm(dim=-1) > 0).all()
+
+
 @pytest.fixture
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items, rings, turns and masks as they are written, but not layouts or the visibility of writes."""
@@ -92,6 +108,11 @@ def test_any_case_on_threads(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("on_threads")
+def test_queries_without_keys_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_queries_without_keys(torch.device("cpu"), monkeypatch)
+
+
+@pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize("broken", ["arrive", "wait"])
 def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring whose places are never free stops; one that is overwritten too soon gives wrong sums."""
@@ -101,6 +122,7 @@ def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatc
     else:
         wait = gluon_on_threads._Mbarrier.wait
 
+        # Groups that do not wait either could read the same item for ever.
         def wait_unless_loading(barrier: object, parity: object) -> None:
             if "_load" not in threading.current_thread().name:
                 wait(barrier, parity)  # pyright: ignore[reportArgumentType]
@@ -123,6 +145,12 @@ def test_on_the_device(name: str, dtype: torch.dtype, device: torch.device) -> N
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_any_case_on_the_device(seed: int, device: torch.device) -> None:
     check(random_case(seed), device, max_num_tokens=1200)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_queries_without_keys_on_the_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_queries_without_keys(device, monkeypatch)
 
 
 @pytest.mark.gpu

@@ -257,7 +257,7 @@ class _Language:
 
     @staticmethod
     def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> int:
-        assert sem in ("relaxed", "acq_rel") and scope == "gpu"
+        assert (sem, scope) == ("acq_rel", "gpu")
         with _memory:
             before = int(pointer.memory[pointer.at])
             pointer.memory[pointer.at] = before + value

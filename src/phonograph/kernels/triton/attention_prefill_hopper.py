@@ -403,7 +403,6 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     at, turn, taken = places
     sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
-    sum_MP = _sum_parts(gl.zeros([M, SIZE], gl.float32, HALF))
     max_M = gl.full([M], _LEAST, gl.float32, gl.SliceLayout(1, LAYOUT))
     tiles = _num_tiles(start, stop, SIZE)
     # All rows see all keys from `plain` to `edge`.
