@@ -7,9 +7,12 @@ first kernel.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import prefill_problem
 import torch
 import triton
+import triton.backends.nvidia.driver as nvidia
 from decode_problem import Case, Problem
 from far_gpu import FarGpu
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime.build import platform_key
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton import attention_prefill, attention_prefill_hopper, compile_helper, precompile
@@ -39,6 +45,21 @@ def choose_tokens() -> None:
         torch.zeros(rows, vocab_size, dtype=torch.bfloat16), integers, torch.ones(rows), integers, torch.ones(rows),
         torch.zeros(rows), integers.long(), make_sample_scratch(rows, vocab_size, device), integers, integers,
     )  # fmt: skip
+
+
+def launcher_built(kernel: CompiledKernel) -> bool:
+    """Whether the module that launches it is in Triton's cache, under the name that this process looks for."""
+    sources: list[str] = []
+
+    def note_source(src: str, **about: Any) -> None:
+        sources.append(src)
+        raise InterruptedError
+
+    nvidia.library_dirs, nvidia.compile_module_from_src = list, note_source
+    with contextlib.suppress(InterruptedError):
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    cache = get_cache_manager(hashlib.sha256((sources[0] + platform_key()).encode()).hexdigest())
+    return cache.get_file(f"__triton_launcher{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
 
 
 def main() -> None:
@@ -84,6 +105,7 @@ def main() -> None:
             {
                 "problems": problems,
                 "told": told,
+                "launchers": [(kernel.name, launcher_built(kernel)) for kernel in made],
                 "restored": JITFunction.run is launch
                 and attention_prefill_hopper._prefill_kernel.compile is triton.compile,
                 "stamped": compile_helper._is_stamped(),

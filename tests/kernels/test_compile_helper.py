@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from programs import report_of
 
-from phonograph.kernels.triton import compile_helper
-
 pytest.importorskip("triton")
+
+from triton.runtime.build import compile_module_from_src
+
+from phonograph.kernels.triton import compile_helper, precompile
+
 KERNELS = {
     "_plan_kernel", "_attention_kernel", "_prefill_kernel", "_merge_kernel", "_few_rows_kernel", "scan_kernel",
     "filter_kernel",
 }  # fmt: skip
 
 
-def run(cache: Path, *arguments: str) -> dict[str, Any]:
-    return report_of(Path(__file__).with_name("compile_with_helper.py"), *arguments, TRITON_CACHE_DIR=str(cache))
+NUMBERED_LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+"""One of Triton's modules for launching, whose function tells which one it is."""
+
+
+def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
+    program = Path(__file__).with_name("compile_with_helper.py")
+    return report_of(program, *arguments, TRITON_CACHE_DIR=str(cache), **environment)
+
+
+def empty_driver(folder: Path) -> str:
+    """A folder with a libcuda.so.1 that launchers can be linked with."""
+    folder.mkdir()
+    empty, compiler = folder / "empty.c", shutil.which("gcc") or shutil.which("clang")
+    assert compiler is not None
+    empty.write_text("")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", empty], check=True)
+    return str(folder)
 
 
 def test_children_compile_and_this_process_loads(tmp_path: Path) -> None:
-    first = run(tmp_path)
+    first = run(tmp_path / "cache", TRITON_LIBCUDA_PATH=empty_driver(tmp_path / "driver"))
     asked = dict(first["problems"])
     assert "no attribute '_no_kernel'" in asked.pop("_no_kernel") and asked == dict.fromkeys(KERNELS)
     assert {name for name, cached in first["told"] if cached} == KERNELS, "none was compiled here"
+    assert all(built for _, built in first["launchers"]), first["launchers"]
     assert first["restored"] and first["stamped"] and first["ended"]
-    again = run(tmp_path)
+    again = run(tmp_path / "cache")
     assert [name for name, _ in again["problems"]] == ["_no_kernel"], "all is on disk"
+
+
+def test_a_launcher_that_cannot_be_built_is_no_problem_of_the_kernel(tmp_path: Path) -> None:
+    done = run(tmp_path, TRITON_LIBCUDA_PATH=str(tmp_path / "nothing"))
+    assert {name for name, cached in done["told"] if cached} == KERNELS
+    assert not any(built for _, built in done["launchers"])
+
+
+def test_threads_get_the_launchers_that_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's way with modules of one name gives them others' where they may load at the same time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "__triton_launcher", raising=False)
+    stop = threading.Event()
+
+    def launcher(number: int) -> Any:
+        module = compile_module_from_src(NUMBERED_LAUNCHER.replace("NUMBER", str(number)), "__triton_launcher")
+        stop.wait(0.001)  # where another thread may come between
+        return module.launch
+
+    active = SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(precompile, "driver", SimpleNamespace(active=active))
+    numbers = list(range(8))
+    assert [launcher(number)() for number in numbers] == numbers, "built"
+
+    def others() -> int:
+        with ThreadPoolExecutor(8) as pool:
+            made = pool.map(lambda number: active.launcher_cls(number)(), numbers * 8)
+            return sum(got != number for got, number in zip(made, numbers * 8, strict=True))
+
+    assert others() > 0, "threads are not told apart by themselves"
+    with precompile.launchers_in_turn():
+        assert others() == 0
+    assert active.launcher_cls is launcher
 
 
 def test_without_its_helper_a_process_compiles_by_itself(tmp_path: Path) -> None:

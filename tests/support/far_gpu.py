@@ -12,6 +12,8 @@ from triton.backends.driver import DriverBase
 class FarGpu(DriverBase):
     """A driver for a GPU of this compute capability (90) that is not here; nothing is launched through it."""
 
+    launcher_cls: Any = None
+
     def __init__(self, capability: int) -> None:
         self._capability = capability
 

@@ -2,8 +2,8 @@
 
 Triton makes a kernel's intermediate code in Python, under Python's lock: in one process the kernels of a start take ten
 seconds, however many threads they have. So a helper imports the compiler once and forks a child for each kernel. What
-they make is in Triton's cache on disk, where the engine's process finds it; a kernel that a child could not compile it
-compiles itself, and has the error.
+they make, and the C module that launches it, is in Triton's cache on disk, where the engine's process finds it; what a
+child could not make it makes itself, and has the error.
 
 The helper is a program of its own (`python -m phonograph.kernels.triton.compile_helper`), as the children of
 `multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles.
@@ -215,6 +215,7 @@ def _build() -> str:
 def _compile(job: Job) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(job.module), job.name)
@@ -222,11 +223,14 @@ def _compile(job: Job) -> None:
     source: Any = ASTSource
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source
-    triton.compile(
+    kernel = triton.compile(
         source(function, job.signature, job.constants, job.attributes),
         target=GPUTarget(*job.target),
         options=dict(job.options),
     )
+    # Only to be built: in the engine's process, where they are loaded one after another, each would be waited for.
+    with contextlib.suppress(Exception):
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _run_child(job: bytes, number: int, out: int) -> None:

@@ -6,8 +6,8 @@ compilation holds Python's lock, so where many kernels are missing from Triton's
 (`compile_helper`), and threads of this one only load. The processes begin as soon as a kernel is asked for, the threads
 when the step's Python is done: each of its calls of torch lets go of the lock and would have to wait for them all.
 
-Each is also made ready to launch as soon as it is compiled: for that Triton builds a small C module where its cache has
-none, which would otherwise wait for the slowest kernel to compile.
+Each is also made ready to launch as soon as it is compiled: its code is loaded, and so is a small C module of Triton's
+that launches it, which the helper has built too.
 """
 
 # pyright: basic
@@ -27,6 +27,7 @@ import torch
 from triton import AsyncCompileMode
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler import compile as compile_here
+from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.errors import OutOfResources
@@ -125,6 +126,29 @@ def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
     return metadata in (files.get_group(metadata) or {})
 
 
+@contextmanager
+def launchers_in_turn() -> Iterator[None]:
+    """Inside, threads make the modules that launch kernels one after another.
+
+    Python files them all under one name. One that was loaded before it does not load again but puts its functions into
+    the module that has the name, which may be the one that another thread has just loaded and not yet looked into:
+    that thread would get the launcher of other arguments. It was seen once, in a start on a busy host.
+    """
+    active: Any = driver.active
+    lock = threading.Lock()
+    make = active.launcher_cls
+
+    def make_alone(*about: Any) -> Any:
+        with lock:
+            return make(*about)
+
+    active.launcher_cls = make_alone
+    try:
+        yield
+    finally:
+        active.launcher_cls = make
+
+
 def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
     """The name by which Triton knows, on the current device, the kernel that a launch needs."""
     caches = function.device_caches[torch.cuda.current_device()]
@@ -157,7 +181,7 @@ def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
         _hashing.join()
     JITFunction.run = request  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with _Pool(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
+        with launchers_in_turn(), _Pool(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
             try:
                 yield seen
             finally:
