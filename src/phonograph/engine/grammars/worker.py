@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import IO, Any, NamedTuple
 
+from phonograph.engine.grammars.names import told_apart
 from phonograph.frames import framed, read_frame
 
 MEMORY_BYTES = 2 * 2**30
@@ -92,11 +93,17 @@ def _compiled(compiler: Any, job: Job) -> Done:
 
 def _compile(compiler: Any, job: Job) -> Any:
     if job.kind in ("json", "json_object"):
-        return compiler.compile_json_schema(
-            job.source or '{"type": "object"}',
-            any_whitespace=job.any_whitespace,
-            max_whitespace_cnt=MAX_WHITESPACE if job.any_whitespace else None,
-        )
+        source = job.source or '{"type": "object"}'
+        whitespace: dict[str, Any] = {
+            "any_whitespace": job.any_whitespace,
+            "max_whitespace_cnt": MAX_WHITESPACE if job.any_whitespace else None,
+        }
+        if "additionalProperties" in source:
+            from xgrammar import Grammar
+
+            # As text all the way: what is compiled from a `Grammar` is written down and read once more.
+            return compiler.compile_grammar(told_apart(str(Grammar.from_json_schema(source, **whitespace))))
+        return compiler.compile_json_schema(source, **whitespace)
     if job.kind == "regex":
         return compiler.compile_regex(job.source)
     if job.kind == "choice":
