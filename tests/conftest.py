@@ -57,6 +57,12 @@ def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", product)
 
 
+def pytest_runtest_setup() -> None:
+    from quick_interpreter import make_quick
+
+    make_quick()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """A test that had much memory gives it back: some thirty processes may share the GPU, beside engines."""
