@@ -63,9 +63,8 @@ def test_children_compile_and_this_process_loads(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_cannot_be_built_is_no_problem_of_the_kernel(tmp_path: Path) -> None:
-    done = run(tmp_path, TRITON_LIBCUDA_PATH=str(tmp_path / "nothing"))
-    assert {name for name, cached in done["told"] if cached} == KERNELS
-    assert not any(built for _, built in done["launchers"])
+    done = run(tmp_path, "few", TRITON_LIBCUDA_PATH=str(tmp_path / "nothing"))
+    assert done["told"] == [["_few_rows_kernel", True]] and done["launchers"] == [["_few_rows_kernel", False]]
 
 
 def test_threads_get_the_launchers_that_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
