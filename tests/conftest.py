@@ -26,6 +26,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+from quick_interpreter import make_quick  # noqa: E402
+
 _KEPT = 1 << 29
 """Bytes that a test may leave with torch."""
 settings.register_profile("phonograph", deadline=None)
@@ -58,8 +60,6 @@ def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    from quick_interpreter import make_quick
-
     make_quick()
 
 
