@@ -122,6 +122,7 @@ def test_rules_of_another_form_are_an_error() -> None:
     form = 'root_addl_key ::= (("\\"" root_addl_key_1)) (=([ \\n\\r\\t]* [,}\\]:]))\nroot_addl_key_1 ::= (([a-z]))\n'
     with pytest.raises(ValueError, match="root_addl_key_1 .* not as it was expected"):
         told_apart(form)
+    assert told_apart("root ::= ((basic_any))\n") is None
 
 
 @pytest.mark.parametrize("name", ["Straße", "écran", "©0", "字a", "ÿf", "a x0e9"])

@@ -30,14 +30,19 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict["str", "_Node"])
 
 
-def told_apart(grammar: str) -> str:
+def told_apart(grammar: str) -> str | None:
     """A grammar of a JSON schema, in the library's text, with other rules for names of additional properties.
+
+    None where there are no such names beside those of `properties`. The text is to be compiled as it is: the library
+    writes down what it has read, and reads some of it wrongly the second time.
 
     Raises:
         ValueError: the library has written such rules in another way than it was found to.
     """
     rules = dict(line.split(" ::= ", 1) for line in grammar.split("\n") if line)
     keys = [key for name, body in rules.items() if (key := _KEY.match(f"{name}={body}")) is not None]
+    if not keys:
+        return None
     for key in keys:
         names, replaced = _names(key[1], key[2], rules)
         root = _Node()

@@ -101,8 +101,9 @@ def _compile(compiler: Any, job: Job) -> Any:
         if "additionalProperties" in source:
             from xgrammar import Grammar
 
-            # As text all the way: what is compiled from a `Grammar` is written down and read once more.
-            return compiler.compile_grammar(told_apart(str(Grammar.from_json_schema(source, **whitespace))))
+            apart = told_apart(str(Grammar.from_json_schema(source, **whitespace)))
+            if apart is not None:
+                return compiler.compile_grammar(apart)
         return compiler.compile_json_schema(source, **whitespace)
     if job.kind == "regex":
         return compiler.compile_regex(job.source)
