@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,11 +71,10 @@ def test_threads_get_the_launchers_that_they_ask_for(tmp_path: Path, monkeypatch
     """Python's way with modules of one name gives them others' where they may load at the same time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(sys.modules, "__triton_launcher", raising=False)
-    stop = threading.Event()
 
     def launcher(number: int) -> Any:
         module = compile_module_from_src(NUMBERED_LAUNCHER.replace("NUMBER", str(number)), "__triton_launcher")
-        stop.wait(0.001)  # where another thread may come between
+        time.sleep(0.001)  # where another thread may come between
         return module.launch
 
     active = SimpleNamespace(launcher_cls=launcher)

@@ -14,27 +14,7 @@ pytest.importorskip("xgrammar")
 
 from phonograph.engine.grammars.names import told_apart
 
-CHARACTERS = [
-    "a",
-    "b",
-    "é",
-    "Ã",
-    "©",
-    "字",
-    "😀",
-    '"',
-    "\\",
-    "/",
-    "\n",
-    "\t",
-    "\x01",
-    "]",
-    "^",
-    "-",
-    " ",
-    "u",
-    "0",
-]
+CHARACTERS = 'abéÃ©字😀"\\/\n\t\x01]^- u0'
 SHORT = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
