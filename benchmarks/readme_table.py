@@ -128,7 +128,8 @@ def main() -> None:
     made = table()
     if parser.parse_args().write:
         text = README.read_text()
-        README.write_text(text.replace(table_of(text), made))
+        before, _, rest = text.partition(f"{BEGIN}\n")
+        README.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
     print(made)
 
 
