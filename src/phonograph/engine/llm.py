@@ -56,7 +56,7 @@ class LLM:
         start = time.perf_counter()
         self._engine: Engine = start_engine(self.config, progress)
         tokenizer = load_tokenizer(self.config)
-        model = self._engine.plan.model
+        model = self._engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
         grammars = GrammarCompiler(lambda: tokenizer, model)
         self._session = Session(self._engine.core, model, tokenizer, self.config.seed, grammars)
         self.start_seconds = time.perf_counter() - start

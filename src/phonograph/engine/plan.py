@@ -159,7 +159,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
-        notes=(*notes, memory.note, *captures.notes),
+        notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
 
 

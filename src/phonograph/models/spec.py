@@ -6,18 +6,21 @@ Defaults and older spellings of config.json mean here what they mean to transfor
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.folder import model_folder
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope import rope_frequencies
 from phonograph.models.settings import read_settings
+
+log = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNLIMITED = (-1, -1)
@@ -32,7 +35,8 @@ class ModelSpec:
                     `sliding_window` of W keys is (W - 1, 0)
     rope_frequencies: angle per position of each of the head_size / 2 pairs
     rope_factor:    on cos and sin
-    eos_token_ids:  of config.json and generation_config.json together
+    eos_token_ids:  of config.json and generation_config.json together, within the vocabulary
+    notes:          what was decided while reading, for `explain`
     """
 
     architecture: str
@@ -55,7 +59,7 @@ class ModelSpec:
     rope_factor: float
     dtype: str
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -64,6 +68,15 @@ class ModelSpec:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in `dtype`, by its name."""
         return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
+        """Return this model with the tokenizer's end-of-sequence token among its own, if the vocabulary has it."""
+        if eos_token_id is None:
+            return self
+        token_ids, note = split_end_tokens((*self.eos_token_ids, eos_token_id), self.vocab_size)
+        if note is not None:
+            log.warning("tokenizer: %s", note)
+        return replace(self, eos_token_ids=token_ids)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model must hold."""
@@ -111,11 +124,16 @@ def read_model_spec(model: str | Path, *, trust_remote_code: bool = False, revis
     names = raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
     architecture = find_architecture(name)
+    read_end_tokens(raw.get("eos_token_id"), path)  # before transformers, which would convert or refuse it
     config = read_settings(raw, name, path, trust_remote_code=trust_remote_code)
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
+    end_tokens = (
+        *read_end_tokens(config.eos_token_id, path),
+        *read_end_tokens(generation.get("eos_token_id"), generation_path),
+    )
     try:
-        return _make_spec(config, name, architecture, generation.get("eos_token_id"))
+        return _make_spec(config, name, architecture, end_tokens)
     except ModelError as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -131,7 +149,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _make_spec(
-    config: SimpleNamespace, name: str, architecture: Architecture, generation_eos: int | list[int] | None
+    config: SimpleNamespace, name: str, architecture: Architecture, end_tokens: tuple[int, ...]
 ) -> ModelSpec:
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("quantization_config is set, but quantized weights are not supported")
@@ -155,6 +173,8 @@ def _make_spec(
     max_positions = _positive(config, "max_position_embeddings")
     rope_parameters = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
     frequencies, factor = rope_frequencies(rope_parameters, head_size, max_positions)
+    vocab_size = _positive(config, "vocab_size")
+    eos_token_ids, note = split_end_tokens(end_tokens, vocab_size)
     return ModelSpec(
         architecture=name,
         num_layers=num_layers,
@@ -163,7 +183,7 @@ def _make_spec(
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=vocab_size,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
@@ -175,8 +195,8 @@ def _make_spec(
         rope_frequencies=frequencies,
         rope_factor=factor,
         dtype=dtype,
-        eos_token_ids=tuple(dict.fromkeys([*_ids(config.eos_token_id), *_ids(generation_eos)])),
-        bos_token_id=cast("int | None", config.bos_token_id),
+        eos_token_ids=eos_token_ids,
+        notes=() if note is None else (note,),
     )
 
 
@@ -189,12 +209,6 @@ def _positive(config: SimpleNamespace, name: str) -> int:
 
 def _switch(config: SimpleNamespace, rule: bool | str) -> bool:
     return bool(getattr(config, rule, False)) if isinstance(rule, str) else rule
-
-
-def _ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
 
 
 def _windows(config: SimpleNamespace, architecture: Architecture, num_layers: int) -> tuple[tuple[int, int], ...]:

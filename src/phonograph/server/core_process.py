@@ -18,7 +18,7 @@ import zmq
 from phonograph.config import EngineConfig
 from phonograph.early_start import start_early
 from phonograph.errors import PhonographError
-from phonograph.server.messages import Command, EngineFacts, Message, Progress, StartFailed
+from phonograph.server.messages import Begin, Command, EngineFacts, Message, Progress, StartFailed
 
 if TYPE_CHECKING:
     from phonograph.engine.build import Engine
@@ -50,6 +50,11 @@ class _Channel:
     def send(self, message: Message) -> None:
         self._messages.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), copy=False)
 
+    def receive_begin(self) -> Begin | None:
+        """Wait for the first message. Return None if the server stops instead of sending it."""
+        message = pickle.loads(self._commands.recv())
+        return message if isinstance(message, Begin) else None
+
     def receive(self, *, wait: bool) -> Command | None:
         try:
             return pickle.loads(self._commands.recv(0 if wait else zmq.NOBLOCK))
@@ -80,13 +85,17 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
         except PhonographError as error:
             channel.send(StartFailed(error))
             return
-        grammars = GrammarCompiler(lambda: load_tokenizer(config), engine.plan.model)
-        grammars.warm()
-        session = Session(engine.core, engine.plan.model, None, config.seed, grammars)
         # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
         gc.collect()
         gc.freeze()
         channel.send(_facts(engine, time.perf_counter() - began))
+        begin = channel.receive_begin()
+        if begin is None:
+            return
+        model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
+        grammars = GrammarCompiler(lambda: load_tokenizer(config), model)
+        grammars.warm()
+        session = Session(engine.core, model, None, config.seed, grammars)
         CoreLoop(session, channel, channel.send).run()
 
 

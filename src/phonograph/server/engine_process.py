@@ -17,7 +17,7 @@ import zmq.asyncio
 from phonograph.config import EngineConfig
 from phonograph.errors import PhonographError
 from phonograph.server.core_process import Addresses, run_core
-from phonograph.server.messages import Command, EngineFacts, Progress, Report, StartFailed, Stop
+from phonograph.server.messages import Begin, Command, EngineFacts, Progress, Report, StartFailed, Stop
 
 REPORTS_AT_ONCE = 8
 POLL_MILLISECONDS = 200
@@ -72,7 +72,7 @@ class EngineProcess:
                 self._started = True
                 return message
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Begin | Command) -> None:
         """Sends without waiting. What is sent to a process that has died is lost."""
         with suppress(zmq.Again):  # there is nobody at the other end
             self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)

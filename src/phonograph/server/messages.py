@@ -18,6 +18,13 @@ from phonograph.scheduler_limits import SchedulerStats
 
 
 @dataclass(slots=True)
+class Begin:
+    """First message to a started engine: the end-of-sequence token of the tokenizer, which the server has loaded."""
+
+    eos_token_id: int | None
+
+
+@dataclass(slots=True)
 class Add:
     """Prompts of one call to continue, by keys that the server gives them and never gives again.
 

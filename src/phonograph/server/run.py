@@ -25,6 +25,7 @@ from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.engine_process import EngineProcess
+from phonograph.server.messages import Begin
 from phonograph.server.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ async def running_engine(config: EngineConfig, progress: StartProgress) -> Async
     try:
         # The one process takes seconds to load weights, the other to load what tokenizes.
         facts, tokenizer = await asyncio.gather(starting, asyncio.to_thread(_tokenizer, config))
+        process.send(Begin(tokenizer.eos_token_id))
         engine = AsyncEngine(process, facts, tokenizer)
         try:
             yield engine

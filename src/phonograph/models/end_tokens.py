@@ -1,0 +1,43 @@
+"""End-of-sequence tokens that configuration files name.
+
+A model's end-of-sequence tokens are the union of the `eos_token_id` of config.json, of generation_config.json and of
+the tokenizer, as in vLLM and SGLang: chat fine-tunes often name the token that ends a turn in one of the three only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+from phonograph.errors import ModelError, shortened
+
+
+def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
+    """Read the value of `eos_token_id` in the file `path`: null, a token id or a list of token ids.
+
+    Raises:
+        ModelError: the value is something else.
+    """
+    token_ids = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
+    for token_id in token_ids:
+        if type(token_id) is not int:  # which excludes booleans
+            raise ModelError(
+                f"{path}: eos_token_id={shortened(repr(value))}: must be a token id, a list of token ids or null"
+                + (f", and {shortened(repr(token_id))} is not an integer" if isinstance(value, list) else "")
+            )
+    return cast("tuple[int, ...]", tuple(token_ids))
+
+
+def split_end_tokens(token_ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, ...], str | None]:
+    """Return the distinct ids that the vocabulary has, and a note about the others if there are any.
+
+    The model cannot generate a token outside its vocabulary, so such an id has no effect on the output.
+    """
+    distinct = list(dict.fromkeys(token_ids))
+    known = tuple(token_id for token_id in distinct if 0 <= token_id < vocab_size)
+    outside = [token_id for token_id in distinct if not 0 <= token_id < vocab_size]
+    if not outside:
+        return known, None
+    names = shortened(", ".join(map(str, outside)))
+    return known, f"eos_token_id {names} ignored: the model's token ids are 0 to {vocab_size - 1}"
