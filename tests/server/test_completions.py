@@ -195,6 +195,12 @@ def test_fields_without_effect_are_named(server: Server) -> None:
     answer = server.post("/v1/completions", {"prompt": "The", "user": "me", "store": False, "suffix": None})
     assert answer.status_code == 200 and answer.headers["warning"] == '299 - "no effect: user, store"'
     assert "warning" not in server.post("/v1/completions", {"prompt": "The", "user": None}).headers
+    for value, warns in ((True, True), (False, False), (None, False)):
+        body = {"prompt": "The", "stream": True, "stream_options": {"include_obfuscation": value}}
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 200
+        expected = '299 - "no effect: stream_options.include_obfuscation"' if warns else None
+        assert answer.headers.get("warning") == expected
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(2, 2), (None, 1), (1, None)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Any
@@ -11,6 +12,7 @@ from byte_grammars import byte_compiler, compiled, takes
 
 from phonograph.config_server import ServerConfig
 from phonograph.engine.grammars.schema import narrow, refusal
+from phonograph.engine.grammars.worker import Job, _compile
 from phonograph.errors import ConfigError
 from phonograph.server.defaults import check_tools
 from phonograph.server.tool_answers import CallReader
@@ -175,6 +177,28 @@ def test_anchors_of_several_tools_stay_apart() -> None:
             assert not takes(grammar, call % (name, f'"{key}": {other}')), (name, key)
         assert takes(grammar, call % (name, f'"$anchor": {{"a": {own}}}'))
         assert not takes(grammar, call % (name, f'"$anchor": {{"a": {other}}}'))
+
+
+def test_a_named_function_has_the_white_space_of_required_calls() -> None:
+    pytest.importorskip("xgrammar")
+    kinds = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}}
+    schema = {"type": "object", "properties": kinds, "required": ["a", "b"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    compiler, grammars = byte_compiler(), []
+    for asked in ({"type": "function", "function": {"name": "f"}}, "required"):
+        choice = read_tools(tools, asked, None)
+        assert choice is not None and choice.structured is not None
+        structured = choice.structured
+        job = Job(structured.kind, structured.source, not structured.disable_any_whitespace)
+        grammars.append(_compile(compiler, job))
+    named, required = grammars
+    pieces = ["{", '"a"', ":", "1", ",", '"b"', ":", "[", '"x"', ",", '"y"', "]", "}"]
+    for gap, blank in itertools.product(range(len(pieces) - 1), ("", " ", "\n", "\t", "   ")):
+        usual = [" " if piece in ":," else "" for piece in pieces]
+        usual[gap] = blank
+        text = "".join(map("".join, zip(pieces, usual, strict=True)))
+        accepted = takes(required, f'[{{"name": "f", "arguments": {text}}}]')
+        assert takes(named, text) == accepted == (blank == (" " if pieces[gap] in ":," else "")), text
 
 
 def test_a_parser_is_needed() -> None:

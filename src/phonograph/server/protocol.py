@@ -40,12 +40,16 @@ _SAME_NAME = (
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk."""
+    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk.
+
+    include_obfuscation: accepted without effect; OpenAI pads its chunks with it against readers of encrypted traffic.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationBody(Body):
@@ -105,7 +109,10 @@ class GenerationBody(Body):
         if extra.get("best_of") is not None and extra["best_of"] != (self.n or 1):
             raise invalid("best_of", "best_of other than n is not supported", code="unsupported_parameter")
         extra.pop("best_of", None)
-        return self.check_fields()
+        ignored = self.check_fields()
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            ignored.append("stream_options.include_obfuscation")
+        return ignored
 
     def asked_tokens(self) -> int | None:
         """max_tokens by either of its names."""

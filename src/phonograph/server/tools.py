@@ -49,10 +49,11 @@ class ToolChoice:
             raise refused(error, {"json": "tools"}) from None
 
     def _forced(self) -> StructuredOutputs:
+        # Fixed white space in every form: a weak model that may write blanks spends all its tokens on them.
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
-            return StructuredOutputs(json=_as_object(functions[self.function]))
+            return StructuredOutputs(json=_as_object(functions[self.function]), disable_any_whitespace=True)
         # Each function's parameters stand at a place of their own, so that their references still find what they mean.
         calls = [
             {
