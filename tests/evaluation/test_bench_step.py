@@ -9,13 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kernel_entries import kernel_entries
 
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, PhonographError
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_floor import H200, decode_floor, decode_work
 from phonograph.evaluation.bench_idle import Activity
-from phonograph.evaluation.bench_step import PARTS, bench_step, part_of, step_parts
+from phonograph.evaluation.bench_step import PARTS, bench_step, step_parts
+from phonograph.kernels.kernel_parts import KERNEL_PARTS, kernel_part
 
 # 2 us of prepare, a gap of 1, a product of 10, attention from within it to 4 after it, a copy, 3 us of nothing.
 STEP: list[Activity] = [
@@ -56,21 +58,38 @@ def test_no_steps_in_a_trace() -> None:
     assert step_parts(trace(5)).num_steps == 0
 
 
-def test_kernels_by_name() -> None:
-    names = {
-        "products": (
-            "_gemv_kernel",
-            "nvjet_tst_128x256",
-            "_span_kernel",
-            "_stream_kernel",
-            "sm90_xmma_gemm_bf16",
-            "cutlass::Kernel2",
-        ),
-        "attention": ("_attention_kernel", "_merge_kernel", "_plan_kernel", "FlashAttnFwdSm90", "BatchDecodeWithPaged"),
-        "rest": ("_prepare_kernel", "_norm_kernel", "_rope_kernel", "_silu_kernel", "Memcpy HtoD", "_sample"),
-    }
-    for part, kernels in names.items():
-        assert [part_of(kernel) for kernel in kernels] == [part] * len(kernels)
+def test_every_kernel_of_ours_has_a_part() -> None:
+    assert {entry.partition(".")[2] for entry in kernel_entries()} == KERNEL_PARTS.keys()
+    assert set(KERNEL_PARTS.values()) | {"gaps"} == set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("_ring_kernel", "products"),
+        ("_prefill_kernel", "attention"),
+        ("nvjet_sm90_tst_96x64_64x10_1x2_h_bz_TNN", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "products"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<>>>", "attention"),
+        ("void flash::prepare_varlen_num_blocks_kernel<2, false>(int)", "attention"),
+        ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<>", "attention"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "rest"),
+        ("Memcpy DtoH (Device -> Pinned)", "rest"),
+        ("Memset (Device)", "rest"),
+        ("memcpy32_post", "rest"),
+    ],
+)
+def test_kernels_by_name(name: str, part: str) -> None:
+    assert kernel_part(name) == part
+
+
+def test_a_kernel_without_a_part_fails_the_report() -> None:
+    known = step_parts(trace(20))
+    assert known.parts_us["rest"] == 3.0
+    unknown = [(21.0 * step + 18.0, 21.0 * step + 19.0, "_new_kernel") for step in range(20)]
+    with pytest.raises(PhonographError, match=r"step report: .* _new_kernel; .*kernel_parts\.py"):
+        step_parts([*trace(20), *unknown])
 
 
 def test_work_and_floor(demo_llm: LLM) -> None:

@@ -6,32 +6,22 @@ before it, or its own start if that is later, to its own end. What is left betwe
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, PhonographError, shortened
 from phonograph.evaluation.bench import BenchProgress, Row
 from phonograph.evaluation.bench_cases import DecodeCase
 from phonograph.evaluation.bench_floor import Work, decode_work, this_chip
 from phonograph.evaluation.bench_idle import STEP_KERNEL, Activity, device_activities, steady_decodes
+from phonograph.kernels.kernel_parts import kernel_part
 
 TOKENS = 48
 KERNELS_TOLD = 12
 _SETTLED = 8
 """Steps at the beginning of a trace that are left out: the host fills its queue there."""
-_PARTS = {
-    "attention": re.compile(
-        r"attention|attn|flash|fmha|_merge_kernel|_plan_kernel|_split_kernel|_cut_kernel|_indices_kernel"
-        r"|_quantize_kernel|Batch(Prefill|Decode)",
-        re.IGNORECASE,
-    ),
-    "products": re.compile(
-        r"gemm|gemv|nvjet|cutlass|cublas|splitK|_rows_kernel|_span_kernel|_stream_kernel", re.IGNORECASE
-    ),
-}
 PARTS = ("products", "attention", "rest", "gaps")
 
 
@@ -48,15 +38,13 @@ class StepParts:
         return sum(self.parts_us.values())
 
 
-def part_of(kernel: str) -> str:
-    """The part of a step that a kernel or copy belongs to, by its name."""
-    return next((part for part, pattern in _PARTS.items() if pattern.search(kernel)), "rest")
-
-
 def step_parts(activities: Sequence[Activity]) -> StepParts:
     """From (start, end, name) of everything the device did, in us; steps are from one prepare kernel to the next.
 
     Only steps of the commonest number of activities count, so that a prefill among decodes does not.
+
+    Raises:
+        PhonographError: a kernel of these steps is in no table of `kernel_parts`.
     """
     activities = sorted(activities)
     starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name][_SETTLED:]
@@ -65,13 +53,14 @@ def step_parts(activities: Sequence[Activity]) -> StepParts:
         return StepParts(num_steps=0, parts_us=dict.fromkeys(PARTS, 0.0), kernels=[])
     ((usual, _),) = Counter(last - first for first, last in steps).most_common(1)
     steps = [(first, last) for first, last in steps if last - first == usual]
+    part_of = _parts_by_name({name for first, last in steps for _, _, name in activities[first:last]})
     parts, added, launches = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
     for first, last in steps:
         end = activities[first][0]
         for start, stop, name in activities[first:last]:
             parts["gaps"] += max(0.0, start - end)
             more = max(0.0, stop - max(start, end))
-            parts[part_of(name)] += more
+            parts[part_of[name]] += more
             added[name] += more
             launches[name] += 1
             end = max(end, stop)
@@ -83,11 +72,24 @@ def step_parts(activities: Sequence[Activity]) -> StepParts:
     return StepParts(num_steps=count, parts_us={name: parts[name] / count for name in PARTS}, kernels=kernels)
 
 
+def _parts_by_name(names: set[str]) -> dict[str, str]:
+    """Returns the part of each kernel, for all kernels of a report."""
+    found = {name: part for name in names if (part := kernel_part(name)) is not None}
+    unknown = sorted(names - found.keys())
+    if unknown:
+        raise PhonographError(
+            f"step report: no part of a step is declared for {', '.join(map(shortened, unknown))}; "
+            "declare it in phonograph/kernels/kernel_parts.py"
+        )
+    return found
+
+
 def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
     """The parts of a step while all sequences decode, and what products and attention do in theirs.
 
     Raises:
         ConfigError: the engine runs on a CPU.
+        PhonographError: a kernel of the step is in no table of `kernel_parts`.
     """
     plan = llm.plan
     if plan.device.kind != "cuda":

@@ -1,0 +1,53 @@
+"""Table of the part of a step that each kernel belongs to, by the kernel's name in a profiler's trace.
+
+Our kernels are declared by name. Those of libraries have long, generated names, so that each library has a pattern.
+"""
+
+from __future__ import annotations
+
+import re
+
+KERNEL_PARTS = {
+    "_attention_kernel": "attention",
+    "_cut_kernel": "attention",
+    "_indices_kernel": "attention",
+    "_merge_kernel": "attention",
+    "_plan_kernel": "attention",
+    "_prefill_kernel": "attention",
+    "_quantize_kernel": "attention",
+    "_split_kernel": "attention",
+    "_few_rows_kernel": "products",
+    "_gemv_kernel": "products",
+    "_ring_kernel": "products",
+    "_rows_kernel": "products",
+    "_append_kernel": "rest",
+    "_copy_kernel": "rest",
+    "_gather_kernel": "rest",
+    "_mask_kernel": "rest",
+    "_norm_kernel": "rest",
+    "_prepare_kernel": "rest",
+    "_rope_kernel": "rest",
+    "_silu_kernel": "rest",
+    "_write_kernel": "rest",
+    "filter_kernel": "rest",
+    "scan_kernel": "rest",
+}
+"""Entry points of `phonograph.kernels.triton`."""
+
+# The first pattern found in a name counts: FlashAttention's kernels contain "cutlass" too.
+LIBRARY_PARTS = (
+    # FlashAttention and FlashInfer.
+    ("attention", re.compile(r"flash|fmha|Batch(Prefill|Decode|Paged)|MergeStates", re.IGNORECASE)),
+    # cuBLAS and CUTLASS.
+    ("products", re.compile(r"nvjet|cublas|cutlass|gemm|gemv|splitK", re.IGNORECASE)),
+    # torch's own kernels, and copies.
+    ("rest", re.compile(r"at::|cub::|thrust::|memcpy|memset", re.IGNORECASE)),
+)
+
+
+def kernel_part(name: str) -> str | None:
+    """Returns the part of a kernel or copy, or None if neither table knows it."""
+    known = KERNEL_PARTS.get(name)
+    if known is not None:
+        return known
+    return next((part for part, pattern in LIBRARY_PARTS if pattern.search(name)), None)
