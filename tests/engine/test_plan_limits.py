@@ -65,3 +65,11 @@ def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: i
     plan = make_plan(EngineConfig(model="demo", **settings), model, known_device("h200"))
     assert plan.limits.block_size == plan.attention.block_size == size
     assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)
+
+
+def test_a_block_is_no_larger_than_kernels_can_address() -> None:
+    """Kernels address what lies within a block of a layer's keys by 32 bits."""
+    model = read_model_spec("demo")
+    most = ((1 << 31) - 1) // (model.num_kv_heads * model.head_size) // 16 * 16
+    with pytest.raises(ConfigError, match=rf"block_size={most + 16}: .*; {most} or less works"):
+        make_plan(EngineConfig(model="demo", block_size=most + 16), model, known_device("h200"))

@@ -83,6 +83,8 @@ BATCHES = [
     ((1500, 32768),),
     tuple((20 + 5 * i, 20 + 9 * i) for i in range(16)),
     ((1, 4096),) * 8 + ((512, 512), (17, 100000), (300, 301)),
+    # Keys times pieces, and keys times programs, exceed 2^31.
+    ((32, 1 << 29),),
 ]
 WINDOWS = [(True, (-1, -1)), (False, (-1, -1)), (True, (300, -1)), (False, (0, 200)), (False, (300, -1))]
 

@@ -54,7 +54,8 @@ class Pointer:
         return cls(whole, tensor.storage_offset())
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.memory, self.at + other)
+        """Offsets may have 32 bits, addresses have 64."""
+        return Pointer(self.memory, self.at + (other.long() if isinstance(other, torch.Tensor) else other))
 
     @property
     def dtype(self) -> types.SimpleNamespace:
@@ -207,7 +208,7 @@ class _Language:
 
     @staticmethod
     def arange(first: int, end: int, *, layout: Any) -> torch.Tensor:
-        return torch.arange(first, end)
+        return torch.arange(first, end, dtype=torch.int32)
 
     @staticmethod
     def zeros(shape: list[int], dtype: torch.dtype, layout: Any) -> torch.Tensor:

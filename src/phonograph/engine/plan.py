@@ -93,6 +93,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     notes: list[str] = []
     limits = _limits(config, model, device)
+    _check_block_size(limits, model)
     attention = resolve_attention(config, model, device)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
@@ -185,6 +186,18 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
         block_size=_block_size(config, device),
     )
+
+
+def _check_block_size(limits: Limits, model: ModelSpec) -> None:
+    """
+    Raises:
+        ConfigError: kernels, which address what lies within a block by 32 bits, could not reach all of it.
+    """
+    slot = model.num_kv_heads * model.head_size
+    most = ((1 << 31) - 1) // slot // 16 * 16
+    if limits.block_size > most:
+        problem = f"a block would have {limits.block_size * slot} elements of a layer's keys; {most} or less works"
+        raise ConfigError("block_size", limits.block_size, problem)
 
 
 def _block_size(config: EngineConfig, device: DeviceSpec) -> int:

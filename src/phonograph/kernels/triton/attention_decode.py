@@ -284,9 +284,10 @@ def _attention_kernel(
             query_len = next_len
             seq_len = next_keys
 
-    # Rows of nobody.
+    # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
-    for row in range(end + program, num_tokens, PROGRAMS):
+    row = (end + program).to(tl.int64)
+    while row < num_tokens:
         for column in range(0, ROW, 1024):
             offset = column + tl.arange(0, 1024)
             zeros = tl.zeros([1024], out_THD.dtype.element_ty)
@@ -294,6 +295,7 @@ def _attention_kernel(
         if lse_HT is not None:
             for head in range(KV_HEADS * GROUP):
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
+        row += PROGRAMS
 
     # Who waits for this kernel waits for that one too.
     if PDL:

@@ -235,7 +235,8 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
-    """Whether the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]), each key tile in one block."""
+    """Returns True if the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]) of fewer than 2^31 rows, and
+    each key tile lies in one block."""
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
     return (
@@ -244,6 +245,7 @@ def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
         and width == head_size
         and stride_kv == num_blocks * stride_block
         and stride_block == block_size * num_kv_heads * head_size
+        and 2 * num_blocks * block_size * (num_kv_heads if heads_outside else 1) < 1 << 31
         and (num_kv_heads == 1 or stride_head == (block_size * head_size if heads_outside else head_size))
     )
 
@@ -422,8 +424,10 @@ def _attention_kernel(
         head_M = kv_head * GROUP + row_M % GROUP
         valid_M = token_M < query_len
         position_M = seq_len - query_len + token_M
-        query = query_THD + query_start.to(tl.int64) * stride_token
-        pointer_MD = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+        # 64 bits for the tile's first token, 32 for what lies within the tile.
+        first_token = tile * BLOCK_M // GROUP
+        query = query_THD + (query_start + first_token).to(tl.int64) * stride_token
+        pointer_MD = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
         mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
         query_MD = tl.load(pointer_MD, mask=mask_MD, other=0.0)
         factor = scale
@@ -462,7 +466,9 @@ def _attention_kernel(
         )  # fmt: skip
 
         # Read again, and not by the compiler's leave: what the rows' addresses need must not stay in registers above.
-        row_M = tl.load(entry + 1, volatile=True) * BLOCK_M + tl.arange(0, BLOCK_M)
+        first_row = tl.load(entry + 1, volatile=True) * BLOCK_M
+        row_M = first_row + tl.arange(0, BLOCK_M)
+        first_token = first_row // GROUP
         token_M = row_M // GROUP
         head_M = kv_head * GROUP + row_M % GROUP
         valid_M = token_M < query_len
@@ -480,8 +486,9 @@ def _attention_kernel(
         acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
         lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
         if slot < 0:
-            out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-            pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+            out = out_THD + (query_start + first_token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+            place_M = (token_M - first_token) * (KV_HEADS * GROUP) + head_M
+            pointer_MD = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
             mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
             tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
             if lse_HT is not None:
@@ -532,6 +539,7 @@ def _merge_kernel(
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         row_M = tile * BLOCK_M + strip
+        first_token = tile * BLOCK_M // GROUP
         token_M = row_M // GROUP
         head_M = kv_head * GROUP + row_M % GROUP
         valid_M = token_M < query_len
@@ -554,8 +562,9 @@ def _merge_kernel(
             acc_MD = acc_MD * decay_M[:, None] + part_MD * weight_M[:, None]
             max_M = new_max_M
         acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
-        out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
+        out = out_THD + (query_start + first_token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+        place_M = (token_M - first_token) * (KV_HEADS * GROUP) + head_M
+        pointer_MD = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
         mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
         tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
         if lse_HT is not None:

@@ -493,8 +493,10 @@ def _load_query(
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     token_M = row_M // GROUP
     head_M = item % KV_HEADS * GROUP + row_M % GROUP
-    query = query_THD + query_start.to(gl.int64) * stride_token
-    pointers = query + (token_M * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+    # 64 bits for the tile's first token, 32 for what lies within the tile.
+    first_token = tile * (2 * ROWS) // GROUP
+    query = query_THD + (query_start + first_token).to(gl.int64) * stride_token
+    pointers = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
     there_M = (token_M < query_len) & (item < num_items)
     return gl.load(pointers, mask=there_M[:, None], other=0.0)
 
@@ -593,8 +595,9 @@ def _run(
                 gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
             rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
             copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-            place_M = copied_M // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
-            out = out_THD + query_start.to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+            first_token = tile * (2 * ROWS) // GROUP
+            place_M = (copied_M // GROUP - first_token) * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
+            out = out_THD + (query_start + first_token).to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
             out_ptrs = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
             gl.store(out_ptrs, rounded_MD, mask=(copied_M // GROUP < query_len)[:, None])
         else:

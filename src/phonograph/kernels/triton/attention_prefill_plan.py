@@ -294,7 +294,7 @@ def _plan_kernel(
     # What each candidate length of a piece would cost: no cuts, then the longest tile in as many pieces as an even
     # share of the work goes into it, and more.
     candidate = tl.arange(0, _CANDIDATES)
-    fewest = tl.maximum((longest * programs / tl.maximum(total_keys * KV_HEADS, 1.0)).to(tl.int32), 1)
+    fewest = tl.maximum((longest.to(tl.float32) * programs / tl.maximum(total_keys * KV_HEADS, 1.0)).to(tl.int32), 1)
     parts = tl.where(candidate == 0, 1, fewest + (candidate - 1) * tl.maximum(fewest // 8, 1))
     length = tl.maximum(tl.cdiv(longest, parts), _SHORTEST_PIECE).to(tl.float32)
     rate = _ALMOST_ONE / length
@@ -367,11 +367,15 @@ def _plan_kernel(
     seq_len = tl.load(seq_lens + seqs, mask=exists, other=0)
     cuts = tl.maximum(pieces, 1)[None, :]
     keys = keys[None, :]
+    # keys * piece // cuts, whose product may exceed 32 bits, is whole * piece + rest * piece // cuts.
+    whole = keys // cuts
+    rest = keys % cuts
     for begin in range(0, tl.max(pieces), _PIECES):
         piece = begin + tl.arange(0, _PIECES)[:, None]
         mask = piece < pieces[None, :]
-        lower = tl.cdiv(keys * piece // cuts, KEY_STEP) * KEY_STEP
-        upper = tl.minimum(tl.cdiv(keys * (piece + 1) // cuts, KEY_STEP) * KEY_STEP, keys)
+        lower = tl.cdiv(whole * piece + rest * piece // cuts, KEY_STEP) * KEY_STEP
+        upper = tl.cdiv(whole * (piece + 1) + rest * (piece + 1) // cuts, KEY_STEP) * KEY_STEP
+        upper = tl.minimum(upper, keys)
         entry = entries + (place[None, :] + piece) * ENTRY_WORDS
         tl.store(entry, seqs[None, :], mask=mask)
         tl.store(entry + 1, tile[None, :], mask=mask)

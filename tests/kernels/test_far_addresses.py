@@ -1,0 +1,427 @@
+"""Addresses beyond 2^31 elements: each kernel on rows that lie so far apart, against the same rows close together.
+
+On the CPU the tensors take address space and no memory. On a GPU they take up to 40 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gluon_on_threads
+import numpy as np
+import pytest
+import torch
+from far_memory import BORDER, far_tensor, last_programs, spread
+from kernel_entries import kernel_entries
+
+from phonograph.kernels.cascade import PrefixCut
+from phonograph.kernels.triton import attention_prefill, few_rows, gemv, layers, rope_kv, row_tiles
+from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention_prefill import make_prefill_plan, merge_prefill, prefill_attention
+from phonograph.kernels.triton.bitmask import mask_logits
+from phonograph.kernels.triton.cascade import cut_prefix, merge_by_lse
+from phonograph.kernels.triton.few_rows import FewRowsConfig
+from phonograph.kernels.triton.page_indices import page_indices
+from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
+from phonograph.kernels.triton.product_rules import RingConfig
+from phonograph.kernels.triton.quantize import quantize_queries
+from phonograph.kernels.triton.row_squares import NextNorm, RowSquares
+from phonograph.kernels.triton.row_tiles import LinearConfig
+from phonograph.kernels.triton.sampling import make_sample_scratch, sample
+
+Place = Callable[..., torch.Tensor]
+"""Copies a tensor: as it is, or with its rows far apart."""
+Walk = Callable[[Place, torch.device], list[torch.Tensor]]
+ROWS, WIDTH = 3, 1024
+TOKENS = BORDER // WIDTH + 2
+"""Rows of WIDTH elements, of which the last two lie beyond the border."""
+EPS = 1e-5
+
+
+def near(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return tensor.clone()
+
+
+def randn(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape).to(device, torch.float16)
+
+
+def walk_gemv(place: Place, device: torch.device) -> list[torch.Tensor]:
+    weight, x, norm = place(randn(16, 64, device=device)), randn(1, 64, device=device), randn(64, device=device)
+    out, gated = torch.zeros(2, 1, 16, dtype=x.dtype, device=device)
+    gemv.gemv(x, weight, None, out)
+    gemv.gemv_norm_silu(x, norm, EPS, weight, None, gated[:, :8])
+    return [out, gated]
+
+
+def operands(place: Place, device: torch.device) -> tuple[list[torch.Tensor], NextNorm]:
+    """x, weights, out, and a norm behind: the inputs of 3 rows, 64 inputs and 64 outputs."""
+    tensors = [place(randn(*shape, device=device)) for shape in ((ROWS, 64), (128, 64), (ROWS, 64))]
+    norm = NextNorm(
+        randn(64, device=device),
+        place(torch.zeros(ROWS, 64, dtype=torch.float16, device=device)),
+        RowSquares(torch.zeros(8, 16, device=device), EPS),
+    )
+    return tensors, norm
+
+
+def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
+    (x, weight, out), norm = operands(place, device)
+    norm = norm._replace(squares=RowSquares(torch.zeros(8, 8, device=device), EPS))
+    config = FewRowsConfig(8, 8, 64, 1, 1, 2, 1)
+    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
+    few_rows.launch(x, weight, None, gated, 2, config)
+    few_rows.launch(x, weight[:64], None, out, 1, config, norm=norm)
+    return [out, norm.normed_MN, gated]
+
+
+def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
+    (x, weight, out), norm = operands(place, device)
+    config = LinearConfig(16, 64, 64, 1, 4, 2, 0)
+    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
+    row_tiles.launch(x, weight, None, gated, 2, config, None)
+    row_tiles.launch(x, weight[:64], None, out, 1, config, None, norm=norm)
+    # Rows that begin at no multiple of 16 bytes are read by pointers.
+    odd = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
+    row_tiles.launch(x[:, :60], weight[:64, 1:61], None, odd, 0, config, None)
+    return [out, norm.normed_MN, gated, odd]
+
+
+def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
+    from phonograph.kernels.triton import ring
+
+    (x, weight, out), norm = operands(place, device)
+    config = RingConfig(16, 64, 64, 1, 2)
+    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
+    ring.launch(x, weight, None, gated, 2, config, None)
+    ring.launch(x, weight[:64], None, out, 1, config, None, norm=norm)
+    return [out, norm.normed_MN, gated]
+
+
+def walk_sampling(place: Place, device: torch.device) -> list[torch.Tensor]:
+    logits = place(randn(ROWS, 3000, device=device))
+    mask = torch.full((1, 94), -2, dtype=torch.int32, device=device)
+    mask_logits(logits, torch.tensor([ROWS - 1], dtype=torch.int32, device=device), mask)
+    tokens, last_token = torch.zeros(2, ROWS, dtype=torch.int32, device=device)
+    parameters = torch.ones(ROWS, device=device)
+    sample(
+        logits,
+        torch.arange(ROWS, dtype=torch.int32, device=device),
+        parameters,
+        torch.tensor([0, 5, 40], dtype=torch.int32, device=device),
+        parameters,
+        parameters * 0,
+        torch.arange(ROWS, device=device),
+        make_sample_scratch(ROWS, 3000, device),
+        tokens,
+        last_token,
+    )
+    return [tokens, logits]
+
+
+def walk_gathers(place: Place, device: torch.device) -> list[torch.Tensor]:
+    out = place(torch.zeros(ROWS, 70, dtype=torch.float16, device=device))
+    picked = torch.tensor([2, 0, 2], device=device)
+    layers.gather_rows(place(randn(ROWS, 70, device=device)), picked, out)
+    return [out]
+
+
+def walk_block_tables(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Page numbers, the cut of a batch at its prefix, and blocks entered ahead of a step."""
+    lens = torch.tensor([30, 0, 64], dtype=torch.int32, device=device)
+    table = place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device))
+    apply_appends(torch.tensor([[2], [3], [77]], dtype=torch.int32, device=device), table)
+    pages = torch.zeros(ROWS * 8, dtype=torch.int32, device=device)
+    page_indices(table, lens, pages, page_size=16)
+    cut = PrefixCut.make(ROWS, 8, device)
+    cut.suffix_lens.zero_()
+    cut = PrefixCut(
+        prefix_starts=cut.prefix_starts,
+        prefix_lens=cut.prefix_lens,
+        suffix_lens=cut.suffix_lens,
+        suffix_table=place(cut.suffix_table),
+    )
+    starts = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
+    cut_prefix(cut, torch.tensor([16], dtype=torch.int32, device=device), starts, lens, table, block_size=16)
+    return [table, pages, cut.suffix_lens, cut.suffix_table]
+
+
+def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
+    layout = StepLayout(ROWS, 8, 8)
+    staging = np.zeros(layout.num_words, np.int32)
+    views = layout.host_views(staging)
+    views.header[:3] = ROWS, ROWS, ROWS
+    views.slots[:] = 2, 0, 1
+    views.context_lens[:] = 20, 30, 47
+    views.query_starts[:] = views.append_starts[:] = np.arange(ROWS + 1)
+    views.token_starts[:] = -1
+    views.append_at[:] = 1, 2, 3
+    views.appends[:ROWS] = 50, 51, 52
+    tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
+    ints = {name: torch.zeros(8, dtype=torch.int32, device=device) for name in ("input_ids_T", "query_start_loc")}
+    longs = ("positions_T", "slot_mapping_T", "logits_rows_R")
+    outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
+    seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
+    prepare(
+        torch.from_numpy(staging).to(device),
+        layout,
+        last_token_R=torch.tensor([7, 8, 9], dtype=torch.int32, device=device),
+        slot_block_table_RN=tables[0],
+        block_table_RN=tables[1],
+        block_size=16,
+        num_reqs_padded=ROWS,
+        num_tokens_padded=ROWS,
+        seq_lens_R=seq_lens,
+        **outputs,
+    )
+    return [*tables, *outputs.values(), seq_lens]
+
+
+def walk_merge_of_cascade(place: Place, device: torch.device) -> list[torch.Tensor]:
+    prefix, out = (place(randn(ROWS, 4, 32, device=device)) for _ in range(2))
+    lses = [torch.randn(4, ROWS).to(device) for _ in range(2)]
+    merge_by_lse(prefix, lses[0], out, lses[1], torch.tensor([ROWS], dtype=torch.int32, device=device))
+    return [out]
+
+
+def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Rotation and writes of tokens far apart to blocks far apart, values further than keys."""
+    qkv = place(randn(ROWS, 8 * 32, device=device))
+    cache = place(torch.zeros(2, ROWS, 16, 2, 32, dtype=torch.float8_e5m2, device=device), dim=1)
+    slots = torch.tensor([3, 40, 17], device=device)
+    arguments = {
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "qk_norm": None,
+        "eps": EPS,
+        "k_scale": None,
+        "v_scale": None,
+    }
+    rotary = torch.randn(9, 32).to(device)
+    rope_kv.rope_and_write_kv(qkv, torch.tensor([1, 8, 3], device=device), rotary, cache, slots, **arguments)
+    key, value = (place(randn(ROWS, 2, 32, device=device)) for _ in range(2))
+    rope_kv.write_kv(key, value, cache, slots + 5, None, None)
+    return [qkv, cache.view(torch.uint8)]
+
+
+WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
+    "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
+    "few rows": (walk_few_rows, ("few_rows._few_rows_kernel",)),
+    "row tiles": (walk_row_tiles, ("row_tiles._rows_kernel",)),
+    "ring": (walk_ring, ("ring._ring_kernel",)),
+    "sampling": (
+        walk_sampling,
+        ("sampling_scan.scan_kernel", "sampling_filter.filter_kernel", "bitmask._mask_kernel"),
+    ),
+    "gathers": (walk_gathers, ("layers._gather_kernel",)),
+    "block tables": (
+        walk_block_tables,
+        ("page_indices._indices_kernel", "cascade._cut_kernel", "prepare._append_kernel"),
+    ),
+    "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
+    "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
+    "KV writes": (walk_kv_writes, ("rope_kv._rope_kernel", "rope_kv._write_kernel")),
+}
+"""By name: how rows far apart are compared with rows close together, and the kernels that do."""
+OTHER_TESTS = {
+    "attention_decode._attention_kernel",
+    "attention_prefill._attention_kernel",
+    "attention_prefill._merge_kernel",
+    "attention_prefill_hopper._prefill_kernel",
+    "layers._norm_kernel",
+    "layers._silu_kernel",
+    "quantize._quantize_kernel",
+}
+WITHOUT_ROWS = {
+    "attention_plan._plan_kernel",
+    "attention_prefill_plan._plan_kernel",
+    "split_batch._split_kernel",
+    "words._copy_kernel",
+}
+"""Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""
+
+
+def test_every_kernel_is_here() -> None:
+    walked = {kernel for _, kernels in WALKS.values() for kernel in kernels}
+    assert walked | OTHER_TESTS | WITHOUT_ROWS == kernel_entries()
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_rows_far_apart(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, _ = WALKS[name]
+    if name == "ring":
+        on_threads("ring", "_ring_kernel", device, monkeypatch)
+    results = []
+    for place in (near, spread):
+        torch.manual_seed(1)
+        results.append(walk(place, device))
+    for close, far in zip(*results, strict=True):
+        assert close.any() and torch.equal(close, far)
+
+
+def on_threads(module: str, kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a Gluon kernel run on threads where there is no Hopper GPU."""
+    found = pytest.importorskip(f"phonograph.kernels.triton.{module}")
+    if device.type == "cpu":
+        monkeypatch.setattr(found, kernel, gluon_on_threads.launcher(found, kernel))
+    elif not attention_prefill.gluon_usable():
+        pytest.skip("needs a Hopper GPU")
+
+
+def test_rows_of_one_large_tensor(device: torch.device) -> None:
+    """Kernels whose rows follow one another: the last row of a step, and rows of a table of embeddings."""
+    torch.manual_seed(1)
+    rows, weight = randn(2, WIDTH, device=device), randn(WIDTH, device=device)
+    expected = torch.zeros_like(rows)
+    layers.rms_norm(rows, weight, EPS, expected)
+    table, out = (far_tensor(TOKENS, WIDTH, dtype=rows.dtype, device=device) for _ in range(2))
+    table[[0, -1]] = rows
+    with last_programs(2):
+        layers.rms_norm(table, weight, EPS, out)
+    assert torch.equal(out[-1], expected[1])
+
+    got, kept = torch.zeros_like(rows), torch.zeros_like(rows)
+    picked = torch.tensor([0, TOKENS - 1], device=device)
+    layers.gather_and_norm(table, picked, weight, EPS, got)
+    assert torch.equal(got, expected)
+    layers.embed_and_norm(picked.int(), table, weight, EPS, kept, got.zero_())
+    assert torch.equal(got, expected) and torch.equal(kept, rows)
+
+    with last_programs(2):
+        layers.silu_and_mul(table, out[:, : WIDTH // 2])
+    layers.silu_and_mul(rows, expected[:, : WIDTH // 2])
+    assert torch.equal(out[-1, : WIDTH // 2], expected[1, : WIDTH // 2])
+
+
+def test_queries_of_one_large_step(device: torch.device) -> None:
+    """Queries in FP8, and the zeros of rows that attention leaves alone."""
+    heads, size = 8, WIDTH // 8
+    torch.manual_seed(1)
+    fused = far_tensor(TOKENS, heads + 2, size, dtype=torch.float16, device=device)
+    fused[-1] = randn(heads + 2, size, device=device)
+    out = far_tensor(TOKENS, heads, size, dtype=torch.float8_e5m2, device=device)
+    with last_programs(2):
+        quantize_queries(fused[:, :heads], None, out)
+    expected = torch.zeros(1, heads, size, dtype=torch.float8_e5m2, device=device)
+    quantize_queries(fused[-1:, :heads], None, expected)
+    assert expected.float().any() and torch.equal(out[-1:].view(torch.uint8), expected.view(torch.uint8))
+
+    clear = far_tensor(TOKENS, WIDTH, dtype=torch.float16, device=device)
+    clear[-1] = 1.0
+    with last_programs(2):
+        rope_kv.rope_and_write_kv(
+            fused.flatten(1),
+            torch.zeros(TOKENS, dtype=torch.int64, device=device),
+            torch.randn(1, size).to(device),
+            torch.zeros(2, 1, 16, 1, size, dtype=torch.float16, device=device),
+            torch.full((TOKENS,), -1, dtype=torch.int64, device=device),
+            num_query_heads=heads,
+            num_kv_heads=1,
+            qk_norm=None,
+            eps=EPS,
+            k_scale=None,
+            v_scale=None,
+            clear_TF=clear,
+        )
+    assert not clear[-1].any()
+
+
+FEATURES = {"window": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "k_scale": None, "v_scale": None}
+
+
+def attend(query_THD: torch.Tensor, keys_2LKD: torch.Tensor, first_position: int, scale: float) -> torch.Tensor:
+    """Causal attention in float32 of queries whose first sees `first_position` + 1 keys."""
+    group = query_THD.shape[1] // keys_2LKD.shape[2]
+    keys_HLD, values_HLD = keys_2LKD.float().repeat_interleave(group, 2).transpose(1, 2)
+    logits = torch.einsum("thd,hld->htl", query_THD.float(), keys_HLD) * scale
+    key = torch.arange(keys_HLD.shape[1], device=logits.device)
+    position = first_position + torch.arange(len(query_THD), device=logits.device)[:, None]
+    weights = logits.masked_fill(key > position, -torch.inf).softmax(-1)
+    return (weights @ values_HLD).transpose(0, 1)
+
+
+def test_decodes_at_the_end_of_a_large_step(device: torch.device) -> None:
+    """Sequences whose rows lie beyond the border, rows of no request behind them, and a cache of blocks far apart."""
+    heads, kv_heads, size, first = 8, 2, WIDTH // 8, TOKENS - 5
+    num_tokens = TOKENS + 2
+    torch.manual_seed(1)
+    fused = far_tensor(num_tokens, heads + 2 * kv_heads, size, dtype=torch.float16, device=device)
+    out = far_tensor(num_tokens, heads, size, dtype=torch.float16, device=device)
+    fused[first:] = randn(num_tokens - first, heads + 2 * kv_heads, size, device=device)
+    out[first:] = torch.nan
+    cache = spread(randn(2, 3, 16, kv_heads, size, device=device), dim=1)
+    starts = torch.tensor([first, first + 1, first + 2], dtype=torch.int32, device=device)
+    lens = torch.tensor([20, 9], dtype=torch.int32, device=device)
+    table = torch.tensor([[2, 1], [0, 0]], dtype=torch.int32, device=device)
+    plan = make_decode_plan(
+        num_query_heads=heads, num_kv_heads=kv_heads, head_size=size, max_num_seqs=2, num_sms=1, device=device
+    )
+    plan_decode(plan, starts, lens, max_query_len=16, window=(-1, -1))
+    query = fused[:, :heads]
+    decode_attention(
+        plan, query, cache, table, starts, lens, out, None, scale=size**-0.5, causal=True, **FEATURES
+    )  # fmt: skip
+    for row, (blocks, length) in enumerate((([2, 1], 20), ([0], 9))):
+        keys = cache[:, blocks].flatten(1, 2)[:, :length]
+        expected = attend(query[first + row : first + row + 1], keys, length - 1, size**-0.5)
+        torch.testing.assert_close(out[first + row : first + row + 1].float(), expected, rtol=5e-3, atol=5e-3)
+    assert not out[first + 2 :].any()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("kernel", ["pointers", "far blocks", "copy engine", "hopper"])
+def test_the_end_of_a_long_prompt(
+    kernel: str, cut: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of a million tokens with all keys of its last tile in one piece, or in two that are merged.
+
+    The work list is written by hand, as the plan of such a step would take minutes in the interpreter.
+    """
+    if kernel == "hopper":
+        on_threads("attention_prefill_hopper", "_prefill_kernel", device, monkeypatch)
+        monkeypatch.setattr(attention_prefill, "gluon_usable", lambda: True)
+    elif device.type == "cuda":
+        monkeypatch.setattr(attention_prefill, "_HOPPER_TOKENS", 1 << 30)
+    heads, size, num_tokens = 16, 128, BORDER // (16 * 128) + 8
+    block_size = 16 if kernel in ("pointers", "far blocks") else 64
+    torch.manual_seed(1)
+    fused = far_tensor(num_tokens, heads + 2, size, dtype=torch.float16, device=device)
+    out = far_tensor(num_tokens, heads, size, dtype=torch.float16, device=device)
+    lse = torch.empty(heads, num_tokens, device=device)
+    tile = num_tokens * heads // attention_prefill.BLOCK_M - 1
+    tokens = slice(num_tokens - attention_prefill.BLOCK_M // heads, num_tokens)
+    fused[tokens] = randn(8, heads + 2, size, device=device)
+    out[tokens] = torch.nan
+    start = (num_tokens - 1) // 128 * 128 - 128
+    keys = randn(2, num_tokens - start, 1, size, device=device)
+    num_blocks = -(-keys.shape[1] // block_size)
+    cache = torch.zeros(2, num_blocks * block_size, 1, size, dtype=torch.float16, device=device)
+    cache[:, : keys.shape[1]] = keys
+    cache = cache.unflatten(1, (num_blocks, block_size))
+    table = torch.zeros(1, start // block_size + num_blocks, dtype=torch.int32, device=device)
+    table[0, start // block_size :] = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    plan = make_prefill_plan(
+        num_query_heads=heads, num_kv_heads=1, head_size=size, max_num_seqs=1, max_num_tokens=512, num_sms=1,
+        device=device,
+    )  # fmt: skip
+    middle = start + 128
+    pieces = [(start, middle, 0), (middle, num_tokens, 1)] if cut else [(start, num_tokens, -1)]
+    for index, (first, last, slot) in enumerate(pieces):
+        entry = [0, tile, first, last, slot, 0, num_tokens, num_tokens]
+        plan.entries[index] = torch.tensor(entry, dtype=torch.int32, device=device)
+    plan.header[0], plan.header[1] = len(pieces), int(cut)
+    plan.merges[0, :4] = torch.tensor([0, tile, 0, 2], dtype=torch.int32, device=device)
+    prefill_attention(
+        plan,
+        fused[:, :heads],
+        spread(cache, dim=1) if kernel == "far blocks" else cache,
+        table,
+        out,
+        lse,
+        scale=size**-0.5,
+        causal=True,
+        **FEATURES,
+    )
+    merge_prefill(plan, torch.tensor([0, num_tokens], dtype=torch.int32, device=device), out, lse, None)
+    expected = attend(fused[tokens, :heads], keys, keys.shape[1] - 8, size**-0.5)
+    torch.testing.assert_close(out[tokens].float(), expected, rtol=5e-3, atol=5e-3)
