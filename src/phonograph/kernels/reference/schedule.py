@@ -76,8 +76,12 @@ class CacheViews:
 
 @dataclass(slots=True)
 class Held:
-    """What a handle stands for: the schedule made last, and the views of each layer's cache by its address."""
+    """State of one handle: the schedule made last, and the views of each layer's cache by its address.
 
+    Holds the handle itself too, so that no other handle gets its address in the meantime.
+    """
+
+    handle: torch.Tensor
     schedule: Schedule
     views: dict[int, CacheViews] = field(default_factory=dict[int, CacheViews])
 
@@ -98,6 +102,7 @@ def new_handle(owner: object, device: torch.device) -> torch.Tensor:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     empty = np.empty(0, np.int32)
     held[handle.data_ptr()] = Held(
+        handle,
         Schedule(
             num_tokens=0,
             num_decodes=0,
@@ -106,7 +111,7 @@ def new_handle(owner: object, device: torch.device) -> torch.Tensor:
             slots=nothing,
             written=None,
             sequences=[],
-        )
+        ),
     )
     weakref.finalize(owner, held.pop, handle.data_ptr())
     return handle

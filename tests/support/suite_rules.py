@@ -1,0 +1,60 @@
+"""Rules that hold for every run of the tests, as a pytest plugin.
+
+- A failure is printed when it happens, not only at the end of the run.
+- Under CI=true a test that is not marked `gpu` may not skip: what it needs is installed there, and its absence is a
+  failure.
+- The number of skipped tests is printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+_config: pytest.Config | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _config
+    _config = config
+
+
+def _fail_if_skipped(report: Any) -> None:
+    if os.environ.get("CI") == "true" and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"Only tests marked `gpu` may skip under CI=true. {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("gpu") is None:
+        _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    terminal: Any = _config and _config.pluginmanager.get_plugin("terminalreporter")
+    if terminal and report.failed:
+        terminal.ensure_newline()
+        terminal.write_sep("_", f"{report.nodeid} failed in {report.when}", red=True)
+        terminal.write_line(report.longreprtext)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    gpu = sum("gpu" in report.keywords for report in skipped if isinstance(report, pytest.TestReport))
+    terminalreporter.write_line(
+        f"Skipped: {gpu} tests marked gpu, {len(skipped) - gpu} others. Option -rs lists the reasons."
+    )
