@@ -114,7 +114,7 @@ def measure(*, num_streams: int, num_tokens: int, step_ms: float) -> dict[str, A
     tokens = sum(reply.output_tokens for reply in result.replies)
     late = np.concatenate([_arrivals(reply) - np.array(reply.text.split(), dtype=float) for reply in result.replies])
     late_ms = (late - late.min()) * 1e3
-    gaps = np.concatenate([reply.itls for reply in result.replies]) * 1e3
+    gaps = np.concatenate([sample.itls for reply in result.replies for sample in reply.samples]) * 1e3
     return {
         "streams": num_streams,
         "step_ms": step_ms,
@@ -129,8 +129,8 @@ def measure(*, num_streams: int, num_tokens: int, step_ms: float) -> dict[str, A
 
 
 def _arrivals(reply: Reply) -> np.ndarray:
-    assert reply.ttft is not None
-    return reply.start + reply.ttft + np.concatenate(([0.0], np.cumsum(reply.itls)))
+    (sample,) = reply.samples
+    return reply.start + np.array(sample.times)
 
 
 def _silent(*_: object) -> None:

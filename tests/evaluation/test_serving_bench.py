@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted_server import DONE, Script, events, plain, scripted, token, usage
+from sentencepiece_like import sentencepiece_like
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from phonograph.cli.app import main
 from phonograph.config import EngineConfig
 from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError
 from phonograph.evaluation.serving.arrivals import arrival_times
-from phonograph.evaluation.serving.events import Reply
+from phonograph.evaluation.serving.events import Reply, Sample
+from phonograph.evaluation.serving.generated import make_tokenizer
 from phonograph.evaluation.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
 from phonograph.evaluation.serving.load import Load
 from phonograph.evaluation.serving.metrics import details, serving_metrics
@@ -67,27 +72,63 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def test_random_prompts_have_the_asked_length_and_no_special_token(tokenizer: Tokenizer) -> None:
-    rng = random.Random(0)
+def _byte_level() -> Tokenizer:
+    """Half of its tokens are bytes that are no character alone; the others merge with their neighbours."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(first, second) for first in "aeiou\u0120" for second in "aeinst"]
+    vocab = {piece: place for place, piece in enumerate([*alphabet, *dict.fromkeys(map("".join, merges))])}
+    backend = Backend(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def _generated() -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(4000, {0: "<s>", 2: "</s>"})))
+
+
+@pytest.mark.parametrize("make", [None, _byte_level, sentencepiece_like, _generated])
+def test_random_prompts_have_the_asked_length_and_no_special_token(
+    make: Callable[[], Tokenizer] | None, request: pytest.FixtureRequest
+) -> None:
+    """Byte-level, metaspace with byte fallback, and the tokenizer of a model folder that is made for a server."""
+    tokenizer: Tokenizer = request.getfixturevalue("tokenizer") if make is None else make()
+    rng = random.Random()
     tokens, text = (random_prompts(tokenizer, rng, form) for form in ("tokens", "text"))
-    for length in (1, 4, 33, 500):
+    short = 0
+    for length in (*range(1, 40), 500):
         ids = tokens(length)
         assert isinstance(ids, list) and len(ids) == length and max(ids) < tokenizer.vocab_size  # pyright: ignore[reportArgumentType]
         assert not tokenizer.special_token_ids.intersection(ids)  # pyright: ignore[reportArgumentType]
         made = text(length)
         assert isinstance(made, str)
         encoded = tokenizer.encode(made, add_special_tokens=False)
-        assert abs(len(encoded) - length) <= max(1, length // 50)
+        assert 1 <= len(encoded) <= length
+        short += len(encoded) < length
         assert not tokenizer.special_token_ids.intersection(encoded)
-    assert tokens(20) != tokens(20)
+    assert short <= 2
+    assert tokens(20) != tokens(20) and text(20) != text(20)
+
+
+def test_a_tokenizer_that_makes_no_text_is_named() -> None:
+    """Its tokens are halves of a character, which decode to nothing that could be sent."""
+    backend = Backend(models.BPE({"\u00c3": 0, "\u00a9": 1}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    make = random_prompts(tokenizer, random.Random(), "text")
+    with pytest.raises(ConfigError, match=r"prompt_format='text': no text has 1 tokens of this tokenizer; use tokens"):
+        make(1)
 
 
 def test_figures_of_known_answers() -> None:
+    first = Sample(times=[0.1, 0.3, 0.7], end=0.7, tokens=3)
+    # Five tokens in two chunks, and one token.
+    second, third = Sample(times=[0.3, 0.9], end=0.9, tokens=5, text="xy"), Sample(times=[0.5], end=0.5, tokens=1)
     replies = [
-        Reply(start=0.0, ttft=0.1, itls=[0.2, 0.4], latency=0.7, prompt_tokens=10, output_tokens=3, cached_tokens=4),
-        # Five tokens in two chunks, and one token.
-        Reply(start=0.5, ttft=0.3, itls=[0.6], latency=0.9, prompt_tokens=20, output_tokens=5, text="xy"),
-        Reply(start=1.5, ttft=0.5, itls=[], latency=0.5, prompt_tokens=30, output_tokens=1),
+        Reply(start=0.0, latency=0.7, prompt_tokens=10, output_tokens=3, cached_tokens=4, samples=[first]),
+        Reply(start=0.5, latency=0.9, prompt_tokens=20, output_tokens=5, samples=[second]),
+        Reply(start=1.5, latency=0.5, prompt_tokens=30, output_tokens=1, samples=[third]),
         Reply(start=0.2, error="HTTP 500: no"),
     ]
     load = Load(replies=replies, seconds=2.0, cpu_seconds=0.5, send_delay=0.003)
@@ -110,6 +151,18 @@ def test_figures_of_known_answers() -> None:
 
     nothing = serving_metrics(Load(replies=[replies[3]], seconds=1.0, cpu_seconds=0.0, send_delay=0.0))
     assert (nothing["completed"], nothing["mean_ttft_ms"], nothing["max_output_tokens_per_s"]) == (0, None, 0.0)
+
+
+def test_samples_of_one_request_count_as_samples() -> None:
+    """Two samples of one request: TPOT and ITL are of each, as if they were two requests; rates are of both."""
+    fast, slow = Sample(times=[0.1, 0.2, 0.3], end=0.3, tokens=3), Sample(times=[0.1, 0.9], end=0.9, tokens=2)
+    replies = [Reply(start=0.0, latency=0.9, prompt_tokens=9, output_tokens=5, samples=[fast, slow])]
+    found = serving_metrics(Load(replies=replies, seconds=1.0, cpu_seconds=0.0, send_delay=0.0))
+    assert (found["mean_tpot_ms"], found["std_tpot_ms"]) == (pytest.approx(450), pytest.approx(350))
+    assert (found["mean_itl_ms"], found["median_itl_ms"]) == (pytest.approx(1000 / 3), pytest.approx(100))
+    assert (found["mean_ttft_ms"], found["mean_e2el_ms"]) == (pytest.approx(100), pytest.approx(900))
+    assert (found["completed"], found["output_throughput"], found["chunks_per_output_token"]) == (1, 5.0, 1.0)
+    assert found["max_output_tokens_per_s"] == pytest.approx(5)
 
 
 def _answer(body: dict[str, Any]) -> Script:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_where_a_stream_is_cut_into_pieces_changes_times_only(cuts: list[int]) -
     # An event has come when its last byte has.
     at = [next(n + 1 for n, end in enumerate(bounds[1:]) if end >= WHOLE.index(mark) + len(mark)) for mark in ENDS]
     assert reply.ttft == at[0]
-    assert reply.itls == [at[1] - at[0], at[2] - at[1]]
+    assert [sample.itls for sample in reply.samples] == [[at[1] - at[0], at[2] - at[1]]]
     assert reply.latency == at[3]
 
 
@@ -67,13 +68,42 @@ def test_tokens_without_text_are_output_and_roles_are_not() -> None:
         events(usage(3, 5)),
     ]
     reply = read_reply(recorded(*pieces), 0.0)
-    assert (reply.ttft, reply.itls, reply.latency, reply.text) == (2.0, [1.0, 1.0], 5.0, "hmx")
-    assert reply.tpot == pytest.approx(3.0 / 4)
+    (sample,) = reply.samples
+    assert (reply.ttft, sample.itls, reply.latency, reply.text) == (2.0, [1.0, 1.0], 5.0, "hmx")
+    assert sample.tpot == pytest.approx(3.0 / 4)
     # All that was generated is an end of sequence, which is no text: it came with the chunk that ends the answer.
     only_end = read_reply(recorded(events(token("", "stop")), events(usage(3, 1))), 0.0)
-    assert (only_end.ttft, only_end.itls, only_end.tpot) == (1.0, [], None)
+    (sample,) = only_end.samples
+    assert (only_end.ttft, sample.itls, sample.tpot) == (1.0, [], None)
     nothing = read_reply(recorded(events(token("", "stop")), events(usage(3, 0))), 0.0)
     assert (nothing.ttft, nothing.error) == (None, None)
+
+
+def test_samples_of_one_request_have_times_and_tokens_of_their_own() -> None:
+    """Choices of n=3 with 5, 2 and 1 tokens, in lockstep; `usage` says 8 of them all."""
+    rng = random.Random()
+    lengths = {0: 5, 1: 2, 2: 1}
+    order = list(lengths)
+    pieces: list[bytes] = []
+    arrivals: dict[int, list[int]] = {index: [] for index in lengths}
+    for step in range(max(lengths.values())):
+        rng.shuffle(order)
+        for index in order:
+            if step < lengths[index]:
+                reason = "length" if step == lengths[index] - 1 else None
+                text = f"{index}{'abcde'[step]}"
+                pieces.append(events({"choices": [{"index": index, "text": text, "finish_reason": reason}]}))
+                arrivals[index].append(len(pieces))
+    reply = read_reply(recorded(*pieces, events(usage(3, 8)) + DONE), 0.0)
+    assert (reply.error, reply.output_tokens, reply.text) == (None, 8, "0a0b0c0d0e1a1b2a")
+    assert (reply.ttft, reply.latency) == (1.0, 8.0)
+    for sample, (index, at) in zip(reply.samples, arrivals.items(), strict=True):
+        assert (sample.tokens, sample.times, sample.end) == (lengths[index], at, at[-1])
+        assert sample.tpot == (None if len(at) == 1 else pytest.approx((at[-1] - at[0]) / (len(at) - 1)))
+    # Three choices in every chunk, two tokens in each of them: the shares are still those of the samples.
+    whole = [{"choices": [{"index": index, "text": "xy", "finish_reason": "length"} for index in range(3)]}] * 2
+    merged = read_reply(recorded(*(events(chunk) for chunk in whole), events(usage(3, 12))), 0.0)
+    assert [(sample.tokens, sample.itls, sample.tpot) for sample in merged.samples] == [(4, [1.0], 1 / 3)] * 3
 
 
 @pytest.mark.parametrize(
@@ -141,7 +171,11 @@ def test_concurrency_is_bounded_and_requests_leave_when_due() -> None:
         assert sent == pytest.approx(due, abs=0.06)
     assert all(reply.error is None for one in (result, bounded, late) for reply in one.replies)
     # The first chunk came at once, the others after a pause.
-    assert min(reply.itls[0] for reply in result.replies) > 0.04 > max(reply.ttft or 0 for reply in late.replies)
+    assert (
+        min(reply.samples[0].itls[0] for reply in result.replies)
+        > 0.04
+        > max(reply.ttft or 0 for reply in late.replies)
+    )
 
 
 def test_answers_are_read_early_where_too_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,32 +12,57 @@ from phonograph.evaluation.serving.connection import Recording
 
 
 @dataclass(slots=True, kw_only=True)
-class Reply:
-    """One request's answer. Token counts are the server's (`usage`); a chunk may hold several tokens, or none.
+class Sample:
+    """One choice of an answer. Its times are seconds from the start of the request.
 
-    start:   seconds since the run began
-    ttft:    seconds from `start`, the connection included, to the first chunk of output; None where none came
-    itls:    seconds between neighbouring chunks of output
-    latency: seconds from `start` to the last chunk
-    error:   why it counts as failed
+    times:  when each chunk of output came
+    end:    when its last chunk came, with output or without
+    tokens: its share of the answer's tokens by chunks of output, since `usage` counts all samples together
+    text:   of all chunks
     """
 
-    start: float
-    ttft: float | None = None
-    itls: list[float] = field(default_factory=list[float])
-    latency: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
+    times: list[float] = field(default_factory=list[float])
+    end: float = 0.0
+    tokens: float = 0.0
     text: str = ""
-    error: str | None = None
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between neighbouring chunks of output."""
+        return [late - early for early, late in itertools.pairwise(self.times)]
 
     @property
     def tpot(self) -> float | None:
         """Seconds for each token but the first, on average; None where there is no second one."""
-        if self.ttft is None or self.output_tokens < 2:
-            return None
-        return (self.latency - self.ttft) / (self.output_tokens - 1)
+        return (self.end - self.times[0]) / (self.tokens - 1) if self.tokens >= 2 else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One request's answer. Token counts are the server's (`usage`); a chunk may hold several tokens, or none.
+
+    start:   seconds since the run began
+    latency: seconds from `start` to the last chunk
+    samples: the choices in the order of their index; none where no token was generated
+    error:   why it counts as failed
+    """
+
+    start: float
+    latency: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    samples: list[Sample] = field(default_factory=list[Sample])
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from `start`, the connection included, to the first chunk of output; None where none came."""
+        return min((sample.times[0] for sample in self.samples), default=None)
+
+    @property
+    def text(self) -> str:
+        return "".join(sample.text for sample in self.samples)
 
 
 class BrokenStream(Exception):
@@ -76,18 +102,17 @@ def chunks(recording: Recording) -> Iterator[tuple[float, dict[str, Any]]]:
 def _read(recording: Recording, reply: Reply) -> None:
     usage: dict[str, Any] | None = None
     finished = False
-    output: list[float] = []
-    texts: list[str] = []
-    last = recording.start
+    samples: dict[int, Sample] = {}
     for at, chunk in chunks(recording):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
-            last = at
+            sample = samples.setdefault(choice.get("index", 0), Sample())
             text, is_output = _output_of(choice)
-            texts.append(text)
+            sample.text += text
+            sample.end = at - recording.start
             finished |= choice.get("finish_reason") is not None
             if is_output:
-                output.append(at)
+                sample.times.append(sample.end)
     if not finished:
         raise BrokenStream("the stream ended without a finish_reason")
     if usage is None:
@@ -95,13 +120,20 @@ def _read(recording: Recording, reply: Reply) -> None:
     reply.prompt_tokens = usage["prompt_tokens"]
     reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reply.output_tokens = usage["completion_tokens"]
-    reply.text = "".join(texts)
-    reply.latency = last - recording.start
-    # An answer whose tokens are no text, such as an end of sequence alone, has one chunk: that which ends it.
-    output = output or [last]
+    reply.latency = max(sample.end for sample in samples.values())
     if reply.output_tokens:
-        reply.ttft = output[0] - recording.start
-        reply.itls = [late - early for early, late in zip(output, output[1:], strict=False)]
+        reply.samples = [samples[index] for index in sorted(samples)]
+        _divide_tokens(reply.samples, reply.output_tokens)
+
+
+def _divide_tokens(samples: Sequence[Sample], output_tokens: int) -> None:
+    """Gives each sample its share of the answer's tokens: its own number where each token is a chunk."""
+    for sample in samples:
+        # A sample whose tokens are no text, such as an end of sequence alone, has one chunk: that which ends it.
+        sample.times = sample.times or [sample.end]
+    num_chunks = sum(len(sample.times) for sample in samples)
+    for sample in samples:
+        sample.tokens = output_tokens * len(sample.times) / num_chunks
 
 
 def _output_of(choice: dict[str, Any]) -> tuple[str, bool]:

@@ -18,6 +18,8 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 def serving_metrics(load: Load) -> dict[str, Any]:
     """Counts, rates and latencies, the latter two of completed requests; None where there is nothing to make them of.
 
+    TPOT and ITL are of samples: a request with n=2 has two of each.
+
     Beside vLLM's keys:
         total_cached_tokens:        prompt tokens that the server found in its prefix cache
         chunks_per_output_token:    1 where each token came as a chunk of its own; else itl is not between tokens
@@ -28,11 +30,12 @@ def serving_metrics(load: Load) -> dict[str, Any]:
     done = [reply for reply in load.replies if reply.error is None]
     prompt_tokens = sum(reply.prompt_tokens for reply in done)
     output_tokens = sum(reply.output_tokens for reply in done)
-    chunks = sum(len(reply.itls) + (reply.ttft is not None) for reply in done)
+    samples = [sample for reply in done for sample in reply.samples]
+    chunks = sum(len(sample.times) for sample in samples)
     seconds = {
         "ttft": [reply.ttft for reply in done if reply.ttft is not None],
-        "tpot": [reply.tpot for reply in done if reply.tpot is not None],
-        "itl": [gap for reply in done for gap in reply.itls],
+        "tpot": [sample.tpot for sample in samples if sample.tpot is not None],
+        "itl": [gap for sample in samples for gap in sample.itls],
         "e2el": [reply.latency for reply in done],
     }
     return {
@@ -62,7 +65,7 @@ def details(load: Load) -> dict[str, Any]:
         "input_lens": [reply.prompt_tokens for reply in replies],
         "output_lens": [reply.output_tokens for reply in replies],
         "ttfts": [reply.ttft or 0.0 for reply in replies],
-        "itls": [reply.itls for reply in replies],
+        "itls": [[gap for sample in reply.samples for gap in sample.itls] for reply in replies],
         "start_times": [reply.start for reply in replies],
         "generated_texts": [reply.text for reply in replies],
         "errors": [reply.error or "" for reply in replies],
@@ -78,15 +81,13 @@ def _latency(kind: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak_tokens(done: Sequence[Reply]) -> float:
-    """Output tokens in the busiest whole second of the run; those of a reply are spread over its chunks."""
+    """Output tokens in the busiest whole second of the run; those of a sample are spread over its chunks."""
     times: list[float] = []
     weights: list[float] = []
     for reply in done:
-        if reply.ttft is None:
-            continue
-        at = reply.start + reply.ttft + np.concatenate(([0.0], np.cumsum(reply.itls)))
-        times.extend(at.tolist())
-        weights.extend([reply.output_tokens / len(at)] * len(at))
+        for sample in reply.samples:
+            times.extend(reply.start + at for at in sample.times)
+            weights.extend([sample.tokens / len(sample.times)] * len(sample.times))
     return float(np.bincount(np.asarray(times, dtype=np.int64), weights).max()) if times else 0.0
 
 

@@ -20,7 +20,8 @@ Prompt = str | list[int] | list[dict[str, Any]]
 """A text, token ids, or the messages of a chat."""
 
 _ROUNDS = 8
-"""Attempts at a text of a wanted number of tokens: what is cut or added may merge with its neighbours."""
+_FILLERS = 64
+"""Tokens to try as the end of a text that lacks some."""
 _OUTPUT_FIELDS = ("max_tokens", "output_len", "output_tokens")
 
 
@@ -42,10 +43,10 @@ def draw_lengths(
 
 
 def random_prompts(tokenizer: Tokenizer, rng: random.Random, prompt_format: PromptFormat) -> Callable[[int], Prompt]:
-    """What makes a prompt of so many tokens, none of them special, so that no two share a prefix worth caching.
+    """Returns a function that makes a random prompt of so many tokens, none of them special.
 
-    A text has that number of tokens as this tokenizer counts, without the special tokens that a server adds; a few may
-    be missing where no text of random tokens comes out right.
+    No two prompts share a prefix worth caching. A text never has more tokens than asked for, as this tokenizer counts
+    without the special tokens that a server adds; it has fewer where `_FILLERS` endings give no text of that number.
     """
     known = [one for one in range(tokenizer.vocab_size) if tokenizer.piece(one) is not None]
     ids = [one for one in known if one not in tokenizer.special_token_ids]
@@ -54,15 +55,58 @@ def random_prompts(tokenizer: Tokenizer, rng: random.Random, prompt_format: Prom
         return rng.choices(ids, k=count)
 
     def text(count: int) -> str:
-        token_ids = tokens(count)
-        for _ in range(_ROUNDS):
-            token_ids = tokenizer.encode(tokenizer.decode(token_ids), add_special_tokens=False)
-            if len(token_ids) == count:
+        made = _cut(tokenizer, _long_text(tokenizer, tokens, count), count)
+        length = _length(tokenizer, made)
+        # A text of nothing is no prompt, so its only token may be any of the vocabulary.
+        for token_id in rng.sample(ids, min(len(ids), _FILLERS) if made else len(ids)):
+            if length == count:
                 break
-            token_ids = token_ids[:count] + tokens(max(0, count - len(token_ids)))
-        return tokenizer.decode(token_ids)
+            longer = made + _clean(tokenizer.decode([token_id]))
+            if length < (with_token := _length(tokenizer, longer)) <= count:
+                made, length = longer, with_token
+        if not made:
+            raise ConfigError("prompt_format", "text", f"no text has {count} tokens of this tokenizer; use tokens")
+        return made
 
     return tokens if prompt_format == "tokens" else text
+
+
+def _long_text(tokenizer: Tokenizer, tokens: Callable[[int], list[int]], count: int) -> str:
+    """Returns a random text of `count` tokens or more, unless `_ROUNDS` additions in a row make it no longer.
+
+    Decoded token ids rarely encode as themselves: neighbours merge, and bytes that are no character are left out.
+    """
+    made, length, fruitless = "", 0, 0
+    while length < count and fruitless < _ROUNDS:
+        made += _clean(tokenizer.decode(tokens(count - length)))
+        before, length = length, _length(tokenizer, made)
+        fruitless = fruitless + 1 if length <= before else 0
+    return made
+
+
+def _cut(tokenizer: Tokenizer, text: str, count: int) -> str:
+    """Returns a beginning of the text that has at most `count` tokens, and with one character more has more.
+
+    The number of tokens can fall where a character is added, so each beginning that is taken has been encoded.
+    """
+    low, high = 0, len(text)
+    middle = high
+    while low < high:
+        if _length(tokenizer, text[:middle]) <= count:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return text[:low]
+
+
+def _length(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _clean(text: str) -> str:
+    """Returns the text without the characters that stand for broken bytes."""
+    return text.replace("\ufffd", "")
 
 
 def read_requests(path: Path, *, output_len: int) -> list[ServingRequest]:
