@@ -40,6 +40,9 @@ class EngineConfig(Settings):
     trust_remote_code: values.Flag = Field(
         default=False, description="Run code that comes with the model or its tokenizer."
     )
+    hf_overrides: values.OptionalObject = Field(
+        default=None, description="Fields of the model's config.json to replace, as a JSON object."
+    )
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
         default="auto", description="Where weights come from; dummy makes random ones."
     )

@@ -161,6 +161,29 @@ def _parse_sizes(value: Any) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def _parse_object(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise TypeError("not an object")
+    return {str(name): _read_scalars(item) for name, item in value.items()}
+
+
+def _read_scalars(value: Any) -> Any:
+    """Reads texts that are a JSON number, true, false or null as that, since YAML's scalars are texts here."""
+    if isinstance(value, Mapping):
+        return {str(name): _read_scalars(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_read_scalars(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        scalar = json.loads(value)
+    except ValueError:
+        return value
+    return value if isinstance(scalar, str | list | dict) else scalar
+
+
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -183,6 +206,9 @@ OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
 Seconds = Annotated[float, Kind("seconds >= 0", _parse_seconds, "SECONDS")]
 OptionalDuration = Annotated[float | None, Kind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
+OptionalObject = Annotated[
+    Mapping[str, Any] | None, Kind('a JSON object such as {"rope_theta": 1000000.0}', _parse_object, "JSON")
+]
 _mode = Kind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
 OptionalMode = Annotated[GraphMode | None, _mode]
 OptionalSizes = Annotated[

@@ -29,6 +29,18 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "tokenizer": words,
     "revision": words,
     "trust_remote_code": st.booleans(),
+    "hf_overrides": st.dictionaries(
+        st.sampled_from(["vocab_size", "hidden_act", "rope_scaling"]),
+        st.one_of(
+            st.integers(),
+            st.booleans(),
+            st.none(),
+            words,
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.fixed_dictionaries({"rope_type": words, "factor": st.floats(1, 8), "lists": st.lists(st.integers())}),
+        ),
+        max_size=2,
+    ),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),

@@ -58,7 +58,7 @@ def test_a_gpus_workspace_is_that_of_the_largest_step_with_masks_of_all_rows() -
 
 def test_a_cascade_takes_its_buffers_on_top() -> None:
     settings = {"attention_backend": "flash_attn", "max_model_len": 1024, "enforce_eager": True}
-    model = replace(DEMO, head_size=64, rope_frequencies=(1.0,) * 32, max_position_embeddings=4096)
+    model = replace(DEMO, head_size=64, rope_frequencies=(1.0,) * 32, context_length=4096)
     plain = plan_of("h200", model, **settings)
     plan = plan_of("h200", model, cascade_attention=True, **settings)
     capabilities, batches = plan.selection.capabilities, plan.limits.of_batches
@@ -79,7 +79,7 @@ def test_limits_that_follow_from_each_other() -> None:
 
 def test_a_cascade_with_the_fewest_requests_that_can() -> None:
     settings = {"cascade_attention": True, "attention_backend": "reference", "max_model_len": 300}
-    model = replace(DEMO, max_position_embeddings=4096)
+    model = replace(DEMO, context_length=4096)
     assert plan_of(model=model, max_num_seqs=MIN_REQUESTS, enforce_eager=True, **settings).attention.cascade
     with pytest.raises(ConfigError, match="max_num_seqs=7 has none"):
         plan_of(model=model, max_num_seqs=MIN_REQUESTS - 1, enforce_eager=True, **settings)

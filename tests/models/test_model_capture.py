@@ -20,7 +20,7 @@ def test_replay_on_other_tokens_and_positions(family: str, calls_a_layer: int, n
     decoder = load_model(spec, tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     group = spec.num_query_heads // spec.num_kv_heads
     input_ids = torch.randint(VOCAB_SIZE, (num_tokens,))
-    positions = torch.randint(spec.max_position_embeddings, (num_tokens,))
+    positions = torch.randint(spec.context_length, (num_tokens,))
     out = torch.empty(num_tokens, spec.num_query_heads, spec.head_size)
 
     def attention(layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_replay_on_other_tokens_and_positions(family: str, calls_a_layer: int, n
     assert graph.num_calls <= (calls_a_layer + group) * spec.num_layers + 8
     for _ in range(3):
         input_ids.copy_(torch.randint(VOCAB_SIZE, (num_tokens,)))
-        positions.copy_(torch.randint(spec.max_position_embeddings, (num_tokens,)))
+        positions.copy_(torch.randint(spec.context_length, (num_tokens,)))
         runtime.poison()
         out.fill_(torch.nan)
         graph.replay()

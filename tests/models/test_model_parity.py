@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
+from checkpoints import FAMILIES, LLAMA3_ROPE, VOCAB_SIZE, load_model, make_checkpoint
 from dense import DenseSequences
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from phonograph.models.spec import read_model_spec
 
 TOLERANCE = 1e-4
+ORIGINAL = "original_max_position_embeddings"
 
 
 def load_both(
@@ -106,3 +109,39 @@ def test_half_precision_is_no_worse_than_that_of_transformers(family: str, dtype
     assert actual.dtype == dtype
     error, their_error = (actual - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
     assert error < 1.2 * their_error
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_theta", ORIGINAL)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 16}),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5},
+        ),
+        ("llama2", {"rope_theta": 1000.0, "rope_scaling": YARN, ORIGINAL: 32}),
+        ("qwen3", {"rope_theta": 1000.0, "rope_scaling": {**YARN, ORIGINAL: 64}, ORIGINAL: 32}),
+        ("llama2", {"rope_theta": 1000.0, "rope_scaling": LLAMA3, ORIGINAL: 32}),
+        ("qwen2", {"head_dim": 32}),
+    ],
+)
+def test_config_files_mean_what_transformers_builds(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Compares with the model that transformers makes of a file changed after it was written."""
+    shapes = {name: changes[name] for name in ("head_dim",) if name in changes}
+    make_checkpoint(family, tmp_path, num_key_value_heads=2, **shapes)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps({**config, **changes}))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    spec = read_model_spec(tmp_path)
+    sequences = DenseSequences(load_model(spec, tmp_path, dtype=torch.float32, device=torch.device("cpu")))
+    prompt = random_tokens(90)
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    (actual,) = sequences.step([(sequences.add(), prompt)])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)

@@ -14,14 +14,16 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+from public_configs import PUBLIC_CONFIGS
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
 from phonograph.models import folder as folder_module
-from phonograph.models import settings
+from phonograph.models.config_fields import FIELDS, FIXED, IGNORED, IGNORED_BY_TYPE
 from phonograph.models.rope import rope_frequencies
+from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 LLAMA = {
@@ -100,24 +102,45 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], published_para
     assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
 
 
-def only_transformers(raw: dict[str, Any], architecture: str) -> None:
-    """Stands in for `settings.read_common`."""
+@pytest.mark.parametrize("name", PUBLIC_CONFIGS)
+def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
+    config, length = PUBLIC_CONFIGS[name]
+    assert read(tmp_path, config).context_length == length
 
 
-def read_common(config: dict[str, Any]) -> Any:
-    return settings.read_common(config, config["architectures"][0])
+@pytest.mark.parametrize("model_type", FIELDS)
+def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
+    theirs = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    ours = {name: field.default for name, field in FIELDS[model_type].items()}
+    shared = theirs.keys() & ours.keys()
+    assert {name: ours[name] for name in shared - {"architectures"}} == {
+        name: theirs[name] for name in shared - {"architectures"}
+    }
+    # Fields that the class lacks are those that its files have, or that the model reads, beside them.
+    assert all(ours[name] is None for name in ours.keys() - theirs.keys() - {"rope_theta"})
+    assert ours["rope_theta"] == CONFIG_MAPPING[model_type].default_theta
 
 
-@pytest.mark.parametrize("model_type", settings.DEFAULTS)
-def test_defaults_are_those_of_transformers(model_type: str) -> None:
-    fields = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    assert {name: fields[name] for name in settings.DEFAULTS[model_type]} == settings.DEFAULTS[model_type]
+@pytest.mark.parametrize("model_type", FIELDS)
+def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
+    declared = [*FIELDS[model_type], *FIXED, *IGNORED, *IGNORED_BY_TYPE[model_type]]
+    assert len(declared) == len(set(declared))
+    assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
+    assert GenerationConfig._get_default_generation_params().keys() <= set(declared)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+ONE_OF_EACH = pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
 
 
-@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
+def spec_by_transformers(folder: Path) -> ModelSpec:
+    """The spec of the file that transformers writes of what it read."""
+    again = folder / "again"
+    AutoConfig.from_pretrained(folder).save_pretrained(again)
+    return read_model_spec(again)
+
+
+@ONE_OF_EACH
 @pytest.mark.parametrize(
     "changes",
     [
@@ -133,62 +156,20 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     ],
 )
-def test_what_is_read_without_transformers_is_what_it_reads(
-    config: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert read_common({**config, **changes}) is not None
-    spec = read(tmp_path, config, **changes)
-    monkeypatch.setattr(settings, "read_common", only_transformers)
-    assert spec == read_model_spec(tmp_path)
+def test_a_file_means_what_transformers_reads(config: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, config, **changes) == spec_by_transformers(tmp_path)
 
 
-@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
-def test_whatever_a_file_leaves_out_is_what_transformers_takes(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@ONE_OF_EACH
+def test_whatever_a_file_leaves_out_is_what_transformers_takes(config: dict[str, Any], tmp_path: Path) -> None:
     """Each setting of each family missing, and all of them, as in a file that names the architecture only."""
     whole = {**config, "use_sliding_window": True} if "qwen" in config["model_type"] else config
     named = {"architectures", "model_type"}
     for missing in [*({key} for key in whole.keys() - named), whole.keys() - named]:
         kept = {key: value for key, value in whole.items() if key not in missing}
-        common = read_common(kept) is not None
-        assert common, missing
         if "num_key_value_heads" in missing and "num_attention_heads" not in missing and "qwen" in config["model_type"]:
             continue  # 32 KV heads for fewer query heads
-        spec = read(tmp_path, kept)
-        with monkeypatch.context() as patch:
-            patch.setattr(settings, "read_common", only_transformers)
-            assert spec == read_model_spec(tmp_path), missing
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "mistral"},
-        {"model_type": None},
-        {"auto_map": {"AutoConfig": "configuration.Config"}},
-        {"quantization_config": {}},
-        {"a_setting_of_next_year": 1},
-        {"vocab_size": 1000.0},
-        {"vocab_size": True},
-        {"num_key_value_heads": None},
-        {"rms_norm_eps": "1e-5"},
-        {"eos_token_id": ["</s>"]},
-        {"hidden_size": 4097},
-        {"partial_rotary_factor": 0.5},
-        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-    ],
-)
-def test_unusual_files_are_left_to_transformers(changes: dict[str, Any]) -> None:
-    assert read_common(LLAMA) is not None
-    assert read_common({**LLAMA, **changes}) is None
-
-
-@pytest.mark.parametrize("types", [["full_attention"] * 27, ["linear_attention"] * 28, [["full_attention"]] * 28])
-def test_unusual_layer_types_are_left_to_transformers(types: list[Any]) -> None:
-    assert read_common({**QWEN3, "layer_types": ["full_attention"] * 28}) is not None
-    assert read_common({**QWEN3, "layer_types": types}) is None
+        assert read(tmp_path, kept) == spec_by_transformers(tmp_path), missing
 
 
 def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
@@ -204,7 +185,6 @@ def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(family, tmp_path)
-    assert read_common(json.loads((tmp_path / "config.json").read_text())) is not None
     spec = read_model_spec(tmp_path)
     assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
 
@@ -212,7 +192,7 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
 def test_fields(tmp_path: Path) -> None:
     spec = read(tmp_path, LLAMA, rms_norm_eps=3e-5)
     assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
-    assert (spec.rms_norm_eps, spec.max_position_embeddings, spec.dtype) == (3e-5, 131072, "bfloat16")
+    assert (spec.rms_norm_eps, spec.context_length, spec.dtype) == (3e-5, 131072, "bfloat16")
     assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False, False, False, False)
     biased = read(tmp_path, LLAMA, attention_bias=True, mlp_bias=True)
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
@@ -225,7 +205,8 @@ def test_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "windows"),
     [
-        (LLAMA, {"sliding_window": 7}, {(-1, -1): 32}),
+        (LLAMA, {"sliding_window": None}, {(-1, -1): 32}),
+        (MISTRAL, {"layer_types": ["full_attention"] * 30 + ["sliding_attention"] * 2}, {(-1, -1): 30, (4095, 0): 2}),
         (MISTRAL, {}, {(4095, 0): 32}),
         (MISTRAL, {"sliding_window": None}, {(-1, -1): 32}),
         (QWEN2, {}, {(-1, -1): 28}),
@@ -293,8 +274,9 @@ def test_rotary_formulas_are_those_of_transformers(parameters: dict[str, Any], h
     parameters = {"rope_theta": 10000.0, **parameters}
     config = LlamaConfig(head_dim=head_size, max_position_embeddings=20000)
     config.rope_parameters = dict(parameters)
+    settings = {"rope_scaling": parameters, "max_position_embeddings": 20000, "original_max_position_embeddings": None}
     expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    frequencies, factor = rope_frequencies(parameters, head_size, 20000)
+    frequencies, factor = rope_frequencies(read_rope({**settings, "rope_theta": None}), head_size)
     torch.testing.assert_close(torch.tensor(frequencies), expected, rtol=1e-6, atol=0)
     assert factor == pytest.approx(expected_factor, rel=1e-9)
 
@@ -335,7 +317,41 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"head_dim": 63}, ModelError, "head_dim=63"),
         ({"num_hidden_layers": 0}, ModelError, "num_hidden_layers=0"),
         ({"vocab_size": "many"}, ModelError, "vocab_size"),
-        ({"model_type": "no_such_type"}, ModelError, "no_such_type"),
+        (
+            {"model_type": "granite", "logits_scaling": 8.0},
+            UnsupportedModelError,
+            "'granite'.*LlamaForCausalLM.*'llama'",
+        ),
+        ({"model_type": None}, UnsupportedModelError, "model_type=None.*LlamaForCausalLM"),
+        ({"is_causal": False}, UnsupportedModelError, "is_causal=False.*True"),
+        ({"is_causal": None}, UnsupportedModelError, "is_causal=None"),
+        ({"sliding_window": 7}, UnsupportedModelError, "sliding_window=7 .*null"),
+        ({"embedding_multiplier": 12.0}, UnsupportedModelError, "embedding_multiplier=12.0 .*hf-overrides"),
+        ({"per_layer_config": {"0": {"num_key_value_heads": 4}}}, UnsupportedModelError, "per_layer_config"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ModelError, "factor=0 in rope_scaling.*positive"),
+        ({"rope_theta": 0}, ModelError, "rope_theta=0 must be a positive number"),
+        ({"rope_theta": -1}, ModelError, "rope_theta=-1 must be a positive number"),
+        ({"rope_theta": None}, ModelError, "rope_theta=None must be a positive number"),
+        ({"rope_parameters": {"rope_theta": -1}}, ModelError, "rope_theta=-1 must be a positive number"),
+        ({"rope_scaling": {"rope_type": None, "type": "linear"}}, UnsupportedModelError, "rope_type=None.*linear"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            UnsupportedModelError,
+            "full_attention=.*single layers",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
+            ModelError,
+            "rope_parameters=.*rope_theta=1 cannot be used",
+        ),
+        ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, UnsupportedModelError, "mrope_section=.*rope_scaling"),
+        ({"torch_dtype": "torch.float16"}, UnsupportedModelError, "dtype='torch.float16'.*float16"),
+        ({"vocab_size": 1000.0}, ModelError, "vocab_size=1000.0 must be a positive integer"),
+        ({"vocab_size": True}, ModelError, "vocab_size=True"),
+        ({"rms_norm_eps": "1e-5"}, ModelError, "rms_norm_eps='1e-5'"),
+        ({"hidden_size": 4097}, ModelError, "hidden_size=4097.*num_attention_heads=32"),
+        ({"head_dim": 0}, ModelError, "head_dim=0"),
+        ({"max_seq_len": "long"}, ModelError, "max_seq_len='long'"),
     ],
 )
 def test_unusable_configurations(
@@ -344,6 +360,42 @@ def test_unusable_configurations(
     with pytest.raises(error, match=f"(?s){message}") as raised:
         read(tmp_path, LLAMA, **changes)
     assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("config", [MISTRAL, QWEN3], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("count", [-1, 0])
+@pytest.mark.parametrize("kind", ["full_attention", "linear_attention", "sliding_attention"])
+def test_unusable_layer_types(tmp_path: Path, config: dict[str, Any], count: int, kind: str) -> None:
+    types = [kind] * (config["num_hidden_layers"] + count)
+    changes = {"layer_types": types, "sliding_window": None}
+    if count == 0 and kind == "full_attention":
+        assert set(read(tmp_path, config, **changes).windows) == {(-1, -1)}
+        return
+    with pytest.raises(
+        ModelError, match="layer_types" if count or kind == "linear_attention" else "sliding_window=None"
+    ):
+        read(tmp_path, config, **changes)
+
+
+def test_model_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    read(tmp_path, LLAMA, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(UnsupportedModelError, match="auto_map=.*trust_remote_code"):
+        read_model_spec(tmp_path, trust_remote_code=True)
+    assert read_model_spec(tmp_path, trust_remote_code=True, hf_overrides={"auto_map": None}).num_layers == 32
+
+
+def test_overrides_replace_fields(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "some_field": 3}))
+    with pytest.raises(UnsupportedModelError, match="some_field=3"):
+        read_model_spec(tmp_path)
+    spec = read_model_spec(tmp_path, hf_overrides={"some_field": None, "rope_scaling": yarn, "vocab_size": 1000})
+    assert (spec.context_length, spec.vocab_size) == (131072, 1000)
+    assert spec.context_source == "original_max_position_embeddings 32768 x factor 4.0 of yarn rope scaling"
+    with pytest.raises(ConfigError, match="hf_overrides=.*rope_thetas.*did you mean rope_theta"):
+        read_model_spec(tmp_path, hf_overrides={"rope_thetas": None})
+    with pytest.raises(ModelError, match="hf_overrides=.*vocab_size=-3 must be a positive integer"):
+        read_model_spec(tmp_path, hf_overrides={"some_field": None, "vocab_size": -3})
 
 
 def test_unusable_files(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_the_engine_ends_with_a_server_that_is_killed() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--max-model-len", "9999999"], "max_model_len=9999999: the model was made for 8192 positions"),
+        (["--max-model-len", "9999999"], "max_model_len=9999999: exceeds the model's context length of 8192"),
         (["--chat-template", "absent.jinja"], "chat_template='absent.jinja': is no template and no file"),
     ],
 )

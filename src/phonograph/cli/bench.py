@@ -191,7 +191,12 @@ def attention(
 
     origin = provenance()
     config = with_published_settings(config)
-    model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    model = read_model_spec(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        hf_overrides=config.hf_overrides,
+    )
     plan = make_plan(config, model, this_device(config.device))
     names, left_out = (cases.split(","), []) if cases is not None else default_cases(plan)
     for line in left_out:

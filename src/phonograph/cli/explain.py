@@ -59,7 +59,12 @@ def explain(
         problem = "is that of batches, and there is none; give one with --batch"
         raise ConfigError("common_prefix", common_prefix, problem)
     device = _device(config, device_name)
-    model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    model = read_model_spec(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        hf_overrides=config.hf_overrides,
+    )
     if matrix:
         if batch:
             raise ConfigError("batch", " ".join(batch), "the matrix has its own kinds of batches; give one of the two")

@@ -31,6 +31,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "tokenizer",
         "revision",
         "trust_remote_code",
+        "hf_overrides",
         "load_format",
         "dtype",
         "device",

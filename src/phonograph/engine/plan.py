@@ -91,9 +91,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         MemoryLimitError: weights and one request do not fit the memory granted.
     """
     dtype = _dtype(config, model, device)
-    notes: list[str] = []
     limits = _limits(config, model, device)
     _check_block_size(limits, model)
+    notes = [f"max_model_len {limits.max_model_len}: {model.context_source}"] if config.max_model_len is None else []
     attention = resolve_attention(config, model, device)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
@@ -172,10 +172,15 @@ def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:
 
 
 def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limits:
-    longest = model.max_position_embeddings
+    longest = model.context_length
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
-        raise ConfigError("max_model_len", max_model_len, f"the model was made for {longest} positions at most")
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            f"exceeds the model's context length of {longest} ({model.context_source}); rope_scaling in hf_overrides "
+            "lengthens it",
+        )
     if max_model_len < 2:
         raise ConfigError("max_model_len", max_model_len, "must hold a prompt token and an output token: 2 or more")
     tokens = config.max_num_batched_tokens

@@ -22,7 +22,12 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
     """
     pause_collector()
     try:
-        model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
+        model = read_model_spec(
+            config.model,
+            trust_remote_code=config.trust_remote_code,
+            revision=config.revision,
+            hf_overrides=config.hf_overrides,
+        )
         engine = build_engine(make_plan(config, model, this_device(config.device)), progress)
     finally:
         resume_collector()

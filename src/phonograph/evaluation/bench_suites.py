@@ -34,8 +34,13 @@ def with_published_settings(config: EngineConfig, *, mixed: bool = False) -> Eng
     if mixed:
         settings["max_num_seqs"] = cases.MIXED_SEQS
     if given.get("max_model_len") is None:
-        model = read_model_spec(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
-        settings["max_model_len"] = min(MAX_MODEL_LEN, model.max_position_embeddings)
+        model = read_model_spec(
+            config.model,
+            trust_remote_code=config.trust_remote_code,
+            revision=config.revision,
+            hf_overrides=config.hf_overrides,
+        )
+        settings["max_model_len"] = min(MAX_MODEL_LEN, model.context_length)
     return config.model_copy(update={name: value for name, value in settings.items() if given.get(name) is None})
 
 

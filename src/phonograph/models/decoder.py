@@ -50,7 +50,7 @@ class DecoderLayer:
 class Decoder:
     """Weights of a model, allocated once and without contents, and its forward pass.
 
-    max_positions: length of the rotary table; the model's own maximum by default.
+    max_positions: length of the rotary table; the model's context length by default.
     `parameters` are the weights as they lie in memory, all contiguous; `kv_scales` those of an FP8 KV cache.
     """
 
@@ -70,7 +70,7 @@ class Decoder:
         else:
             self.embedding_VE = self._allocate(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
-        self._cos_sin_PD = self.rotary_table(max_positions or spec.max_position_embeddings, dtype)
+        self._cos_sin_PD = self.rotary_table(max_positions or spec.context_length, dtype)
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionFunction

@@ -6,33 +6,32 @@ A model that is the same decoder with other switches is one more row here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from phonograph.errors import UnsupportedModelError
-
-WindowRule = Literal["none", "every_layer", "layer_types"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """qkv_bias, o_bias, mlp_bias: fixed by the architecture, or the name of the setting in config.json that decides
+    """model_type: of config.json, which says how its fields are read
+    qkv_bias, o_bias, mlp_bias: fixed by the architecture, or the name of the setting in config.json that decides
     qk_norm: an RMS norm over each query and key head before the rotary embedding
-    window:  which layers `sliding_window` is for; "layer_types" lists them in the configuration
     """
 
+    model_type: str
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    window: WindowRule = "none"
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Architecture(window="every_layer"),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="layer_types"),
+    "LlamaForCausalLM": Architecture(
+        model_type="llama", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "MistralForCausalLM": Architecture(model_type="mistral"),
+    "Qwen2ForCausalLM": Architecture(model_type="qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": Architecture(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, window="layer_types"
+        model_type="qwen3", qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True
     ),
 }
 

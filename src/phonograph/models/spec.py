@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.folder import model_folder
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope import rope_frequencies
-from phonograph.models.settings import read_settings
+from phonograph.models.rope_parameters import read_rope
+from phonograph.models.settings import FULL, check_overrides, read_settings
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class ModelSpec:
     dtype:          what its configuration names, as torch writes it
     windows:        of each layer, (left, right) keys beside the query itself; -1 is no limit, so that a
                     `sliding_window` of W keys is (W - 1, 0)
+    context_length: positions that the model serves, with the fields that this follows from as `context_source`
     rope_frequencies: angle per position of each of the head_size / 2 pairs
     rope_factor:    on cos and sin
     eos_token_ids:  of config.json and generation_config.json together, within the vocabulary
@@ -47,7 +51,8 @@ class ModelSpec:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    max_position_embeddings: int
+    context_length: int
+    context_source: str
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -108,34 +113,59 @@ class ModelSpec:
         return shapes
 
 
-def read_model_spec(model: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> ModelSpec:
+def read_model_spec(
+    model: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> ModelSpec:
     """The spec of a local folder, a hub id or "demo". Needs config.json and nothing else of the model.
+
+    hf_overrides: fields of config.json that are replaced before it is read
 
     Raises:
         UnsupportedModelError: the architecture, or a feature that the configuration asks for, is not implemented.
         ModelError: there is no such model, or its config.json is missing or unusable.
+        ConfigError: hf_overrides names no field.
     """
     folder = model_folder(model, remote_code=trust_remote_code, revision=revision)
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
     raw = _read_json(path)
-    # Looked at before transformers is asked, which knows architectures that we do not, and the other way round.
-    names = raw.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
-    architecture = find_architecture(name)
-    read_end_tokens(raw.get("eos_token_id"), path)  # before transformers, which would convert or refuse it
-    config = read_settings(raw, name, path, trust_remote_code=trust_remote_code)
+    overrides = dict(hf_overrides or {})
+    check_overrides(overrides, raw)
+    raw |= overrides
+    with _located(path, overrides):
+        if trust_remote_code and raw.get("auto_map"):
+            raise UnsupportedModelError(
+                f"auto_map={shortened(repr(raw['auto_map']))} names model code of the checkpoint, which does not run "
+                "here; leave out trust_remote_code, or set auto_map to null by hf_overrides to run only that of the "
+                "tokenizer"
+            )
+        names = raw.get("architectures")
+        name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
+        architecture = find_architecture(name)
+        settings = read_settings(raw, name, architecture.model_type)
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     end_tokens = (
-        *read_end_tokens(config.eos_token_id, path),
+        *read_end_tokens(settings["eos_token_id"], path),
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
     )
+    with _located(path, overrides):
+        return _make_spec(settings, name, architecture, end_tokens)
+
+
+@contextmanager
+def _located(path: Path, overrides: Mapping[str, Any]) -> Generator[None]:
+    """Puts the file, and the overrides if there are any, before the message of a ModelError."""
     try:
-        return _make_spec(config, name, architecture, end_tokens)
+        yield
     except ModelError as error:
-        raise type(error)(f"{path}: {error}") from error
+        where = f"{path} with hf_overrides={shortened(repr(overrides))}" if overrides else str(path)
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -149,49 +179,45 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _make_spec(
-    config: SimpleNamespace, name: str, architecture: Architecture, end_tokens: tuple[int, ...]
+    settings: Mapping[str, Any], name: str, architecture: Architecture, end_tokens: tuple[int, ...]
 ) -> ModelSpec:
-    if getattr(config, "quantization_config", None) is not None:
+    if settings["quantization_config"] is not None:
         raise UnsupportedModelError("quantization_config is set, but quantized weights are not supported")
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act={activation!r} is not supported; supported is silu")
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if settings["hidden_act"] not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is not supported; supported is silu")
+    dtype = settings["dtype"] or "float32"
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
-    num_query_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads")
-    hidden_size = _positive(config, "hidden_size")
-    num_layers = _positive(config, "num_hidden_layers")
-    head_size = int(getattr(config, "head_dim", None) or hidden_size // num_query_heads)
+    num_query_heads, num_kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    head_size = settings["head_dim"] or settings["hidden_size"] // num_query_heads
     if num_query_heads % num_kv_heads:
         raise ModelError(
             f"num_attention_heads={num_query_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
         )
     if head_size <= 0 or head_size % 2:
         raise ModelError(f"head_dim={head_size} must be positive and even, for the rotary embedding")
-    max_positions = _positive(config, "max_position_embeddings")
-    rope_parameters = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    frequencies, factor = rope_frequencies(rope_parameters, head_size, max_positions)
-    vocab_size = _positive(config, "vocab_size")
-    eos_token_ids, note = split_end_tokens(end_tokens, vocab_size)
+    rope = read_rope(settings)
+    frequencies, factor = rope_frequencies(rope, head_size)
+    length, source = context_length(settings, rope)
+    eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     return ModelSpec(
         architecture=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        intermediate_size=settings["intermediate_size"],
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        vocab_size=vocab_size,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=_switch(config, architecture.qkv_bias),
-        o_bias=_switch(config, architecture.o_bias),
-        mlp_bias=_switch(config, architecture.mlp_bias),
+        vocab_size=settings["vocab_size"],
+        context_length=length,
+        context_source=source,
+        rms_norm_eps=settings["rms_norm_eps"],
+        tie_word_embeddings=settings["tie_word_embeddings"],
+        qkv_bias=_switch(settings, architecture.qkv_bias),
+        o_bias=_switch(settings, architecture.o_bias),
+        mlp_bias=_switch(settings, architecture.mlp_bias),
         qk_norm=architecture.qk_norm,
-        windows=_windows(config, architecture, num_layers),
+        windows=_windows(settings),
         rope_frequencies=frequencies,
         rope_factor=factor,
         dtype=dtype,
@@ -200,28 +226,10 @@ def _make_spec(
     )
 
 
-def _positive(config: SimpleNamespace, name: str) -> int:
-    value: object = getattr(config, name, None)
-    if not isinstance(value, int) or value <= 0:
-        raise ModelError(f"{name}={value!r} must be a positive integer")
-    return value
+def _switch(settings: Mapping[str, Any], rule: bool | str) -> bool:
+    return settings[rule] if isinstance(rule, str) else rule
 
 
-def _switch(config: SimpleNamespace, rule: bool | str) -> bool:
-    return bool(getattr(config, rule, False)) if isinstance(rule, str) else rule
-
-
-def _windows(config: SimpleNamespace, architecture: Architecture, num_layers: int) -> tuple[tuple[int, int], ...]:
-    size = cast("int | None", getattr(config, "sliding_window", None))
-    if architecture.window == "none" or size is None:
-        return (UNLIMITED,) * num_layers
-    window = (_positive(config, "sliding_window") - 1, 0)
-    if architecture.window == "every_layer":
-        return (window,) * num_layers
-    types = cast("list[str]", getattr(config, "layer_types", None) or [])
-    known = {"full_attention": UNLIMITED, "sliding_attention": window}
-    if len(types) != num_layers or not known.keys() >= set(types):
-        raise UnsupportedModelError(
-            f"layer_types={types!r} must name {' or '.join(known)} for each of {num_layers} layers"
-        )
-    return tuple(known[kind] for kind in types)
+def _windows(settings: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    types = settings.get("layer_types", [FULL] * settings["num_hidden_layers"])
+    return tuple(UNLIMITED if kind == FULL else (settings["sliding_window"] - 1, 0) for kind in types)

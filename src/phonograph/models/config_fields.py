@@ -1,0 +1,191 @@
+"""Allow-list of config.json: the fields that each model type uses, and those that it may ignore, with the reason.
+
+`settings.py` refuses every other field, so that a checkpoint never runs without a feature that its file asks for.
+Defaults are those of transformers' configuration classes; tests compare them. Importing those classes takes as long as
+the rest of a start, so they are not asked at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Values that a field takes; `works` describes them in words that follow "must be"."""
+
+    works: str
+    accepts: Callable[[object], bool]
+
+    def or_null(self) -> Kind:
+        return Kind(f"{self.works} or null", lambda value: value is None or self.accepts(value))
+
+
+def is_number(value: object) -> bool:
+    """Returns True for a finite int or float; JSON's true and false are no numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive_int(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+
+
+POSITIVE_INT = Kind("a positive integer", _is_positive_int)
+POSITIVE_NUMBER = Kind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
+NUMBER = Kind("a finite number", is_number)
+EPSILON = Kind("a float of 0 or more", lambda value: type(value) is float and math.isfinite(value) and value >= 0)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("text", lambda value: isinstance(value, str))
+TEXTS = Kind("a list of texts", _is_list_of_texts)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+INT = Kind("an integer", lambda value: type(value) is int)
+ANY = Kind("any value", lambda value: True)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field that the model is built from. default: the value of a file that leaves it out."""
+
+    default: object
+    kind: Kind
+
+
+LENGTH_FIELDS = (
+    "max_sequence_length",
+    "max_seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "n_positions",
+    "seq_length",
+    "seq_len",
+)
+"""Fields beside max_position_embeddings that limit the context, as in vLLM; transformers does not read them."""
+
+_COMMON: dict[str, Field] = {
+    "model_type": Field(None, TEXT),
+    "architectures": Field(None, TEXTS),
+    "vocab_size": Field(32000, POSITIVE_INT),
+    "hidden_size": Field(4096, POSITIVE_INT),
+    "intermediate_size": Field(11008, POSITIVE_INT),
+    "num_hidden_layers": Field(32, POSITIVE_INT),
+    "num_attention_heads": Field(32, POSITIVE_INT),
+    "num_key_value_heads": Field(None, POSITIVE_INT.or_null()),
+    "head_dim": Field(None, POSITIVE_INT.or_null()),
+    "hidden_act": Field("silu", TEXT),
+    "max_position_embeddings": Field(2048, POSITIVE_INT),
+    "rms_norm_eps": Field(1e-6, EPSILON),
+    "tie_word_embeddings": Field(False, FLAG),
+    "rope_parameters": Field(None, OBJECT.or_null()),
+    "rope_scaling": Field(None, OBJECT.or_null()),
+    "rope_theta": Field(10000.0, POSITIVE_NUMBER.or_null()),
+    "original_max_position_embeddings": Field(None, POSITIVE_INT.or_null()),
+    "dtype": Field(None, TEXT.or_null()),
+    "torch_dtype": Field(None, TEXT.or_null()),
+    "eos_token_id": Field(None, ANY),
+    "quantization_config": Field(None, ANY),
+    **{name: Field(None, POSITIVE_NUMBER.or_null()) for name in LENGTH_FIELDS},
+}
+_LLAMA_EOS = {"eos_token_id": Field(2, ANY)}
+_QWEN: dict[str, Field] = {
+    **_COMMON,
+    "vocab_size": Field(151936, POSITIVE_INT),
+    "intermediate_size": Field(22016, POSITIVE_INT),
+    "num_key_value_heads": Field(32, POSITIVE_INT.or_null()),
+    "max_position_embeddings": Field(32768, POSITIVE_INT),
+    "use_sliding_window": Field(False, FLAG),
+    "sliding_window": Field(4096, INT.or_null()),
+    "max_window_layers": Field(28, INT),
+    "layer_types": Field(None, TEXTS.or_null()),
+}
+FIELDS: Mapping[str, Mapping[str, Field]] = {
+    "llama": {
+        **_COMMON,
+        **_LLAMA_EOS,
+        "attention_bias": Field(False, FLAG),
+        "mlp_bias": Field(False, FLAG),
+    },
+    "mistral": {
+        **_COMMON,
+        **_LLAMA_EOS,
+        "intermediate_size": Field(14336, POSITIVE_INT),
+        "num_key_value_heads": Field(8, POSITIVE_INT),
+        "max_position_embeddings": Field(131072, POSITIVE_INT),
+        "sliding_window": Field(4096, INT.or_null()),
+        "layer_types": Field(None, TEXTS.or_null()),
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": Field(128, POSITIVE_INT), "attention_bias": Field(False, FLAG)},
+}
+"""The fields that are used, by model type."""
+
+FIXED: Mapping[str, tuple[object, ...]] = {
+    # null is no True: transformers then attends in both directions.
+    "is_causal": (True,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "per_layer_config": ({}, None),
+}
+"""Fields of features that are not implemented, with the values that leave the feature out; the first is the default."""
+
+_BOOKKEEPING = "bookkeeping of the tools that wrote the file"
+_TRAINING = "has an effect in training only"
+_HEADS = "describes classification heads, which a causal language model has not"
+_OUTPUTS = "chooses what a call of transformers returns"
+_GENERATION = "a default of generation, which generation_config.json gives"
+_KERNELS = "chooses among kernels that compute the same"
+_UNREAD = "not read by these architectures in transformers"
+_TENSORS = "fixed by the architecture; the tensors of the file must agree with it"
+_GROUPS: tuple[tuple[str, str], ...] = (
+    (
+        _BOOKKEEPING,
+        "_name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map is_llama_config "
+        "unsloth_fixed unsloth_version tokenizer_class torchscript _attn_implementation_autoset",
+    ),
+    (
+        _TRAINING,
+        "attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop hidden_dropout resid_pdrop "
+        "initializer_range initializer_factor pretraining_tp gradient_checkpointing neftune_noise_alpha "
+        "use_bfloat16 tf_legacy_loss label_smoothing",
+    ),
+    (_HEADS, "id2label label2id num_labels problem_type task_specific_params finetuning_task"),
+    (_OUTPUTS, "output_attentions output_hidden_states return_dict use_return_dict use_cache"),
+    (
+        _GENERATION,
+        "max_length min_length max_new_tokens do_sample early_stopping num_beams temperature top_k top_p typical_p "
+        "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+        "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens epsilon_cutoff "
+        "eta_cutoff encoder_repetition_penalty num_assistant_tokens num_assistant_tokens_schedule "
+        "assistant_confidence_threshold assistant_lookbehind target_lookbehind num_beam_groups diversity_penalty "
+        "bos_token_id pad_token_id sep_token_id unk_token_id mask_token_id cls_token_id decoder_start_token_id prefix",
+    ),
+    (
+        _KERNELS,
+        "attn_implementation _attn_implementation experts_implementation use_flash_attn use_flash_attention "
+        "use_flash_attention_2 _flash_attn_2_enabled",
+    ),
+    (_UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
+)
+IGNORED: Mapping[str, str] = {name: reason for reason, names in _GROUPS for name in names.split()}
+"""Fields without effect on any model here, each with the reason."""
+
+IGNORED_BY_TYPE: Mapping[str, Mapping[str, str]] = {
+    "llama": {"use_sliding_window": _UNREAD, "max_window_layers": _UNREAD},
+    "mistral": {"attention_bias": _TENSORS, "mlp_bias": _TENSORS},
+    "qwen2": {"attention_bias": _TENSORS, "mlp_bias": _TENSORS},
+    "qwen3": {"mlp_bias": _TENSORS},
+}
+"""Those without effect on one model type."""
