@@ -42,6 +42,13 @@ def near(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return tensor.clone()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    return torch.device(request.param)
+
+
 def randn(*shape: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape).to(device, torch.float16)
 

@@ -4,6 +4,8 @@
 - Under CI=true a test that is not marked `gpu` may not skip: what it needs is installed there, and its absence is a
   failure.
 - The number of skipped tests is printed at the end.
+- Warnings are errors (pyproject.toml), except on a machine with a GPU: its CUDA builds of libraries have other versions
+  than CI, and warnings of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 
 _config: pytest.Config | None = None
 
@@ -20,6 +23,8 @@ _config: pytest.Config | None = None
 def pytest_configure(config: pytest.Config) -> None:
     global _config
     _config = config
+    if torch.cuda.is_available():
+        config.addinivalue_line("filterwarnings", "default")
 
 
 def _fail_if_skipped(report: Any) -> None:
