@@ -5,6 +5,7 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +20,19 @@ from host_runtime import CallRuntime, HostRing
 from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine import build
+from phonograph.engine import start as engine_start
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
+from phonograph.errors import CaptureError
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
 from phonograph.sampling_params import SamplingParams
 
 wiring_cuda = pytest.importorskip("phonograph.engine.wiring_cuda")
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+core_process = pytest.importorskip("phonograph.server.core_process")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU, on which tests/engine run all of this"
@@ -106,6 +110,18 @@ def check(reference: Any, output: RequestOutput) -> None:
                 assert (got - wanted_V[torch.tensor(row.token_ids)]).abs().max() <= NEAR
 
 
+class FailingRuntime(CallRuntime):
+    """Graphs as calls, where a library has something left to load: the first capture is refused."""
+
+    refused = False
+
+    def capture(self, function: Any) -> Any:
+        if not self.refused:
+            self.refused = True
+            raise CaptureError("operation not permitted when stream is capturing")
+        return super().capture(function)
+
+
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -130,3 +146,32 @@ def test_a_whole_engine(family: str, tmp_path: Path, on_host: None) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(
+    verify: bool, tmp_path: Path, on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: FailingRuntime())
+    monkeypatch.setattr(engine_start, "this_device", lambda kind: known_device("h200"))
+    make_checkpoint("llama_bias", tmp_path, **HEADS)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float16",
+        max_model_len=64,
+        max_num_seqs=1,
+        num_kv_blocks=8,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        cudagraph_capture_sizes=[1],
+        verify_graphs=verify,
+    )
+    told = "captured at the second try.*: operation not permitted when stream is capturing"
+    if verify:
+        with pytest.raises(CaptureError, match=f"verify_graphs: .*{told}"):
+            engine_start.start_engine(config)
+        return
+    engine = engine_start.start_engine(config)
+    (retry,) = engine.captured.retries
+    assert retry.key.num_tokens == 1 and re.search(told, caplog.text)
+    facts = core_process._facts(engine, 1.0)
+    assert facts.capture_retries == (retry,) and str(retry) in facts.notes

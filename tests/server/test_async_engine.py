@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError
-from phonograph.graphs.capture_list import make_capture_list
-from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
+from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.models.folder import model_folder
 from phonograph.sampling_params import SamplingParams
@@ -20,7 +21,9 @@ from phonograph.scheduler_limits import SchedulerStats
 from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.calls import Call, Sample
 from phonograph.server.errors import ApiError
+from phonograph.server.graphs import graphs
 from phonograph.server.messages import Abort, Add, EngineFacts, PromptFacts, Report, SampleUpdate
+from phonograph.server.metrics import make_registry
 
 STATS = SchedulerStats(
     num_running=0,
@@ -240,5 +243,21 @@ def test_stats_are_those_of_the_latest_report(tokenizer: Tokenizer) -> None:
         bench.process.reports.put_nowait(Report(stats=later, num_steps=9))
         await asyncio.sleep(0.01)
         assert bench.engine.stats == later and bench.engine.num_steps == 9
+
+    in_loop(tokenizer, body)
+
+
+def test_graphs_that_took_a_second_try_are_shown_and_counted(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(bench: Bench) -> None:
+        retry = CaptureRetry(GraphKey(GraphSet.DECODE, 2, 2, 1), "the library was not loaded")
+        monkeypatch.setattr(bench.engine, "facts", replace(FACTS, capture_retries=(retry,)))
+        state = SimpleNamespace(serving=SimpleNamespace(engine=bench.engine, names=["demo"]))
+        request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+        shown = (await graphs(request, last=0, after=0))["captures"]["retries"]
+        assert shown == [{"set": "decode", "tokens": 2, "slots": 2, "reason": "the library was not loaded"}]
+        registry = make_registry(bench.engine, "demo")
+        assert registry.get_sample_value("phonograph:graph_capture_retries", {"model_name": "demo"}) == 1
 
     in_loop(tokenizer, body)

@@ -37,6 +37,7 @@ NAMES = {
     "phonograph:padded_tokens": "counter",
     "phonograph:step_time_seconds": "histogram",
     "phonograph:graphs": "gauge",
+    "phonograph:graph_capture_retries": "gauge",
     "phonograph:graph_memory_bytes": "gauge",
     "phonograph:start_seconds": "gauge",
     "phonograph:engine_up": "gauge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.scheduler import Scheduler, SchedulerLimits
+
+log = logging.getLogger(__name__)
 
 BuildProgress = Callable[[str, int, int], None]
 """Called with the phase ("weights", on a GPU "kernels", "graphs"), how much of it is done, and of how much."""
@@ -108,6 +111,8 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             # Captures come behind the weights: they are all Python, whose lock the threads that bring them need too.
             loading.finish()
             captured = runner.capture(captured_one)
+    for retry in captured.retries:
+        log.warning("%s", retry)
     if on_gpu and not captured.num_graphs:
         report("kernels", 1, 1)
     limits = plan.limits

@@ -8,7 +8,7 @@ from phonograph.config import EngineConfig
 from phonograph.early_start import pause_collector, resume_collector
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
 from phonograph.engine.plan import make_plan
-from phonograph.errors import ConfigError, PhonographError
+from phonograph.errors import CaptureError, ConfigError, PhonographError
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verify import VerifyReport, verify
 from phonograph.models.spec import read_model_spec
@@ -16,6 +16,8 @@ from phonograph.models.spec import read_model_spec
 
 def start_engine(config: EngineConfig, progress: BuildProgress | None = None) -> Engine:
     """Reads the model, captures its graphs, and compares each with eager where `verify_graphs` is set.
+
+    With it, a graph that was captured at the second try only is an error too.
 
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
@@ -32,6 +34,8 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
     finally:
         resume_collector()
     if config.verify_graphs:
+        if engine.captured.retries:
+            raise CaptureError(f"verify_graphs: {'; '.join(map(str, engine.captured.retries))}")
         report = verify_engine(engine, num_replays=1)
         if not report.ok:
             raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")

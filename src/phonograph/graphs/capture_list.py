@@ -15,6 +15,17 @@ STEPS_PER_OCTAVE = 8
 """Mixed graphs from one power of two to the next: 12.5% of padding at worst, about 4% on average, in round numbers."""
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureRetry:
+    """Graph whose first capture failed, and the failure. A second capture, behind one eager run, held it."""
+
+    key: GraphKey
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} was captured at the second try, after an eager run: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureList:
     """decode, cascade, mixed, piecewise: keys in ascending order of tokens; notes: what was left out, and why.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 
@@ -16,11 +17,12 @@ CaptureProgress = Callable[[int, int, GraphKey], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """What the capture phase made and cost: num_graphs, seconds, memory_bytes."""
+    """Result of the capture phase: graphs, their cost, and those that took a second try."""
 
     num_graphs: int
     seconds: float
     memory_bytes: int
+    retries: tuple[CaptureRetry, ...] = ()
 
 
 class CapturedGraphs:

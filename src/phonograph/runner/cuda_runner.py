@@ -20,6 +20,7 @@ import torch
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
+from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -134,16 +135,24 @@ class CudaRunner:
         load_kernels(kernels)
 
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
-        """Captures every graph of the capture list, largest first, with kernels that are loaded."""
+        """Captures every graph of the capture list, largest first, with kernels that are loaded.
+
+        A library may have something left to load, which a capture refuses. Its first run is eager then, and the graph
+        is captured at a second try, which the report tells with the reason.
+
+        Raises:
+            CaptureError: the second try failed too.
+        """
         keys = self.dispatcher.captures.largest_first()
         start = time.perf_counter()
+        retries: list[CaptureRetry] = []
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys), key)
             try:
                 self._graphs.capture((key,), self._captured)
-            except CaptureError:
-                # A library may have something left to load, which is not for captures: its first run is eager then.
+            except CaptureError as error:
+                retries.append(CaptureRetry(key, str(error)))
                 self._prepared(key)()
                 self._graphs.capture((key,), self._captured)
         num_masked = self._masked.capture(self.runtime) if keys else 0
@@ -151,6 +160,7 @@ class CudaRunner:
             num_graphs=len(keys) + num_masked,
             seconds=time.perf_counter() - start,
             memory_bytes=self.runtime.memory_bytes,
+            retries=tuple(retries),
         )
 
     def _eager_shapes(self) -> list[GraphKey]:

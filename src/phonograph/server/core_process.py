@@ -123,8 +123,9 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         captures=plan.captures,
         graph_memory_bytes=engine.captured.memory_bytes,
         capture_seconds=engine.captured.seconds,
+        capture_retries=engine.captured.retries,
         block_size=plan.limits.block_size,
-        notes=plan.notes,
+        notes=(*plan.notes, *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,
     )

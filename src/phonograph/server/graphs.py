@@ -45,6 +45,7 @@ async def graphs(
             "graphs": [_graph(key) for key in reversed(facts.captures.largest_first())],
             "memory_bytes": facts.graph_memory_bytes,
             "seconds": facts.capture_seconds,
+            "retries": [{**_graph(retry.key), "reason": retry.reason} for retry in facts.capture_retries],
         },
         "notes": facts.notes,
         "engine": _engine(engine),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phonograph.batch import TokenLogprobs
 from phonograph.engine.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError
-from phonograph.graphs.capture_list import CaptureList
+from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
 from phonograph.request import FinishReason
 from phonograph.sampling_params import SamplingParams
@@ -70,6 +70,7 @@ class EngineFacts:
     context_len: tokens of prompt and output together that a request can have
     resolution:  the graph mode that runs, with its reasons
     captures:    the graphs that there are, their memory in bytes, and what capturing them took
+    capture_retries: graphs that were captured at the second try, with the reasons
     notes:       decisions that the configuration left open, or that could not be met as asked
     stats:       of the scheduler, before the first step
     """
@@ -84,6 +85,7 @@ class EngineFacts:
     captures: CaptureList
     graph_memory_bytes: int
     capture_seconds: float
+    capture_retries: tuple[CaptureRetry, ...] = ()
     block_size: int
     notes: tuple[str, ...]
     start_seconds: float

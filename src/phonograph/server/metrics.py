@@ -115,6 +115,10 @@ class EngineCollector(Collector):
         yield from (steps, tokens, padded, seconds)
         num_graphs = len(facts.captures.largest_first())
         yield self._gauge("phonograph:graphs", "Graphs that were captured.", num_graphs)
+        num_retries = len(facts.capture_retries)
+        yield self._gauge(
+            "phonograph:graph_capture_retries", "Graphs that were captured at the second try.", num_retries
+        )
         yield self._gauge("phonograph:graph_memory_bytes", "Memory that the graphs keep.", facts.graph_memory_bytes)
         yield self._gauge("phonograph:start_seconds", "What the start of the engine took.", facts.start_seconds)
         yield self._gauge("phonograph:engine_up", "1 while the engine runs.", int(self._engine.death is None))
