@@ -209,7 +209,7 @@ def test_flags_become_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        ([], "prompts=[]: give a prompt"),
+        ([], "prompts=[]: give a prompt after the model ('demo')"),
         (["x", "--temperature", "-1"], "temperature=-1.0: must be a finite number >= 0"),
         (["x", "--temperature", "warm"], 'unable to convert "warm" into float'),
         (["x", "--logprobs", "2"], "logprobs=2: is printed with --json only"),

@@ -96,6 +96,6 @@ def test_by_priority_all_are_queued_first() -> None:
 
     llm.session.step = stepping  # pyright: ignore[reportAttributeAccessIssue]
     lengths = [len(prompt) for prompt in prompts]
-    llm.generate(prompts, params, priorities=[-length for length in lengths])
+    llm.generate(prompts, params, priority=[-length for length in lengths])
     assert finished[0] == max(lengths), "the longest was not among the first"
     assert finished[-1] == min(lengths)

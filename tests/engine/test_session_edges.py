@@ -228,19 +228,9 @@ def test_a_priority_that_is_no_integer_is_refused_and_leaves_nothing(session: Se
 def test_of_several_prompts_only_the_one_of_a_wrong_priority_is_refused() -> None:
     llm = LLM(model="demo", max_model_len=64, max_num_seqs=1, enforce_eager=True, scheduling_policy="priority")
     ranks: Any = [2, None, 1]
-    outputs = llm.generate(["x", "y", "z"], FREE, priorities=ranks)
+    outputs = llm.generate(["x", "y", "z"], FREE, priority=ranks)
     assert [output.error is None for output in outputs] == [True, False, True]
     assert len(llm.generate(["x", "y"], FREE)) == 2
-
-
-@pytest.mark.parametrize("wrong", [7, None])
-def test_an_error_of_the_caller_takes_the_prompts_before_it_along(session: Session, llm: LLM, wrong: Any) -> None:
-    other = session.add("x", FREE)
-    with pytest.raises(TypeError):
-        llm.generate(["x", "y", wrong, "z"], FREE)
-    assert list(session._samples) == [other.request_id]
-    run(session)
-    assert other.outputs[0].finish_reason == "length"
 
 
 def test_text_goes_on_where_the_prompt_ended(llm: LLM) -> None:

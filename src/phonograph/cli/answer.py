@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from phonograph.engine.interrupts import deferred_interrupts
 from phonograph.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def stream_answer(
     """
     shown = 0
     output = None
-    with _interrupts() as interrupted, closing(llm.stream(prompt, params)) as outputs:  # pyright: ignore[reportArgumentType]
+    with deferred_interrupts() as interrupted, closing(llm.stream(prompt, params)) as outputs:  # pyright: ignore[reportArgumentType]
         for output in outputs:
             text = output.outputs[0].text
             if len(text) > shown:
@@ -43,19 +43,3 @@ def stream_answer(
 def print_piece(text: str) -> None:
     """A piece of streamed text."""
     print(text, end="", flush=True)
-
-
-@contextmanager
-def _interrupts() -> Generator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a question to ask between steps, so that no step is cut in the middle."""
-    seen: list[int] = []
-
-    def take(number: int, frame: object) -> None:
-        seen.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, take)
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)

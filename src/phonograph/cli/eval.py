@@ -30,11 +30,13 @@ app = App(name="eval", help="Evaluate the demo model, and compare evaluations.",
 
 
 def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with `--model demo` unless another is named: these are that model's tasks."""
+    """The command with `--model demo` unless another model is named: the tasks are those of the demo model."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **keywords: Any) -> int:
-        return command(*arguments, **{**keywords, "model": keywords.get("model") or "demo"})
+        if not arguments:
+            keywords["model"] = keywords.get("model") or "demo"
+        return command(*arguments, **keywords)
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,7 @@ from phonograph.cli.show import (
     steps_text,
 )
 from phonograph.config import EngineConfig
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
@@ -59,7 +58,9 @@ def generate(
     texts += [line for line in (iter(read_line, None) if stdin else ()) if line.strip()]
     ids = [_token_ids(text) for text in token_ids or []]
     if not texts and not ids:
-        raise RequestError("prompts", list(prompts), "give a prompt, - for the lines of standard input, or --token-ids")
+        model = shortened(config.model)
+        problem = f"give a prompt after the model ({model!r}), - for the lines of standard input, or --token-ids"
+        raise RequestError("prompts", list(prompts), problem)
     llm = start(config)
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     ready = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
@@ -67,7 +68,7 @@ def generate(
     began = time.perf_counter()
     if len(ready) == 1 and n == 1 and not as_json:
         return _stream(llm, ready[0], params)
-    outputs = llm.generate(ready, params, progress=sys.stderr.isatty())
+    outputs = llm.generate(ready, params)
     seconds = time.perf_counter() - began
     if as_json:
         rows = [row for text, output in zip(shown, outputs, strict=True) for row in _rows(text, output)]

@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
-from phonograph.config_sources import Given
+from phonograph.config_sources import Given, read_environment, read_file, read_flags
 from phonograph.config_values import Kind
 from phonograph.errors import ConfigError
+from phonograph.models.folder import names_model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,7 +107,8 @@ SHORTER: Mapping[str, str] = {"attention_backend": "--backend"}
 
 
 def takes_engine_config(command: Callable[Concatenate[EngineConfig, P], R]) -> Callable[..., R]:
-    """The command with all engine flags and `--config FILE`; it gets the configuration they make."""
+    """The command with the model as its first argument, all engine flags and `--config FILE`; it gets the configuration
+    that they make. Further arguments are the command's own, if it takes any."""
     return _with_engine_flags(command, EngineConfig.load)
 
 
@@ -120,7 +122,7 @@ def takes_engine_settings(
 def takes_serve_config(
     command: Callable[Concatenate[tuple[EngineConfig, ServerConfig], P], R],
 ) -> Callable[..., R]:
-    """The command with the model as its argument and the flags of engine and server; it gets both configurations."""
+    """The command with the flags of engine and server; it gets both configurations."""
 
     def load(
         *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
@@ -129,11 +131,7 @@ def takes_serve_config(
         engine = EngineConfig.load(flags=split[0], config_file=config_file, environ=environ)
         return engine, ServerConfig.load(flags=split[1], config_file=config_file, environ=environ)
 
-    model = Parameter(show_default=False, help="The model, if not given by --model.")
-    argument = inspect.Parameter(
-        "model_tag", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=Annotated[str | None, model]
-    )
-    return _with_engine_flags(command, load, fields={**ENGINE_FIELDS, **SERVER_FIELDS}, model=argument)
+    return _with_engine_flags(command, load, fields={**ENGINE_FIELDS, **SERVER_FIELDS})
 
 
 def _with_engine_flags(
@@ -141,25 +139,26 @@ def _with_engine_flags(
     load: Callable[..., First],
     *,
     fields: Mapping[str, FieldInfo] = ENGINE_FIELDS,
-    model: inspect.Parameter | None = None,
 ) -> Callable[..., R]:
-    """`model` is an argument that names the model, in place of its flag."""
+    """Adds the flags, `--config FILE`, and a first argument that names the model in place of its flag."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    takes_words = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in own)
     flags = [_flag(name, field) for name, field in fields.items()]
     file = Annotated[Path | None, Parameter(name="--config", group=_group("Model"), help="YAML file of settings.")]
 
     def run(*arguments: Any, config_file: Path | None = None, **keywords: Any) -> R:
         given = {flag.name: keywords.pop(flag.name, None) for flag in flags}
-        if model is not None and arguments:
-            tag, *arguments = arguments  # pyright: ignore[reportAssignmentType]
-            if given["model"] not in (None, tag):
-                raise ConfigError("model", given["model"], f"contradicts the argument {tag!r}; give one of them")
-            given["model"] = tag
+        if arguments and not (takes_words and _is_word(arguments[0], given["model"], config_file)):
+            named, arguments = arguments[0], arguments[1:]
+            if given["model"] not in (None, named):
+                raise ConfigError("model", given["model"], f"contradicts the argument {named!r}; give one of them")
+            given["model"] = named
         first = load(flags=given, config_file=config_file, environ=os.environ)
         return command(first, *arguments, **keywords)
 
+    model = Annotated[str | None, Parameter(show_default=False, help="The model, if not given by --model.")]
     parameters = [
-        *([] if model is None else [model]),
+        inspect.Parameter("model_tag", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=model),
         *own,
         *flags,
         inspect.Parameter("config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file),
@@ -168,6 +167,12 @@ def _with_engine_flags(
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _is_word(argument: str, model_flag: str | None, config_file: Path | None) -> bool:
+    """Returns True if a first argument is a word of the command: a model is given elsewhere, and it names none."""
+    sources = {**read_file(config_file), **read_environment(os.environ), **read_flags({"model": model_flag})}
+    return "model" in EngineConfig.without_nulls(sources) and not names_model(argument)
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:

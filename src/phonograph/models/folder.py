@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.errors import ModelError
+from phonograph.errors import ModelError, shortened
 
 DEMO = "demo"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -14,6 +15,11 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def names_model(text: str) -> bool:
+    """Returns True if `text` names a model that is here: "demo", or a folder with a config.json."""
+    return text == DEMO or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
 
 
 def model_folder(
@@ -29,14 +35,16 @@ def model_folder(
     """
     if model == DEMO and not Path(model).exists():
         return MODEL_DIRECTORY
+    # os.path answers for texts of any length and content; pathlib raises for those that cannot be paths.
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelError(f"model {str(model)!r} is a file; give the folder that holds its config.json")
     hub_id = str(model)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
-        raise ModelError(f"model {hub_id!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
+        shown = shortened(hub_id)
+        raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
     # A quarter of a second to import, which a local folder does not need.
     from huggingface_hub import snapshot_download
 

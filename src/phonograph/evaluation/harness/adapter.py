@@ -126,7 +126,7 @@ class PhonographLM(TemplateLM):
             params.append(_sampling_params(wanted, max_tokens=max_tokens, stop=until))
             prompts.append(self._left_truncated(self.tok_encode(context), self.max_length - max_tokens))
             stops.append(until)
-        outputs = self.llm.generate(prompts, params, progress=not disable_tqdm)
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         texts: list[str] = []
         for request, output, until in zip(requests, outputs, stops, strict=True):
             if output.error is not None:
@@ -162,7 +162,7 @@ class PhonographLM(TemplateLM):
         # The engine makes a token after each prompt that it scores.
         prompts = [self._left_truncated(context + rest, self.max_length - 1) for _, context, rest in requests]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self.llm.generate(prompts, params, progress=not disable_tqdm)
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         answers: list[tuple[float, bool]] = []
         for (cache_key, _, rest), output in zip(requests, outputs, strict=True):
             if output.error is not None:

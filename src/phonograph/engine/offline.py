@@ -1,0 +1,128 @@
+"""Batches of the offline API: queues the prompts of one call and steps until all of them are answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from phonograph.engine.interrupts import deferred_interrupts
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.session import Prompt, Session
+from phonograph.errors import RequestError, shortened
+from phonograph.sampling_params import SamplingParams
+
+Input = TypeVar("Input")
+
+
+def answer_inputs(
+    session: Session,
+    inputs: Sequence[Input],
+    encode: Callable[[Input], Prompt],
+    *,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    priority: Sequence[int] | None,
+    use_tqdm: bool,
+) -> list[RequestOutput]:
+    """Answers inputs, each made a prompt by `encode`; returns one output for each, in their order.
+
+    However the call ends, none of its requests is left in the session.
+
+    Raises:
+        RequestError: the only input cannot be served, or a parameter fits none of them. Of several inputs, one that
+            cannot be served has its `error` set in its output.
+        KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session serves the next call.
+    """
+    params = _per_input("sampling_params", SamplingParams() if sampling_params is None else sampling_params, inputs)
+    for value in params:
+        if not isinstance(value, SamplingParams):
+            raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")
+    priorities = _per_input("priority", 0 if priority is None else priority, inputs)
+    if not isinstance(use_tqdm, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError("use_tqdm", shortened(repr(use_tqdm)), "must be True or False")
+    outputs: list[RequestOutput] = []
+    queue = _queue(session, inputs, encode, params, priorities)
+    scheduler = session.core.scheduler
+    # No step admits more requests than there are slots. By priority the last request may be the first to run.
+    ahead = scheduler.limits.max_num_seqs if scheduler.limits.policy == "fcfs" else len(inputs)
+    with (
+        deferred_interrupts() as interrupted,
+        ExitStack() as aborts,
+        _progress_bar(len(inputs), use_tqdm) as report,
+    ):
+        while True:
+            # Prompts are encoded between steps: the first step need not wait for the last of thousands.
+            while scheduler.num_waiting < ahead and not interrupted() and (output := next(queue, None)) is not None:
+                outputs.append(output)
+                # No effect on an answered request. If the call fails, each abort runs, even after one that raises.
+                aborts.callback(session.abort, output)
+                report([output], 0)
+            if interrupted():
+                raise KeyboardInterrupt
+            if not session.has_unfinished:
+                break
+            changed = session.step()
+            report(changed, len(changed))
+    if interrupted():
+        raise KeyboardInterrupt
+    if len(outputs) == 1 and outputs[0].error is not None:
+        raise outputs[0].error
+    return outputs
+
+
+def _queue(
+    session: Session,
+    inputs: Sequence[Input],
+    encode: Callable[[Input], Prompt],
+    params: Sequence[SamplingParams],
+    priorities: Sequence[int],
+) -> Iterator[RequestOutput]:
+    """Queues one request for each output that is taken; the output of a refused one has its error."""
+    for index, (item, one, rank) in enumerate(zip(inputs, params, priorities, strict=True)):
+        prompt: Prompt = []
+        try:
+            prompt = encode(item)
+            yield session.add(prompt, one, priority=rank)
+        except RequestError as error:
+            if len(inputs) == 1:
+                raise
+            text = prompt if isinstance(prompt, str) else None
+            ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
+            yield RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
+
+
+@contextmanager
+def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[list[RequestOutput], int], None]]:
+    """Shows answered requests and tokens a second on stderr, if that is a terminal.
+
+    Yields a function that takes the outputs that changed, and the number of their new tokens.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    start = time.perf_counter()
+    done = tokens = 0
+    with Progress(*columns, console=console, disable=not (use_tqdm and console.is_terminal)) as bar:
+        task = bar.add_task("requests", total=total)
+
+        def report(changed: list[RequestOutput], new_tokens: int) -> None:
+            nonlocal done, tokens
+            done += sum(output.finished for output in changed)
+            tokens += new_tokens
+            if not bar.disable:
+                speed = tokens / (time.perf_counter() - start)
+                bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+
+        yield report
+
+
+def _per_input(name: str, value: Any, inputs: Sequence[object]) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * len(inputs)
+    if len(value) != len(inputs):
+        problem = f"must be one for all prompts, or one for each of {len(inputs)}"
+        raise RequestError(name, f"{len(value)} of them", problem)
+    return list(value)

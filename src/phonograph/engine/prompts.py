@@ -1,0 +1,89 @@
+"""Prompts and conversations of the offline API, in the shapes that vLLM takes, reduced to text or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, cast
+
+from phonograph.engine.session import Prompt
+from phonograph.engine.tokenizer import ChatMessage
+from phonograph.errors import RequestError, shortened
+
+PromptInput = Prompt | Mapping[str, Any]
+"""Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`."""
+_KEYS = ("prompt", "prompt_token_ids")
+_CONVERSATION = 'must be a list of messages such as {"role": "user", "content": "Hello"}'
+_WORKS = "must be text, a list of token ids, a mapping with prompt or prompt_token_ids, or a list of these"
+
+
+def prompt_list(prompts: object) -> list[PromptInput]:
+    """Makes a list of one prompt or of several.
+
+    Raises:
+        RequestError: the value is neither.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [cast("PromptInput", prompts)]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError("prompts", shortened(repr(prompts)), _WORKS)
+    items = list(prompts)
+    return cast("list[PromptInput]", [items] if items and isinstance(items[0], Integral) else items)
+
+
+def conversation_list(messages: object) -> list[object]:
+    """Makes a list of one conversation or of several.
+
+    Raises:
+        RequestError: the value is neither.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise RequestError("messages", shortened(repr(messages)), f"{_CONVERSATION}, or a list of such lists")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def plain_conversation(messages: object) -> Sequence[ChatMessage]:
+    """Returns one conversation.
+
+    Raises:
+        RequestError: it is no list of messages.
+    """
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+        turns: list[object] = list(messages)
+        if turns and all(isinstance(turn, Mapping) for turn in turns):
+            return cast("list[ChatMessage]", turns)
+    raise RequestError("messages", shortened(repr(messages)), _CONVERSATION)
+
+
+def plain_prompt(prompt: object) -> Prompt:
+    """Returns the text or the token ids of a prompt.
+
+    Raises:
+        RequestError: it is neither, or a mapping with other keys.
+    """
+    if not isinstance(prompt, Mapping):
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise RequestError("prompt", shortened(repr(prompt)), _WORKS)
+        return cast("Prompt", prompt)
+    entries = {name: value for name, value in prompt.items() if value is not None}
+    for name, value in entries.items():
+        if name not in _KEYS:
+            raise RequestError(f"prompt[{name!r}]", shortened(repr(value)), "is not supported; leave it out")
+    if len(entries) != 1:
+        raise RequestError("prompt", sorted(entries), "must have exactly one of prompt and prompt_token_ids")
+    ((name, value),) = entries.items()
+    if isinstance(value, str) != (name == "prompt") or not isinstance(value, Iterable):
+        problem = "must be text" if name == "prompt" else "must be a list of token ids"
+        raise RequestError(name, shortened(repr(value)), problem)
+    return cast("Prompt", value)
+
+
+def refuse_unsupported(**arguments: object) -> None:
+    """Refuses arguments of vLLM's methods that have no effect here.
+
+    Raises:
+        RequestError: one is not None.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise RequestError(name, shortened(repr(value)), "is not supported; leave it out")
