@@ -12,7 +12,7 @@ import pytest
 
 from phonograph.attention.flash_attn import providers
 
-_TOP = ("vllm", "flash_attn", "flash_attn_2_cuda", "flash_attn_interface", "kernels", "flash_kernel")
+_TOP = ("cutlass", "vllm", "flash_attn", "flash_attn_2_cuda", "flash_attn_interface", "kernels", "flash_kernel")
 
 
 @pytest.fixture

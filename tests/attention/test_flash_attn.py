@@ -25,7 +25,7 @@ from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS,
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
 from phonograph.device import known_device
-from phonograph.errors import BackendError
+from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 pytest.importorskip("triton")
@@ -512,11 +512,11 @@ HALF = replace(SPEC, num_query_heads=32, num_kv_heads=8, head_size=128, dtype="b
 def test_nothing_is_installed(version: str, parts: tuple[str, ...], installed: Installed) -> None:
     installed()
     selection = select("flash_attn", version, HALF, H100)
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(selection)
-    for part in (f"flash_attn {version} cannot run: nothing here provides FlashAttention {version}", *parts):
+    for part in (f"'flash_attn {version}': cannot run: nothing here provides FlashAttention {version}", *parts):
         assert part in str(caught.value)
-    with pytest.raises(BackendError, match=f"nothing here provides FlashAttention {version}"):
+    with pytest.raises(ConfigError, match=f"nothing here provides FlashAttention {version}"):
         BACKENDS[version](HALF, torch.device("cpu"), BatchLimits(max_num_seqs=1, max_num_tokens=1, max_model_len=1))
 
 

@@ -19,7 +19,7 @@ from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.select import load, select
 from phonograph.device import known_device
-from phonograph.errors import BackendError
+from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 
 pytest.importorskip("triton")
@@ -452,7 +452,7 @@ def test_missing(monkeypatch) -> None:
 
     spec, h100 = replace(TINY, head_size=128, lse=False), known_device("h100")
     monkeypatch.setattr(capabilities, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="flashinfer cannot run: .* pip install flashinfer-python"):
+    with pytest.raises(ConfigError, match="'flashinfer': cannot run: .* pip install flashinfer-python"):
         load(select("flashinfer", None, spec, h100))
     monkeypatch.setattr(capabilities, "find_spec", lambda name: name)
     assert load(select("FlashInfer", None, spec, h100)) is FlashInferBackend

@@ -129,7 +129,7 @@ def test_loading() -> None:
     for asked, why in (("flash_attn", "nothing here provides FlashAttention 3"), ("flashinfer", "flashinfer-python")):
         selection = select(asked, None, HALF, H100)
         assert "cannot run here" in selection.reasons[-1]
-        with pytest.raises(BackendError, match=f"{selection.capabilities.label} cannot run: .*{why}"):
+        with pytest.raises(ConfigError, match=f"'{selection.capabilities.label}': cannot run: .*{why}"):
             load(selection)
 
 

@@ -357,10 +357,11 @@ def cute_varlen(
 _VARLEN = "from fake_flash import {} as flash_attn_varlen_func\n"
 _PLAN = "from fake_flash import scheduler_metadata as get_scheduler_metadata\n"
 _VLLM = {"vllm/__init__.py": "", "vllm/vllm_flash_attn/__init__.py": _VARLEN.format("vllm_varlen") + _PLAN}
+_CUTE = "import cutlass\n"
 PACKAGES: dict[str, dict[str, str]] = {
     "vllm 2": {**_VLLM, "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": ""},
     "vllm 3": {**_VLLM, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": ""},
-    "vllm 4": {**_VLLM, "vllm/vllm_flash_attn/cute/interface.py": ""},
+    "vllm 4": {**_VLLM, "vllm/vllm_flash_attn/cute/interface.py": _CUTE, "cutlass.py": ""},
     "package 2": {"flash_attn/__init__.py": _VARLEN.format("package_varlen"), "flash_attn_2_cuda.py": ""},
     "interface 3": {
         "flash_attn_interface.py": "from fake_flash import with_kvcache as flash_attn_with_kvcache\n" + _PLAN
@@ -370,7 +371,11 @@ PACKAGES: dict[str, dict[str, str]] = {
         "def get_kernel(name):\n    assert name == 'kernels-community/flash-attn3'\n    return flash_kernel\n",
         "flash_kernel.py": "from fake_flash import with_kvcache as flash_attn_with_kvcache\n" + _PLAN,
     },
-    "cute 4": {"flash_attn/cute/__init__.py": _VARLEN.format("cute_varlen"), "flash_attn/cute/interface.py": ""},
+    "cute 4": {
+        "flash_attn/cute/__init__.py": _VARLEN.format("cute_varlen"),
+        "flash_attn/cute/interface.py": _CUTE,
+        "cutlass.py": "",
+    },
 }
 """Files of what can be installed, by name and the version it provides."""
 

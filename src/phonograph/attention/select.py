@@ -281,11 +281,12 @@ def load(selection: Selection) -> MakeBackend:
     """The class of the chosen backend, or what makes two as one.
 
     Raises:
-        BackendError: its kernels or its library are not here.
+        ConfigError: its kernels or its library are not here; the message says what to install.
+        BackendError: its library is one that the adapter does not fit.
     """
     missing = selection.capabilities.missing()
     if missing is not None:
-        raise BackendError(f"attention backend {selection.capabilities.label} cannot run: {missing}")
+        raise ConfigError("attention_backend", selection.capabilities.label, f"cannot run: {missing}")
     return selection.loader()
 
 

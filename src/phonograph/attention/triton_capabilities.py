@@ -60,4 +60,8 @@ class TritonCapabilities(Capabilities):
         return 4 * len(spec.windows) * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
 
     def missing(self) -> str | None:
-        return None if find_spec("triton") else "the package triton is not installed; it comes with torch for CUDA"
+        return (
+            None
+            if find_spec("triton")
+            else "the package triton is not installed; it comes with torch for CUDA, or pip install triton"
+        )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -66,7 +67,7 @@ def _unseen(phase: str, done: int, total: int) -> None:
 
 
 def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Engine:
-    """Loads the model and captures all graphs.
+    """Loads the model and captures all graphs. All libraries are imported before memory is allocated.
 
     Raises:
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
@@ -76,6 +77,11 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     report("weights", 0, 1)
     make_runner, compiling = make_cpu_runner, nullcontext
     if on_gpu:
+        if find_spec("triton") is None:
+            problem = (
+                "needs the package triton: pip install triton, or torch for CUDA, which brings it; cpu works without"
+            )
+            raise ConfigError("device", plan.device.kind, problem)
         # Imports Triton, which a CPU installation need not have.
         from phonograph.engine.wiring_cuda import compiling, make_cuda_runner
 

@@ -38,7 +38,8 @@ class FlashAttentionBackend(GpuBackend):
     """What all versions share.
 
     Raises:
-        BackendError: when it is made: the library is not here, or does not take what this spec needs.
+        ConfigError: when it is made: the library is not here.
+        BackendError: when it is made: the library does not take what this spec needs.
     """
 
     clears_padding = False

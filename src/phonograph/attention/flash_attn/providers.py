@@ -27,13 +27,17 @@ from phonograph.attention.flash_attn.libraries import (
     VllmLibrary3,
     VllmLibrary4,
 )
-from phonograph.errors import BackendError
+from phonograph.errors import BackendError, ConfigError
 
 _PUBLISHED_KERNEL = "kernels-community/flash-attn3"
+_DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "quack": "quack-kernels", "cuda": "cuda-python"}
+"""Packages that version 4 is written in, where the name to import is not the one to install."""
 
 
 def _import(provider: Provider) -> Any:
     module = importlib.import_module(provider.module)
+    for part in provider.parts:
+        importlib.import_module(part)
     # vLLM's module imports without its compiled parts, and keeps what they said.
     interface = getattr(module, "flash_attn_interface", None)
     reason = getattr(interface, f"FA{provider.version}_UNAVAILABLE_REASON", None)
@@ -54,6 +58,7 @@ class Provider:
     distribution: whose version an error names
     files:        patterns under the folder of the top-level package, each of which must be there
     modules:      other top-level modules that it needs
+    parts:        modules that it imports in its first call, which would be after the weights are loaded
     block_size_multiple: pages that its kernels take
     install:      what to do where it is absent
     open:         imports it and returns what has the functions
@@ -66,6 +71,7 @@ class Provider:
     install: str
     files: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     block_size_multiple: int = 16
     open: Callable[[Provider], Any] = _import
 
@@ -81,7 +87,8 @@ class Provider:
                 return f"{package} is installed without {package}/{pattern} ({self.install})"
         for module in self.modules:
             if _spec(module) is None:
-                return f"{package} is installed without {module} ({self.install})"
+                install = _install(module) if module in _DISTRIBUTIONS else self.install
+                return f"{package} is installed without {module} ({install})"
         return None
 
 
@@ -133,6 +140,8 @@ PROVIDERS = (
         distribution="vllm",
         library=VllmLibrary4,
         files=("vllm_flash_attn/cute/interface.py",),
+        modules=("cutlass",),
+        parts=("vllm.vllm_flash_attn.cute.interface",),
         install="pip install vllm",
     ),
     Provider(
@@ -141,6 +150,8 @@ PROVIDERS = (
         distribution="flash-attn-4",
         library=CuteLibrary4,
         files=("cute/interface.py",),
+        modules=("cutlass",),
+        parts=("flash_attn.cute.interface",),
         install="pip install flash-attn-4",
     ),
 )
@@ -163,14 +174,19 @@ def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[
     """Imports the provider of `version` and checks that its functions take what we pass (for `spec`, or for any model).
 
     Raises:
-        BackendError: there is none, it cannot be imported, or its functions are others than those we know.
+        ConfigError: there is none, or it needs a package that is not installed.
+        BackendError: it cannot be imported, or its functions are others than those we know.
     """
     provider = provider_of(version)
     if provider is None:
-        raise BackendError(f"attention backend flash_attn {version} cannot run: {missing(version)}")
+        raise ConfigError("attention_backend", f"flash_attn {version}", f"cannot run: {missing(version)}")
     name = f"{provider.module} ({provider.distribution} {_version(provider.distribution)})"
     try:
         module = provider.open(provider)
+    except ModuleNotFoundError as error:
+        absent = error.name or str(error)
+        problem = f"{name} needs the package {absent}, which is not installed ({_install(absent)})"
+        raise ConfigError("attention_backend", f"flash_attn {version}", problem) from error
     except Exception as error:  # whatever another package's import, or its compiled part, raises
         raise BackendError(f"attention backend flash_attn {version}: {name} cannot be imported: {error}") from error
     needs = {function: set(arguments) for function, arguments in provider.library.needs.items()}
@@ -196,10 +212,15 @@ def make_library(version: str, spec: AttentionSpec) -> Library:
     """The library that provides `version` here, for one KV group.
 
     Raises:
-        BackendError: as `functions_of`.
+        ConfigError, BackendError: as `functions_of`.
     """
     library, functions = functions_of(version, spec)
     return library(functions, spec)
+
+
+def _install(module: str) -> str:
+    package = module.partition(".")[0]
+    return f"pip install {_DISTRIBUTIONS.get(package, package)}"
 
 
 def _unfit(version: str, name: str, problem: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phonograph.errors import BackendError
+from phonograph.errors import BackendError, ConfigError
 
 PACKAGE = "flashinfer-python"
 
@@ -69,6 +69,7 @@ def load_library() -> Library:
     """Imports the library, which compiles nothing yet.
 
     Raises:
+        ConfigError: it, or a package that it needs, is not installed.
         BackendError: it cannot be imported, or lacks an argument that the adapter passes.
     """
     try:
@@ -77,6 +78,9 @@ def load_library() -> Library:
         version = "of unknown version"
     try:
         module = import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        problem = f"{PACKAGE} {version} cannot be imported: {error}; pip install {PACKAGE}"
+        raise ConfigError("attention_backend", "flashinfer", problem) from error
     except Exception as error:  # whatever an import of native code raises
         raise BackendError(f"{PACKAGE} {version} cannot be imported: {error}") from error
     for (name, method), used in _USED.items():
