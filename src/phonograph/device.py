@@ -17,13 +17,17 @@ def num_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """kind: "cpu" or "cuda"; capability: CUDA compute capability; num_sms: multiprocessors; memory: bytes."""
+    """kind: "cpu" or "cuda"; capability: CUDA compute capability; num_sms: multiprocessors; memory: bytes.
+
+    free: bytes of a GPU of this machine that an engine can have now; None for one that is not here
+    """
 
     name: str
     kind: str
     capability: tuple[int, int] = (0, 0)
     num_sms: int = 0
     memory: int = 0
+    free: int | None = None
 
 
 # Published figures of the cards people serve models on.

@@ -173,6 +173,10 @@ def test_a_backend_that_this_machine_cannot_run_gets_a_hint(
         (["--device-name", "h2000"], "device_name='h2000': is not known; known are cpu"),
         (["--device-name", "h200", "--device", "cpu"], "device='cpu': contradicts device_name='h200'"),
         (["--device-name", "l4"], "max_model_len=131072"),
+        (
+            ["--device-name", "a10", "--max-model-len", "8192", "--num-kv-blocks", "100000"],
+            "num_kv_blocks=100000: a KV cache of 781.2 GiB does not fit beside weights of 15.0 GiB",
+        ),
     ],
 )
 def test_devices_that_do_not_fit(

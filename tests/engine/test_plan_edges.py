@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from phonograph.attention.cascade import MIN_REQUESTS, cascade_bytes
 from phonograph.config import EngineConfig
 from phonograph.device import GIB, known_device
-from phonograph.engine import memory
+from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.models.spec import read_model_spec
@@ -109,3 +110,74 @@ def test_types_of_the_cache(given: str, dtype: str) -> None:
 def test_attention_serves_every_window_of_the_model() -> None:
     windows = ((-1, -1), (31, 0)) * (DEMO.num_layers // 2 or 1)
     assert plan_of(model=replace(DEMO, windows=windows)).attention.windows == ((-1, -1), (31, 0))
+
+
+def fitting_blocks(error: MemoryLimitError) -> int:
+    found = re.search(r"(\d+) blocks \((\d+) bytes\) fit", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
+@pytest.mark.parametrize("free", [None, 3 * GIB])
+@pytest.mark.parametrize("setting", ["num_kv_blocks", "kv_cache_memory_bytes"])
+def test_a_cache_that_the_card_does_not_hold(setting: str, free: int | None) -> None:
+    """The number of blocks that the message names fits, and one more does not."""
+    device = replace(known_device("a10"), free=free)
+
+    def plan(value: int) -> EnginePlan:
+        return make_plan(EngineConfig(model="demo", max_model_len=64, **{setting: value}), DEMO, device)
+
+    block = plan(1 << 20).memory.block if setting == "kv_cache_memory_bytes" else 1
+    where = "3.0 GiB that are free of 24.0 GiB of a10" if free else "23.4 GiB that the CUDA context leaves of 24.0 GiB"
+    with pytest.raises(
+        MemoryLimitError, match=rf"{setting}=\d+: a KV cache of .* does not fit beside .*{where}"
+    ) as caught:
+        plan(10**12)
+    fits = fitting_blocks(caught.value)
+    memory = plan(fits * block).memory
+    assert memory.num_blocks == fits
+    taken = memory.weights + memory.graphs + memory.attention + memory.kv_cache
+    assert taken < (free or 24 * GIB) < taken + GIB + memory.block
+    with pytest.raises(MemoryLimitError, match=setting):
+        plan((fits + 1) * block)
+
+
+def test_weights_that_the_card_does_not_hold() -> None:
+    large = replace(DEMO, intermediate_size=DEMO.intermediate_size << 14)
+    assert large.weight_bytes("bfloat16") > 9 * GIB
+    small = replace(known_device("a10"), memory=8 * GIB)
+    for settings in ({"num_kv_blocks": 8}, {}):
+        config = EngineConfig(model="demo", max_model_len=64, **settings)
+        with pytest.raises(MemoryLimitError, match=r"demo: weights of .* GiB, .* do not fit the 7.4 GiB .* needed"):
+            make_plan(config, large, small)
+
+
+def test_a_share_of_a_card_that_others_use() -> None:
+    """The share that the message names fits what is free."""
+    busy = replace(known_device("h200"), free=30 * GIB)
+    with pytest.raises(
+        MemoryLimitError, match=r"gpu_memory_utilization=0.9: a KV cache.*30.0 GiB that are free"
+    ) as caught:
+        make_plan(EngineConfig(model="demo"), DEMO, busy)
+    share = float(str(caught.value).rpartition("gpu_memory_utilization=")[2])
+    assert 0.2 < share <= 30 / 141
+    plan = make_plan(EngineConfig(model="demo", gpu_memory_utilization=share), DEMO, busy)
+    assert plan.memory.kv_cache > 20 * GIB
+
+
+def test_a_cache_that_the_machine_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB))
+    with pytest.raises(MemoryLimitError, match="the 1.0 GiB of free memory of this machine") as caught:
+        plan_of(max_model_len=64, num_kv_blocks=10**9)
+    assert plan_of(max_model_len=64, num_kv_blocks=fitting_blocks(caught.value)).memory.num_blocks > 64
+
+
+def test_what_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that this process had before leaves its memory with torch, not with the driver."""
+    facts = SimpleNamespace(name="here", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB)
+    fakes = {"is_available": True, "current_device": 0, "get_device_properties": facts}
+    fakes |= {"mem_get_info": (10 * GIB, 80 * GIB), "memory_reserved": 60 * GIB, "memory_allocated": 2 * GIB}
+    for name, value in fakes.items():
+        monkeypatch.setattr(build.torch.cuda, name, lambda *_, value=value: value)
+    device = build.this_device("cuda")
+    assert (device.memory, device.free) == (80 * GIB, 68 * GIB)

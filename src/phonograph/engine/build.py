@@ -53,12 +53,16 @@ def this_device(kind: str) -> DeviceSpec:
     if not torch.cuda.is_available():
         raise ConfigError("device", kind, "torch sees no CUDA device here; cpu or auto works")
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info()
+    # What torch keeps of engines that this process had before is free too.
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return DeviceSpec(
         name=facts.name,
         kind="cuda",
         capability=(facts.major, facts.minor),
         num_sms=facts.multi_processor_count,
         memory=facts.total_memory,
+        free=free + cached,
     )
 
 

@@ -20,8 +20,9 @@ _CPU_KV_LIMIT = 2 * GIB
 """On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
 _LIBRARY_BYTES = 334 << 20
 """An allowance for loaded kernels, the libraries' workspaces and small buffers (300 MiB were seen on an H200, beside 66
-of attention's). The CUDA context (620 MiB there) comes on top of the share that the engine is granted, as it does at
-vLLM."""
+of attention's)."""
+_CONTEXT_BYTES = 620 << 20
+"""Size of the CUDA context on an H200. It comes on top of the share that the engine is granted, as it does at vLLM."""
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """What the driver takes for the nodes of one layer in one captured CUDA graph."""
 
@@ -71,7 +72,8 @@ def plan_memory(
         attention: bytes that the attention backend takes beside the KV cache.
 
     Raises:
-        MemoryLimitError: no room is left for one request of max_model_len tokens.
+        MemoryLimitError: no room is left for one request of max_model_len tokens, or the device does not hold what was
+            asked for; the message says what fits.
     """
     weights = model.weight_bytes(dtype)
     if device.kind == "cpu":
@@ -80,6 +82,16 @@ def plan_memory(
         workspace = Workspace.nbytes(model, max_num_batched_tokens, max_num_seqs, dtype)
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
+    taken = weights + graphs + attention + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
+    available, place = _available(device)
+    parts = (
+        f"weights of {_gib(weights)}, graphs with their workspace of {_gib(graphs)}, attention and libraries of "
+        f"{_gib(taken - weights - graphs)}"
+    )
+    if taken > available:
+        raise MemoryLimitError(
+            f"{config.model}: {parts} do not fit {place}; {_gib(taken)} and room for the KV cache are needed"
+        )
     block = kv_block_bytes(model, kv_cache_dtype, block_size)
     blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:
@@ -99,10 +111,34 @@ def plan_memory(
             f"({blocks_per_request * block} bytes), and {source} gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
+    if num_blocks * block > available - taken:
+        fits = (available - taken) // block
+        what_fits = f"{fits} blocks ({fits * block} bytes) fit"
+        if fits < blocks_per_request:
+            what_fits += f", and one request of max_model_len={max_model_len} needs {blocks_per_request}"
+        elif source.startswith("gpu_memory_utilization"):
+            what_fits += f", as with gpu_memory_utilization={100 * available // device.memory / 100}"
+        cache = f"{source.partition(' ')[0]}: a KV cache of {_gib(num_blocks * block)}"
+        raise MemoryLimitError(f"{cache} does not fit beside {parts} in {place}; {what_fits}")
     note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
     return MemoryPlan(
         weights=weights, graphs=graphs, attention=attention, block=block, num_blocks=num_blocks, note=note
     )
+
+
+def _available(device: DeviceSpec) -> tuple[int, str]:
+    """Returns the bytes that an engine can have on a device, and the words for them."""
+    if device.kind == "cpu":
+        free = psutil.virtual_memory().available
+        return free, f"the {_gib(free)} of free memory of this machine"
+    if device.free is not None:
+        return device.free, f"the {_gib(device.free)} that are free of {_gib(device.memory)} of {device.name}"
+    free = device.memory - _CONTEXT_BYTES
+    return free, f"the {_gib(free)} that the CUDA context leaves of {_gib(device.memory)} of {device.name}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
