@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from phonograph import LLM
 from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine.plan import make_plan
+from phonograph.engine.start import start_engine
 from phonograph.errors import ConfigError
 from phonograph.models.spec import read_model_spec
 
@@ -73,3 +77,15 @@ def test_a_block_is_no_larger_than_kernels_can_address() -> None:
     most = ((1 << 31) - 1) // (model.num_kv_heads * model.head_size) // 16 * 16
     with pytest.raises(ConfigError, match=rf"block_size={most + 16}: .*; {most} or less works"):
         make_plan(EngineConfig(model="demo", block_size=most + 16), model, known_device("h200"))
+
+
+def test_memory_counts_a_head_that_differs_from_tied_embeddings(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=32, num_kv_blocks=4, enforce_eager=True)
+    tied = start_engine(config).plan
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"] + 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    plan = start_engine(config).plan
+    assert plan.memory.weights - tied.memory.weights == head.nbytes
+    assert any("lm_head.weight of the checkpoint differs" in note for note in plan.notes)

@@ -16,6 +16,7 @@ import torch
 from checkpoints import FAMILIES, load_model, make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models import load as load_module
@@ -68,13 +69,38 @@ def test_untied_weights_from_half_precision_files_with_harmless_extras(tmp_path:
     assert not torch.equal(views["lm_head.weight"], views["model.embed_tokens.weight"])
 
 
-def test_tied_embeddings_ignore_a_second_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("head", ["equal", "alone", "different"])
+def test_tied_embeddings_are_matched_with_the_files_as_in_transformers(head: str, files: int, tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.full((3, 3), torch.nan)}, tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    lm_head = {"lm_head.weight": embedding + 1 if head == "different" else embedding.clone()}
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    if files == 1:
+        save_file({**tensors, **lm_head}, tmp_path / "model.safetensors", {"format": "pt"})
+    else:
+        (tmp_path / "model.safetensors").unlink()
+        save_file(tensors, tmp_path / "model-1.safetensors", {"format": "pt"})
+        save_file(lm_head, tmp_path / "model-2.safetensors", {"format": "pt"})
+        places = {**dict.fromkeys(tensors, "model-1.safetensors"), "lm_head.weight": "model-2.safetensors"}
+        (tmp_path / load_module.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     decoder = load(tmp_path)
-    assert decoder.embedding_VE.data_ptr() == decoder.lm_head_EV.data_ptr()
-    assert torch.equal(decoder.lm_head_EV.t(), tensors["model.embed_tokens.weight"])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(decoder.embedding_VE, reference.model.embed_tokens.weight)
+    assert torch.equal(decoder.lm_head_EV.t(), reference.lm_head.weight)
+    tied = decoder.embedding_VE.data_ptr() == decoder.lm_head_EV.data_ptr()
+    assert tied == (head != "different") == decoder.spec.tie_word_embeddings
+    assert (head == "different") == any("tie_word_embeddings" in note for note in decoder.spec.notes)
+
+
+def test_a_head_of_another_shape_than_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"lm_head.weight in .*has shape \[3, 3\]"):
+        load(tmp_path)
 
 
 def test_one_tensor_of_the_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

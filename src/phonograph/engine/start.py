@@ -7,11 +7,14 @@ from collections.abc import Callable
 from phonograph.config import EngineConfig
 from phonograph.early_start import pause_collector, resume_collector
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
-from phonograph.engine.plan import make_plan
+from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import CaptureError, ConfigError, PhonographError
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verify import VerifyReport, verify
+from phonograph.models.folder import model_folder
+from phonograph.models.load import weight_files
 from phonograph.models.spec import read_model_spec
+from phonograph.models.tied_embeddings import match_tied_embeddings
 
 
 def start_engine(config: EngineConfig, progress: BuildProgress | None = None) -> Engine:
@@ -24,13 +27,7 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
     """
     pause_collector()
     try:
-        model = read_model_spec(
-            config.model,
-            trust_remote_code=config.trust_remote_code,
-            revision=config.revision,
-            hf_overrides=config.hf_overrides,
-        )
-        engine = build_engine(make_plan(config, model, this_device(config.device)), progress)
+        engine = build_engine(_plan(config), progress)
     finally:
         resume_collector()
     if config.verify_graphs:
@@ -40,6 +37,23 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
         if not report.ok:
             raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
     return engine
+
+
+def _plan(config: EngineConfig) -> EnginePlan:
+    """Plan from config.json, and once more if the weights turn out to need more memory than it says."""
+    model = read_model_spec(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        hf_overrides=config.hf_overrides,
+    )
+    device = this_device(config.device)
+    plan = make_plan(config, model, device)
+    if not model.tie_word_embeddings or config.load_format == "dummy":
+        return plan
+    files = weight_files(model_folder(config.model, weights=True, revision=config.revision))
+    loaded, _ = match_tied_embeddings(model, files)
+    return plan if loaded is model else make_plan(config, loaded, device)
 
 
 def verify_engine(

@@ -21,6 +21,7 @@ from phonograph.models.folder import model_folder
 from phonograph.models.kv_scales import is_kv_scale
 from phonograph.models.spec import ModelSpec
 from phonograph.models.staging import Copies
+from phonograph.models.tied_embeddings import match_tied_embeddings
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -66,6 +67,7 @@ def begin_loading(
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
     drawn = load_format == "dummy"
     files = {} if drawn else weight_files(model_folder(path, weights=True, revision=revision))
+    spec, names = match_tied_embeddings(spec, files)
     with torch.inference_mode():
         decoder = Decoder(spec, dtype, device, max_positions)
     num_tensors = len(spec.tensor_shapes())
@@ -79,7 +81,7 @@ def begin_loading(
             if drawn:
                 _draw(decoder, seed)
             else:
-                _read(decoder, files, copies)
+                _read(decoder, files, names, copies)
         yield Loading(decoder, copies.finish)
 
 
@@ -124,15 +126,16 @@ def _read_index(path: Path) -> dict[str, str]:
     raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
 
 
-def _read(decoder: Decoder, files: dict[Path, list[str]], copies: Copies) -> None:
-    """Begins to copy every tensor, and reads the scales."""
+def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> None:
+    """Begins to copy every tensor, and reads the scales. `names` has those that count by another name."""
     shapes = decoder.spec.tensor_shapes()
     destinations = decoder.destinations()
     written: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                for own_name in cast("list[str]", tensors.keys()):
+                    name = names.get(own_name, own_name)
                     if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
                         decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
@@ -142,7 +145,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], copies: Copies) -> Non
                         continue
                     if name in written:
                         raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
-                    tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                    tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                     _check(name, tensor, shapes[name], file)
                     copies.add(destinations[name], tensor)
                     written[name] = file
