@@ -1,12 +1,15 @@
-"""Triton's interpreter, without two things that it does again and again, up to half of the time of tests of kernels.
+"""Speeds up Triton's interpreter, which spends most of the time of a kernel in Python around numpy's work.
 
-At each call of a function within a kernel it lists the members of five modules and classes, to find the builtins that
-it replaces while a kernel runs, although they are replaced already. And for each value it makes a table of all types.
+- Each call of a function within a kernel replaces the language's builtins, although the kernel's start has done so.
+- Each value makes a table of all types, and its type and shape are built from constants of the language each time.
+- Sums and products of integers are computed again in 64 bits to assert that they do not overflow; the assertion does
+  nothing unless the interpreter's options say `debug`.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -14,13 +17,22 @@ _quick = False
 
 
 def make_quick() -> None:
-    """Does so once the interpreter is imported; until then it does nothing."""
+    """Replaces the slow parts once the interpreter is imported; until then it does nothing."""
     global _quick
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if _quick or interpreter is None:
         return
     _quick = True
-    is_builtin, names = interpreter.tl.core.is_builtin, dict[Any, list[str]]()
+    _patch_once(interpreter)
+    _keep_types(interpreter)
+    if not interpreter.InterpreterOptions().debug:
+        interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+
+def _patch_once(interpreter: Any) -> None:
+    core = interpreter.tl.core
+    is_builtin, patch_lang, patch_attr = core.is_builtin, interpreter._patch_lang, interpreter._patch_attr
+    names, langs = dict[Any, list[str]](), dict[Any, list[Any]]()
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in names:
@@ -29,15 +41,55 @@ def make_quick() -> None:
             member = getattr(package, name)
             if not is_builtin(member):
                 return  # a kernel runs: all of them are replaced
-            interpreter._patch_attr(package, name, member, builder, scope)
+            patch_attr(package, name, member, builder, scope)
 
-    look_up, known = interpreter._get_np_dtype, dict[str, Any]()
+    def patch_lang_of(fn: Any) -> Any:
+        if fn not in langs:
+            langs[fn] = [value for value in fn.__globals__.values() if value is interpreter.tl or value is core]
+        if all(not is_builtin(lang.arange) for lang in langs[fn]):
+            return interpreter._LangPatchScope()  # the kernel that calls this function has replaced all of it
+        return patch_lang(fn)
+
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang_of
+
+
+def _keep_types(interpreter: Any) -> None:
+    core = interpreter.tl.core
+    constexpr, sequence, block_type, tensor = core.constexpr, core.tuple, core.block_type, core.tensor
+    look_up, make_type, equal = interpreter._get_np_dtype, block_type.__init__, sequence.__eq__
+    dtypes, types, shapes = dict[str, Any](), dict[Any, Any](), dict[Any, Any]()
 
     def np_dtype(kind: Any) -> Any:
         name = (kind.element_ty if kind.is_block() else kind).name
-        if name not in known:
-            known[name] = look_up(kind)
-        return known[name]
+        if name not in dtypes:
+            dtypes[name] = look_up(kind)
+        return dtypes[name]
 
-    interpreter._patch_builtin = patch_builtin
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        values = shape.values if isinstance(shape, sequence) else shape
+        key = (element_ty.name, *(size.value if isinstance(size, constexpr) else size for size in values))
+        known = types.get(key)
+        if known is None:
+            make_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = known
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        sizes = tuple(kind.shape.values) if kind.is_block() else ()
+        if sizes not in shapes:
+            shapes[sizes] = sequence([constexpr(size) for size in sizes]), constexpr(math.prod(sizes))
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def equal_sequence(self: Any, other: Any) -> Any:
+        if isinstance(other, sequence):
+            return constexpr(self.values == other.values)
+        return constexpr(self.values == other) if isinstance(other, list) else equal(self, other)
+
     interpreter._get_np_dtype = np_dtype
+    block_type.__init__ = init_type
+    tensor.__init__ = init_tensor
+    sequence.__eq__ = equal_sequence
