@@ -6,10 +6,14 @@ was computed in 32 bits leads into that part, and a test fails instead of ending
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import mmap
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +52,16 @@ def spread(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         strides[outer] = strides[outer + 1] * tensor.shape[outer + 1]
     far = far_elements(strides[0] * tensor.shape[0], tensor.dtype, tensor.device)
     return far.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@contextmanager
+def gpu_turn() -> Iterator[None]:
+    """Keeps other processes out that test on far memory: each takes a quarter of a GPU. Leaves nothing with torch."""
+    with Path(tempfile.gettempdir(), "phonograph-far-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

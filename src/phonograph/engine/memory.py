@@ -117,7 +117,7 @@ def plan_memory(
         if fits < blocks_per_request:
             what_fits += f", and one request of max_model_len={max_model_len} needs {blocks_per_request}"
         elif source.startswith("gpu_memory_utilization"):
-            what_fits += f", as with gpu_memory_utilization={100 * available // device.memory / 100}"
+            what_fits += f", as with gpu_memory_utilization={1000 * available // device.memory / 1000}"
         cache = f"{source.partition(' ')[0]}: a KV cache of {_gib(num_blocks * block)}"
         raise MemoryLimitError(f"{cache} does not fit beside {parts} in {place}; {what_fits}")
     note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
