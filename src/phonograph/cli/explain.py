@@ -152,6 +152,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
             "num_kv_blocks": memory.num_blocks,
             "num_kv_tokens": memory.num_blocks * plan.limits.block_size,
         },
+        "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
         "batches": [_batch_facts(batch, decision) for batch, decision in decided],
     }

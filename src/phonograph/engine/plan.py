@@ -14,6 +14,7 @@ from phonograph.attention.select import Selection, select
 from phonograph.config import EngineConfig
 from phonograph.device import DeviceSpec
 from phonograph.engine.memory import MemoryPlan, plan_memory
+from phonograph.engine.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
@@ -47,7 +48,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """notes: decisions about limits and memory that the configuration left open, or that could not be met as asked."""
+    """Decisions of an engine.
+
+    threads: of the operators on a CPU; None on a GPU
+    notes:   decisions about limits, memory and threads that the configuration left open, or that could not be met as
+             asked
+    """
 
     config: EngineConfig
     device: DeviceSpec
@@ -59,6 +65,7 @@ class EnginePlan:
     resolution: Resolution
     captures: CaptureList
     memory: MemoryPlan
+    threads: Threads | None
     notes: tuple[str, ...]
 
     def make_dispatcher(self) -> Dispatcher:
@@ -149,6 +156,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if config.cascade_attention:
         _check_cascade(limits, resolution)
     captures = _capture_list(config, resolution.mode, limits, _capture_tokens(config, limits, device), most)
+    threads = plan_threads(model, dtype) if device.kind == "cpu" else None
+    if threads is not None:
+        notes.append(f"threads {threads.count}: {threads.reason}")
     return EnginePlan(
         config=config,
         device=device,
@@ -160,6 +170,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
+        threads=threads,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
 

@@ -64,6 +64,7 @@ def make_cpu_runner(plan: EnginePlan, parts: Parts) -> ModelRunner:
             vocab_size=plan.model.vocab_size,
         ),
         prefixes=make_prefixes(plan),
+        num_threads=None if plan.threads is None else plan.threads.count,
     )
 
 

@@ -1,0 +1,47 @@
+"""Number of threads that the operators of a CPU engine take, with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.device import num_cores
+from phonograph.models.spec import ModelSpec
+
+_MIB = 1024**2
+_BYTES_PER_THREAD = 2 * _MIB
+"""Weights of an average product for each thread (docs/performance.md)."""
+_VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """A number of threads, and why."""
+
+    count: int
+    reason: str
+
+
+def plan_threads(model: ModelSpec, dtype: str, environment: Mapping[str, str] = os.environ) -> Threads:
+    """Returns the caller's number of threads where there is one, else a number by the size of the model.
+
+    Threads of one operator wait for each other in a loop. Where another program has one of their cores, each operator
+    waits until that core is free, which can take a hundred times as long as the operator. So a model whose products
+    are too short to gain from threads takes one. torch does not say whether its number was set: one that is neither
+    the number of cores nor half of it (two hardware threads to a core) was.
+    """
+    count = torch.get_num_threads()
+    for name in _VARIABLES:
+        if environment.get(name):
+            return Threads(count, f"{name}={environment[name]}")
+    if count not in (num_cores(), num_cores() // 2):
+        return Threads(count, "set by torch.set_num_threads")
+    # Of each layer QKV, output, gate-up and down, and the logits.
+    average = model.weight_bytes(dtype) / (4 * model.num_layers + 1)
+    gaining = max(1, int(average / _BYTES_PER_THREAD))
+    least = _BYTES_PER_THREAD // _MIB
+    why = f"a product reads {average / _MIB:.1f} MiB of weights on average, and a thread gains from {least} MiB on"
+    return Threads(min(gaining, count), f"{why}; OMP_NUM_THREADS sets another number")
