@@ -59,8 +59,30 @@ class ServerConfig(Settings):
     max_queued_requests: values.Count = Field(
         default=4096, description="Prompts that may wait beside those that run, samples counted; more are refused."
     )
-    max_request_bytes: Annotated[int, values.whole(1)] = Field(
-        default=16 * 2**20, description="Size of a request's body at most."
+    max_queued_bytes: values.Size = Field(
+        default=256 * 2**20, description="Bytes of request bodies that may be read or wait to be tokenized at one time."
+    )
+    max_request_bytes: values.Size = Field(default=16 * 2**20, description="Bytes of a request's body at most.")
+    max_request_fields: values.Size = Field(
+        default=131_072, description="Texts, field names, lists and objects in a request's body at most, all counted."
+    )
+    max_request_token_ids: values.Size = Field(
+        default=524_288, description="Token ids of a request's prompts together, and numbers in its body, at most."
+    )
+    max_request_depth: Annotated[int, values.whole(8, 512)] = Field(
+        default=512, description="Levels of lists and objects within each other in a request's body at most."
+    )
+    max_request_prompts: values.Size = Field(default=2048, description="Prompts of a completion request at most.")
+    max_request_messages: values.Size = Field(default=16_384, description="Messages of a chat request at most.")
+    max_request_tools: values.Count = Field(default=128, description="Tools of a chat request at most.")
+    max_request_stops: values.Count = Field(default=64, description="Stop strings of a request at most.")
+    max_request_stop_token_ids: values.Count = Field(default=1024, description="Stop token ids of a request at most.")
+    max_request_biases: values.Count = Field(
+        default=16_384, description="Token ids in the logit_bias of a request at most."
+    )
+    header_timeout: values.Duration = Field(default=20.0, description="Seconds that a request's headers may take.")
+    body_timeout: values.Duration = Field(
+        default=10.0, description="Seconds that a request's body may take, beside one for each 128 KiB that came."
     )
     request_timeout: values.OptionalDuration = Field(
         default=None, description="Seconds that an answer may take from its request to its end."

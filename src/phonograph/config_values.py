@@ -199,12 +199,14 @@ Texts = Annotated[tuple[str, ...], Kind("texts, as a list or with commas between
 Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
 Fraction = Annotated[float, Kind("a number > 0 and <= 1", _parse_fraction, "X")]
 Count = Annotated[int, whole(0)]
+Size = Annotated[int, whole(1)]
 OptionalSize = Annotated[int | None, whole(1)]
 # Far more than any step has; tables and graphs are made for all of it at the start.
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
 Seconds = Annotated[float, Kind("seconds >= 0", _parse_seconds, "SECONDS")]
+Duration = Annotated[float, Kind("seconds > 0", _parse_duration, "SECONDS")]
 OptionalDuration = Annotated[float | None, Kind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
 OptionalObject = Annotated[
     Mapping[str, Any] | None, Kind('a JSON object such as {"rope_theta": 1000000.0}', _parse_object, "JSON")

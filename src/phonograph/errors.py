@@ -17,6 +17,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from itertools import islice
+from typing import cast
+
+_SHOWN = 200
+"""Characters of a value in a message."""
+
 
 class PhonographError(Exception):
     """Base of every error that Phonograph raises on purpose."""
@@ -29,7 +36,7 @@ class ConfigError(PhonographError):
         self.setting = setting
         self.value = value
         self.problem = problem
-        super().__init__(f"{setting}={value!r}: {problem}")
+        super().__init__(f"{setting}={quoted(value)}: {problem}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         return type(self), (self.setting, self.value, self.problem)
@@ -54,7 +61,7 @@ class RequestError(PhonographError):
         self.parameter = parameter
         self.value = value
         self.problem = problem
-        super().__init__(f"{parameter}={value!r}: {problem}")
+        super().__init__(f"{shortened(parameter)}={quoted(value)}: {problem}")
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, object, str]]:
         return type(self), (self.parameter, self.value, self.problem)
@@ -81,5 +88,28 @@ class EndpointError(PhonographError):
 
 
 def shortened(text: str, limit: int = 100) -> str:
-    """What a user gave, as a message can show it."""
+    """Cut a text that a user gave to what a message can show."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def quoted(value: object, limit: int = _SHOWN) -> str:
+    """Write a value as `repr` does, cut to about `limit` characters. No more of a long value is read than is shown."""
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}..."
+    if isinstance(value, int) and value.bit_length() > 10_000:  # Python refuses to write longer ones
+        return f"<an integer of {value.bit_length()} bits>"
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return _quoted_items(cast("Collection[object]", value), limit)
+    return shortened(repr(value), limit)
+
+
+def _quoted_items(items: Collection[object], limit: int) -> str:
+    each = limit // 4
+    if each < 4:
+        return "..."
+    first = [
+        f"{quoted(item, each)}: {quoted(items[item], each)}" if isinstance(items, Mapping) else quoted(item, each)
+        for item in islice(items, each)
+    ]
+    text = shortened(", ".join([*first, "..."] if len(items) > each else first), limit)
+    return f"[{text}]" if isinstance(items, list) else f"({text})" if isinstance(items, tuple) else f"{{{text}}}"

@@ -55,9 +55,7 @@ class StructuredOutputs:
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
                 raise RequestError(name, text, "must be a string that is not empty")
-        if len(self.source) > MAX_CHARACTERS:
-            problem = f"has {len(self.source)} characters; at most {MAX_CHARACTERS} are taken"
-            raise RequestError(self.kind, f"{self.source[:50]}...", problem)
+        _check_length(self.kind, self.source)
 
     @property
     def kind(self) -> Kind:
@@ -78,10 +76,17 @@ class StructuredOutputs:
         return given if isinstance(given, str) else ""
 
 
+def _check_length(kind: str, source: str) -> None:
+    if len(source) > MAX_CHARACTERS:
+        problem = f"has {len(source)} characters; at most {MAX_CHARACTERS} are taken"
+        raise RequestError(kind, f"{source[:50]}...", problem)
+
+
 def _schema(schema: object) -> str:
     """A schema as text, always written in the same way. The order of properties is kept: it is that of the output."""
     value = schema
     if isinstance(schema, str):
+        _check_length("json", schema)
         try:
             value = json_text.loads(schema)
         except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from phonograph import EngineConfig
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, quoted
 from phonograph.graphs.modes import GraphMode
 
 
@@ -112,7 +112,7 @@ def test_values_that_do_not_work_are_named_with_what_would(setting: str, value: 
     assert error.setting == setting
     assert error.value is value
     assert f"must be {works}" in str(error)
-    assert str(error).startswith(f"{setting}={value!r}")
+    assert str(error).startswith(f"{setting}={quoted(value)}")
 
 
 def test_an_unknown_setting_suggests_the_nearest() -> None:

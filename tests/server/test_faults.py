@@ -185,7 +185,7 @@ def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Pr
 
 
 def test_ten_thousand_connections_that_say_nothing(start: Callable[..., Process]) -> None:
-    server = start()
+    server = start("--header-timeout", "600", "--body-timeout", "600")
     address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = (1 << 20) if hard == resource.RLIM_INFINITY else hard

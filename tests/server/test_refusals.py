@@ -14,7 +14,7 @@ from servers import QUESTION, Server
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 DEEP: dict[str, Any] = {}
-for _ in range(300):
+for _ in range(220):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 LONG = {"description": "x" * 200_000}
 FORMAT_NOT, FORMAT_DEEP = (
@@ -61,7 +61,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": 2**64}, "seed", "seed="),
     ({"stop": [""]}, "stop", "non-empty"),
     ({"stop": [1]}, "stop", "list of strings"),
-    ({"stop": ["x"] * 65}, "stop", "at most 64"),
+    ({"stop": ["x"] * 65}, "stop", "has 65 items; this server takes 64 at most (max_request_stops)"),
     ({"stop": "x" * 1025}, "stop", "1024 characters"),
     ({"stop_token_ids": [2048]}, "stop_token_ids", "0 to 2047"),
     ({"stop_token_ids": "5"}, "stop_token_ids", "list of token ids"),

@@ -20,6 +20,7 @@ from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
+from phonograph.server.http_protocol import http_protocol
 from phonograph.server.run import running_engine
 from phonograph.server.serving import Serving
 
@@ -90,7 +91,14 @@ def serving(thread: EngineThread, config: ServerConfig, *, defaults: dict[str, A
     engine = thread.engine.result()
     app = make_app(Serving(engine, config, "demo", defaults or {}, config.chat_template))
     http = uvicorn.Server(
-        uvicorn.Config(app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            http=http_protocol(config),
+            log_level="error",
+            timeout_graceful_shutdown=1,
+        )
     )
     listener = socket.create_server(("127.0.0.1", 0))
     running = thread.submit(http.serve(sockets=[listener]))

@@ -89,11 +89,29 @@ class Tokenizer:
             RequestError: the text holds half of a surrogate pair, which no encoding of Unicode allows.
         """
         try:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+            # A mask of ones for millions of tokens takes as long as the ids.
+            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
+            return list(encoded["input_ids"])
         except (TypeError, UnicodeEncodeError):
             raise RequestError(
                 "prompt", shortened(text, _SHOWN), "is no Unicode text (half of a surrogate pair)"
             ) from None
+
+    @cached_property
+    def max_token_characters(self) -> int | None:
+        """The most characters of a text that one token can stand for, or None if there is no such bound.
+
+        Tokens that swallow the white space beside them are taken without it.
+        """
+        settings = json.loads(self._backend.to_str())
+        model = settings["model"]
+        # One token for unknown characters stands for a word, or for as many as follow each other.
+        fuses_unknown = model["type"] == "Unigram" or model.get("fuse_unk")
+        if model["type"] in ("WordLevel", "WordPiece") or (fuses_unknown and not model.get("byte_fallback")):
+            return None
+        longest = max(map(len, self._backend.get_vocab()))
+        # Unicode's composition makes one character of four at most.
+        return longest * (1 if settings["normalizer"] is None else 4)
 
     @cached_property
     def num_tokens_before(self) -> int:
@@ -113,7 +131,32 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Token ids of the text that `render_chat` makes of a conversation.
+
+        Raises:
+            RequestError: the model has no chat template, or it does not take these messages.
+        """
+        text = self.render_chat(
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            tools=tools,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A conversation as text, up to where the assistant's answer begins, special tokens included.
 
         template:               instead of the model's own
         add_generation_prompt:  end with what begins the assistant's answer
@@ -122,52 +165,28 @@ class Tokenizer:
         tools:                  functions that the model may call, as OpenAI describes them
 
         Raises:
-            RequestError: the model has no chat template, or it does not take these messages.
+            RequestError: as `encode_chat`.
         """
         # Else whoever sets variables of the template would set options of the tokenizer.
         taken = _NO_VARIABLES | signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in variables or {}:
             if name in taken:
                 raise RequestError("chat_template_kwargs", name, "is no variable of a template")
-        encoded = self._apply_chat_template(
-            messages,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=None if tools is None else list(tools),
-            tokenize=True,
-            return_dict=True,
-            **(variables or {}),
-        )
-        return list(encoded["input_ids"])
-
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """A conversation as text, special tokens included; `encode` without more of them gives its token ids.
-
-        Raises:
-            RequestError: as `encode_chat`.
-        """
-        return self._apply_chat_template(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-        )
-
-    def _apply_chat_template(self, messages: Sequence[ChatMessage], **options: Any) -> Any:
-        if options.get("chat_template") is None and not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tools is None else list(tools),
+                tokenize=False,
+                **(variables or {}),
+            )
         except Exception as error:  # templates raise what their authors wrote
-            problem = f"the chat template refuses them: {error}"
-            raise RequestError("messages", shortened(str(list(messages)), _SHOWN), problem) from error
+            problem = f"the chat template refuses them: {shortened(str(error), _SHOWN)}"
+            raise RequestError("messages", list(messages), problem) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -12,10 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from phonograph import __version__
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
+from phonograph.server.body_guard import BodyGuard
 from phonograph.server.errors import ApiError, ErrorAnswer, failed, invalid, refused
-from phonograph.server.guards import ApiKeys, BodyLimit, error_response
+from phonograph.server.guards import ApiKeys, error_response
 from phonograph.server.serving import Serving
 from phonograph.server.stream import DirectSend
 
@@ -51,7 +52,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     # The last one added is met first.
-    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
+    app.add_middleware(BodyGuard, config=config)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key)
     if config.allowed_origins:
@@ -80,9 +81,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     """The first thing that is wrong with a body."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(invalid(None, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [shortened(str(part)) for part in first["loc"] if part != "body"]
     if first["loc"][0] == "query":
         name = str(first["loc"][-1])
         return error_response(invalid(name, f"{name}: {first['msg']}"))
@@ -97,7 +96,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown paths, wrong methods, bodies that cannot be parsed."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 

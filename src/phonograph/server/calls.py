@@ -195,12 +195,11 @@ class Call:
     def watch(self, receive: Receive) -> None:
         """Fails the call when the client goes away. The request's body must have been received."""
 
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.fail(ApiError(CLIENT_GONE, "the client has gone away", code="client_gone"))
+        async def fail_when_gone() -> None:
+            await until_gone(receive)
+            self.fail(client_gone())
 
-        self._watcher = asyncio.create_task(until_gone())
+        self._watcher = asyncio.create_task(fail_when_gone())
 
     def close(self) -> None:
         """Ends what is still growing. Closing again does nothing."""
@@ -211,3 +210,13 @@ class Call:
             if helper is not None:
                 helper.cancel()
         self._end(self)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has gone away. The request's body must have been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "the client has gone away", code="client_gone")

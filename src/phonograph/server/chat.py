@@ -8,29 +8,39 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from phonograph.batch import TokenLogprobs
+from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
 from phonograph.server.calls import Call, Delta, Sample
 from phonograph.server.errors import invalid
+from phonograph.server.json_route import JsonRequest, JsonRoute
 from phonograph.server.logprobs import chat_content, prompt_positions
 from phonograph.server.protocol import ChatBody
 from phonograph.server.serving import Serving, respond
 from phonograph.server.tool_answers import CallReader
 from phonograph.server.tools import ToolChoice, read_tools
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a conversation."""
+    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, 1)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use stream=false")
+    tools, prompt, params = await serving.prepare(request, lambda _: _prepared(serving, body))
+    call = serving.open(request, [prompt], params, body)
+    return await respond(call, ChatAnswer(serving, call, body, tools), body, headers)
+
+
+def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list[int], SamplingParams]:
+    """Tools, token ids and sampling parameters of a request, all checked."""
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
         raise invalid("tool_choice", "tool_choice auto needs a server with --enable-auto-tool-choice")
-    prompt = await serving.encode_chat(
+    prompt = serving.encode_chat(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -45,8 +55,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         max_logprobs=serving.config.max_logprobs,
         structured=None if tools is None else tools.structured,
     )
-    call = serving.open(request, [prompt], params, body)
-    return await respond(call, ChatAnswer(serving, call, body, tools), body, headers)
+    return tools, prompt, params
 
 
 class ChatAnswer:

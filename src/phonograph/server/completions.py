@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from phonograph.batch import TokenLogprobs
+from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
 from phonograph.server.calls import Call, Delta, Prompt, Sample
 from phonograph.server.errors import invalid
+from phonograph.server.json_route import JsonRequest, JsonRoute
 from phonograph.server.logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from phonograph.server.serving import Serving, respond
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continues one prompt or several."""
+    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, len(body.prompt))
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
-    prompts = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    prompts, params = await serving.prepare(request, lambda gone: _prepared(serving, body, gone))
+    call = serving.open(request, prompts, params, body)
+    return await respond(call, CompletionAnswer(serving, call, body), body, headers)
+
+
+def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
+    """Token ids and sampling parameters of a request, all checked."""
+    prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
     asked = body.asked_tokens()
     # An engine that is to score a prompt makes one token, which is not shown.
     max_tokens = serving.max_tokens(
@@ -38,8 +49,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         max_logprobs=serving.config.max_logprobs,
         scores_prompt=bool(body.echo),
     )
-    call = serving.open(request, prompts, params, body)
-    return await respond(call, CompletionAnswer(serving, call, body), body, headers)
+    return prompts, params
 
 
 class CompletionAnswer:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from phonograph.server.errors import ApiError, invalid
+from phonograph.server.json_meter import JsonMeter
 
 Message = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -26,16 +27,18 @@ KEYS = frozenset(
 )
 
 
-def read_messages(messages: list[Message]) -> list[Message]:
+def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
     """The messages with plain text as content, without what is null.
 
+    meter: bounds what the arguments of tool calls hold, which are JSON text within the JSON of the body
+
     Raises:
-        ApiError: a message has no known role, an unknown key, or content that is no text.
+        ApiError: a message has no known role, an unknown key, or content that is no text; or arguments hold too much.
     """
-    return [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
 
-def _read(message: Message, where: str) -> Message:
+def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"role must be one of {', '.join(sorted(ROLES))}")
@@ -50,11 +53,11 @@ def _read(message: Message, where: str) -> Message:
     else:
         read["content"] = None
     if "tool_calls" in read:
-        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls")
+        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls", meter)
     return read
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, where: str, meter: JsonMeter) -> list[dict[str, Any]]:
     """Calls with their arguments as the objects that templates write, not as the text that clients send."""
     if not isinstance(calls, list):
         raise invalid(where, "tool_calls must be a list")
@@ -65,7 +68,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise invalid(f"{where}[{index}]", "a tool call must have a function with a name")
         arguments = function.get("arguments") or "{}"
         try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if isinstance(arguments, str):
+                meter.check(arguments.encode())
+                arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):

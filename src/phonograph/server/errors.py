@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 
 MAX_MESSAGE = 1000
 """Characters of a message at most: a value that is wrong may be long."""
@@ -48,10 +48,10 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status = status
-        self.message = _printable(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
+        self.message = _printable(shortened(message, MAX_MESSAGE))
         self.kind = kind
         self.code = code
-        self.param = None if param is None else _printable(param)
+        self.param = None if param is None else _printable(shortened(param))
         self.headers = headers
         super().__init__(self.message)
 

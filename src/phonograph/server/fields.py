@@ -10,9 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 from phonograph.config_model import nearest
 from phonograph.server.errors import invalid
 
-MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
-"""Stop strings of a request, and characters of one: each new token is compared with them."""
+"""Characters of a stop string: each new token is compared with them."""
 
 NO_EFFECT = frozenset(
     {
@@ -100,8 +99,8 @@ def _texts(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a string or a list of strings")
-    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in texts):
-        raise ValueError(f"at most {MAX_STOPS} stop strings of at most {MAX_STOP_LENGTH} characters are served")
+    if any(len(text) > MAX_STOP_LENGTH for text in texts):
+        raise ValueError(f"a stop string has {MAX_STOP_LENGTH} characters at most")
     return texts
 
 
@@ -136,6 +135,12 @@ def _prompts(value: object) -> list[str | list[int]]:
     return value
 
 
+def _choices(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError("must be a list of texts")
+    return value
+
+
 def _token_ids(value: object) -> list[int]:
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise ValueError("must be a list of token ids")
@@ -149,7 +154,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 
 
 # Lists are read as a whole by the functions above: pydantic would keep one error for each item of a hostile list.
-_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
+_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _ONE_PROMPT: list[dict[str, Any]] = [{"type": "string"}, _IDS]
 
@@ -163,6 +168,9 @@ Prompts = Annotated[
     list[Any],
     BeforeValidator(_prompts),
     WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}),
+]
+Choices = Annotated[
+    list[Any], BeforeValidator(_choices), WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1})
 ]
 TokenIds = Annotated[list[Any], BeforeValidator(_token_ids), WithJsonSchema(_IDS)]
 Messages = Annotated[

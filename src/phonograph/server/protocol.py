@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.errors import RequestError
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.errors import invalid, refused
-from phonograph.server.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+from phonograph.server.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
 from phonograph.server.structured import PARAMETERS, field_of, structured_outputs
 from phonograph.structured_outputs import StructuredOutputs
 
@@ -79,7 +79,7 @@ class GenerationBody(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

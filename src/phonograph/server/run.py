@@ -21,10 +21,12 @@ from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError, ModelError, RequestError
+from phonograph.server.access_log import AccessLogFilter
 from phonograph.server.app import make_app
 from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.engine_process import EngineProcess
+from phonograph.server.http_protocol import http_protocol
 from phonograph.server.messages import Begin
 from phonograph.server.serving import Serving
 
@@ -130,6 +132,7 @@ class _Server(uvicorn.Server):
                 make_app(serving),
                 lifespan="off",
                 ws="none",
+                http=http_protocol(config),
                 log_config=_logging(config.uvicorn_log_level),
                 log_level=config.uvicorn_log_level,
                 access_log=not config.disable_uvicorn_access_log,
@@ -202,5 +205,7 @@ def _allow_many_connections() -> None:
 def _logging(level: str) -> dict[str, Any]:
     """uvicorn's logging, with ours beside it."""
     settings = copy.deepcopy(LOGGING_CONFIG)
+    settings["filters"] = {"access": {"()": AccessLogFilter}}
+    settings["loggers"]["uvicorn.access"]["filters"] = ["access"]
     settings["loggers"]["phonograph"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
     return settings

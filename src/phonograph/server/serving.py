@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,20 +16,24 @@ from starlette.responses import JSONResponse, Response
 
 from phonograph.config_server import ServerConfig
 from phonograph.engine.tokenizer import Tokenizer, check_token_ids
+from phonograph.errors import RequestError, quoted
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import Answer
 from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.calls import Call
+from phonograph.server.calls import Call, client_gone, until_gone
 from phonograph.server.conversation import Message, read_messages
-from phonograph.server.errors import ApiError, invalid
+from phonograph.server.errors import ApiError, invalid, refused
+from phonograph.server.json_meter import JsonMeter
+from phonograph.server.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.metrics import make_registry
 from phonograph.server.protocol import GenerationBody
 from phonograph.server.stream import EventStream
 from phonograph.server.token_text import TokenTexts
 
-INLINE_CHARACTERS = 16_384
-"""Longer texts are tokenized by a thread. Handing over a short one would take longer than tokenizing it."""
 THREADS = 2
+"""Threads that prepare large requests. Those that wait for one are bounded by the bytes of their bodies."""
+USUAL_CHARACTERS = 8
+"""Characters of a token that few texts reach on average."""
 Result = TypeVar("Result")
 
 
@@ -70,7 +75,7 @@ class Serving:
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
             raise ApiError(
-                404, f"the model {name!r} does not exist; here is {known}", param="model", code="model_not_found"
+                404, f"the model {quoted(name)} does not exist; here is {known}", param="model", code="model_not_found"
             )
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
@@ -89,7 +94,8 @@ class Serving:
         room = facts.max_num_seqs + self.config.max_queued_requests
         count = num_prompts * (body.n or 1)
         if count > room:
-            raise invalid("n" if num_prompts == 1 else "prompt", f"{count} samples; this server takes {room} at most")
+            problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
+            raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
             raise ApiError(
                 429,
@@ -100,27 +106,80 @@ class Serving:
             )
         return warning_headers(ignored)
 
-    async def encode(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+    def encode(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool,
+        gone: threading.Event | None = None,
+    ) -> list[list[int]]:
         """Token ids of prompts; those that are token ids already stay as they are.
 
+        gone: is set when the client has gone away, so that the rest need not be encoded
+
         Raises:
+            ApiError: a prompt is too long, or all of them together.
             RequestError: a prompt has token ids that the model has not, or is no text.
         """
         for prompt in prompts:
             if not isinstance(prompt, str):
+                self._check_length("prompt", len(prompt), self.engine.facts.context_len)
                 check_token_ids(prompt, self.engine.facts.vocab_size)
+        found: list[list[int]] = []
+        num_ids = 0
+        for prompt in prompts:
+            if gone is not None and gone.is_set():
+                break
+            found.append(
+                self.encode_text(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            )
+            num_ids += len(found[-1])
+            if num_ids > self.config.max_request_token_ids:
+                limit = f"{self.config.max_request_token_ids} (max_request_token_ids)"
+                raise invalid("prompt", f"the prompts have more tokens than the {limit} that a request may have")
+        return found
 
-        def encode() -> list[list[int]]:
-            return [
-                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in prompts
-            ]
+    def encode_text(
+        self, text: str, *, add_special_tokens: bool = False, whole_context: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, unless they are too many. One whose characters are too many is not tokenized.
 
-        return await self._run(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
+        whole_context: the tokens have to fit the context, not only the limits of a request
 
-    async def encode_chat(
+        Raises:
+            ApiError: the text is too long.
+            RequestError: it is no Unicode text.
+        """
+        context, each = self.engine.facts.context_len, self.tokenizer.max_token_characters
+        if each is not None and len(text) > context * each:
+            problem = (
+                f"{field} has {len(text)} characters; the context holds {context} tokens (max_model_len), "
+                f"which have {context * each} characters at most: shorten it"
+            )
+            raise invalid(field, problem, code="context_length_exceeded")
+        most = context if whole_context else max(context, self.config.max_request_token_ids)
+        # A beginning has other tokens than in the whole text at its last word only: twice as many are beyond doubt.
+        beginning = text[: USUAL_CHARACTERS * most]
+        if len(text) > 2 * len(beginning):
+            self._check_length(field, len(self._encode(field, beginning, add_special_tokens)), 2 * most)
+        token_ids = self._encode(field, text, add_special_tokens)
+        self._check_length(field, len(token_ids), most)
+        return token_ids
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError as error:
+            raise refused(error, {"prompt": field}) from None
+
+    def _check_length(self, field: str, num_ids: int, most: int) -> None:
+        if num_ids > most:
+            context, limit = self.engine.facts.context_len, self.config.max_request_token_ids
+            problem = f"{field} has more than {most} tokens; the context holds {context} (max_model_len), prompt and "
+            problem += f"output together, and a request may have {limit} (max_request_token_ids): shorten it"
+            raise invalid(field, problem, code="context_length_exceeded")
+
+    def encode_chat(
         self,
         messages: list[Message],
         *,
@@ -128,23 +187,25 @@ class Serving:
         continue_final_message: bool | None,
         variables: Mapping[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
+        whole_context: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation."""
-        read = read_messages(messages)
+        """Token ids of a conversation; see `encode_text`.
 
-        def encode() -> list[int]:
-            return self.tokenizer.encode_chat(
-                read,
-                template=self.chat_template,
-                add_generation_prompt=not continue_final_message
-                if add_generation_prompt is None
-                else add_generation_prompt,
-                continue_final_message=bool(continue_final_message),
-                variables=variables,
-                tools=tools,
-            )
-
-        return await self._run(sum(len(message["content"] or "") for message in read), encode)
+        Raises:
+            ApiError: a message is none, or all of them are too long.
+            RequestError: the chat template does not take them.
+        """
+        text = self.tokenizer.render_chat(
+            read_messages(messages, JsonMeter(self.config)),
+            template=self.chat_template,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            variables=variables,
+            tools=tools,
+        )
+        return self.encode_text(text, whole_context=whole_context, field="messages")
 
     def max_tokens(self, prompts: list[list[int]], asked: int | None, *, field: str) -> int | None:
         """Tokens to generate, as asked for.
@@ -178,10 +239,28 @@ class Serving:
         call.watch(request.receive)
         return call
 
-    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
-        if size <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def prepare(self, request: JsonRequest, work: Callable[[threading.Event], Result]) -> Result:
+        """Do what a request needs before the engine has it; a thread does it for a large one.
+
+        work: gets an event that is set when the client has gone away
+
+        Raises:
+            ApiError: the client has gone away.
+        """
+        gone = threading.Event()
+        if request.num_bytes <= INLINE_BYTES:
+            return work(gone)
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work, gone)
+        leaving = asyncio.create_task(until_gone(request.receive))
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                gone.set()
+                raise client_gone()
+            return working.result()
+        finally:
+            leaving.cancel()
+            working.cancel()
 
 
 def warning_headers(ignored: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from phonograph import __version__
+from phonograph.errors import quoted
 from phonograph.server.errors import ApiError
 from phonograph.server.serving import Serving
 
@@ -40,7 +41,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     """The model under one of its names."""
     serving: Serving = request.app.state.serving
     if name not in serving.names:
-        raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        raise ApiError(404, f"the model {quoted(name)} does not exist", param="model", code="model_not_found")
     return _model(serving, name)
 
 

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
 from phonograph.server.errors import invalid
+from phonograph.server.json_route import JsonRequest, JsonRoute
 from phonograph.server.protocol import DetokenizeBody, TokenizeBody
 from phonograph.server.serving import Serving, warning_headers
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request, response: Response) -> dict[str, Any]:
+@router.post("/tokenize", response_model=dict[str, Any])
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
+    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
-    response.headers.update(warning_headers(body.check()))
+    headers = warning_headers(body.check())
     serving.check_model(body.model)
+    # The answer is written there too: a hundred thousand ids take a while.
+    return await serving.prepare(request, lambda _: JSONResponse(_tokens(serving, body), headers=headers))
+
+
+def _tokens(serving: Serving, body: TokenizeBody) -> dict[str, Any]:
     if body.messages is not None:
-        token_ids = await serving.encode_chat(
+        token_ids = serving.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
+            whole_context=False,
         )
     else:
         assert body.prompt is not None
-        (token_ids,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
+        token_ids = serving.encode_text(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False, whole_context=False
+        )
     return {
         "count": len(token_ids),
         "max_model_len": serving.engine.facts.context_len,
@@ -37,13 +48,20 @@ async def tokenize(body: TokenizeBody, request: Request, response: Response) -> 
     }
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, request: Request, response: Response) -> dict[str, Any]:
+@router.post("/detokenize", response_model=dict[str, Any])
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
+    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
-    response.headers.update(warning_headers(body.check_fields()))
+    headers = warning_headers(body.check_fields())
     serving.check_model(body.model)
     vocab_size = serving.engine.facts.vocab_size
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab_size):
         raise invalid("tokens", f"the model's token ids are 0 to {vocab_size - 1}")
-    return {"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def decoded(_: object) -> Response:
+        return JSONResponse(
+            {"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)}, headers=headers
+        )
+
+    return await serving.prepare(request, decoded)

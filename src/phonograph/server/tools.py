@@ -12,7 +12,6 @@ from phonograph.errors import RequestError
 from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
 
-MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16
 """Calls in one answer where calls are required: weak models would go on and on."""
 Form = Literal["parsed", "named", "required"]
@@ -80,8 +79,6 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
         if choice not in (None, "none"):
             raise invalid("tool_choice", "tool_choice needs tools")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"{len(tools)} tools; {MAX_TOOLS} at most")
     read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in read]
     if len(set(names)) < len(names):

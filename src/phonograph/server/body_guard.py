@@ -1,0 +1,159 @@
+"""Request bodies: read in pieces, bounded in bytes, contents and time before the application sees the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phonograph.config_server import ServerConfig
+from phonograph.server.errors import ApiError
+from phonograph.server.guards import error_response
+from phonograph.server.json_meter import JsonMeter
+
+PIECE_BYTES = 65_536
+"""Bytes that are counted in one turn of the event loop: about 2 ms at most."""
+BYTES_PER_SECOND = 131_072
+"""Slowest rate of a body that is still waited for, beside `body_timeout`."""
+LINGER_SECONDS = 5.0
+"""Time in which the rest of a refused body is read and dropped. A connection that is closed while its client sends is
+reset, and the client would never see the answer."""
+
+
+class BodyGuard:
+    """Takes a whole body, or refuses it, before the application sees the request. Plain ASGI, as all guards."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        body = _Body(self._count)
+        try:
+            await self._read(body, scope, receive)
+        except ApiError as error:
+            body.release()
+            await _refuse(error, body, scope, receive, send)
+            return
+        try:
+            if not body.abandoned:
+                await self._app(scope, body.replay(receive), body.released_by(send))
+        finally:
+            body.release()
+
+    def _count(self, num_bytes: int) -> int:
+        self._num_bytes += num_bytes
+        return self._num_bytes
+
+    async def _read(self, body: _Body, scope: Scope, receive: Receive) -> None:
+        """Reads until the end of the body.
+
+        Raises:
+            ApiError: it is too large, holds too much or is too slow, or too many bytes wait already.
+        """
+        most = self._config.max_request_bytes
+        too_large = ApiError(413, f"the body has more than {most} bytes (max_request_bytes)", code="body_too_large")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise too_large
+        meter = JsonMeter(self._config)
+        began = asyncio.get_running_loop().time()
+        while not body.complete:
+            seconds = self._config.body_timeout + body.num_bytes / BYTES_PER_SECOND
+            try:
+                async with asyncio.timeout_at(began + seconds):
+                    piece = body.take(await receive())
+            except TimeoutError:
+                problem = f"only {body.num_bytes} bytes of the body came in {seconds:.1f} s (body_timeout)"
+                raise ApiError(408, problem, code="timeout") from None
+            if body.num_bytes > most:
+                raise too_large
+            if self._num_bytes > self._config.max_queued_bytes:
+                raise ApiError(
+                    429,
+                    f"more than {self._config.max_queued_bytes} bytes of bodies wait (max_queued_bytes)",
+                    kind="rate_limit_error",
+                    code="queue_full",
+                    headers={"retry-after": "1"},
+                )
+            for start in range(0, len(piece), PIECE_BYTES):
+                if start:
+                    await asyncio.sleep(0)
+                meter.check(piece[start : start + PIECE_BYTES])
+
+
+class _Body:
+    """The pieces of one body.
+
+    count:     adds to the bytes of all bodies that wait, and returns these
+    complete:  all of it has come, or its client has gone away
+    abandoned: its client has gone away
+    """
+
+    def __init__(self, count: Callable[[int], int]) -> None:
+        self.num_bytes = 0
+        self.complete = self.abandoned = False
+        self._count = count
+        self._num_counted = 0
+        self._pieces: list[bytes] = []
+
+    def take(self, message: Message) -> bytes:
+        """Adds what has come, and returns it."""
+        self.abandoned = message["type"] == "http.disconnect"
+        self.complete = self.abandoned or not message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        self._pieces.append(piece)
+        self.num_bytes += len(piece)
+        self._num_counted += len(piece)
+        self._count(len(piece))
+        return piece
+
+    def release(self) -> None:
+        """Stop counting the body among those that wait."""
+        self._count(-self._num_counted)
+        self._num_counted = 0
+        self._pieces.clear()
+
+    def replay(self, receive: Receive) -> Receive:
+        """A `receive` that gives the body once, and then what comes after it."""
+
+        async def replayed() -> Message:
+            if not self._pieces:
+                return await receive()
+            body = b"".join(self._pieces)
+            self._pieces.clear()
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replayed
+
+    def released_by(self, send: Send) -> Send:
+        """A `send` that releases the body when the answer begins."""
+
+        async def sent(message: Message) -> None:
+            self.release()
+            await send(message)
+
+        return sent
+
+
+async def _refuse(error: ApiError, body: _Body, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once, and ends the answer when the rest of the body has come."""
+
+    async def send_open(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    await error_response(error, {"connection": "close"})(scope, receive, send_open)
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while not body.complete:
+                body.take(await receive())
+                body.release()
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,113 @@
+"""Routes whose bodies are JSON: parsed, and their lists held against the limits, before their fields are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from phonograph.config_server import ServerConfig
+from phonograph.server.errors import invalid
+
+MAX_BODY_FIELDS = 256
+"""Fields of a body, which is more than any endpoint knows; the first that is unknown would be refused later."""
+MAX_STREAM_OPTIONS = 16
+INLINE_BYTES = 16_384
+"""A body that is longer gives the event loop to others once it is parsed, and is prepared by a thread."""
+LIMITS = {
+    "messages": "max_request_messages",
+    "tools": "max_request_tools",
+    "stop": "max_request_stops",
+    "stop_token_ids": "max_request_stop_token_ids",
+    "logit_bias": "max_request_biases",
+    "tokens": "max_request_token_ids",
+}
+"""Lists and objects of a body, and the settings that say how many items these have at most."""
+
+
+class JsonRequest(Request):
+    """A request whose body is parsed once. The bytes go when they have been parsed: an answer may take minutes.
+
+    num_bytes: length of the body
+    """
+
+    num_bytes = 0
+
+    async def parse(self, config: ServerConfig) -> None:
+        """Parses the body, if there is any.
+
+        Raises:
+            ApiError: the body is no JSON, or holds more than the configuration allows.
+        """
+        self._value: Any = None
+        body = await super().body()
+        self.num_bytes = len(body)
+        if not body:
+            return
+        try:
+            self._value = json.loads(body.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise invalid(
+                None, f"the body is no JSON: it is no UTF-8 at byte {error.start}", code="invalid_json"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise invalid(None, f"the body is no JSON: {error}", code="invalid_json") from None
+        # FastAPI keeps what this returns until the answer is complete, and asks only if there is anything.
+        self._body = b"{}"
+        check_sizes(self._value, config)
+        if self.num_bytes > INLINE_BYTES:
+            await asyncio.sleep(0)
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class JsonRoute(APIRoute):
+    """A route of an endpoint with a JSON body."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            parsed = JsonRequest(request.scope, request.receive)
+            await parsed.parse(request.app.state.serving.config)
+            return await handle(parsed)
+
+        return handle_parsed
+
+
+def check_sizes(body: Any, config: ServerConfig) -> None:
+    """Refuses a body by the lengths of its lists, whatever their items are.
+
+    Raises:
+        ApiError: a list is longer than the configuration allows.
+    """
+    if not isinstance(body, dict):
+        return
+    if len(body) > MAX_BODY_FIELDS:
+        raise invalid(None, f"the body has {len(body)} fields; no endpoint has more than {MAX_BODY_FIELDS}")
+    options = body.get("stream_options")
+    if isinstance(options, dict) and len(options) > MAX_STREAM_OPTIONS:
+        raise invalid("stream_options", f"stream_options has {len(options)} fields; at most {MAX_STREAM_OPTIONS} exist")
+    for name, setting in LIMITS.items():
+        value = body.get(name)
+        if isinstance(value, list | dict):
+            _check(name, len(value), "items", setting, config)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        lists = [one for one in prompt if isinstance(one, list)]
+        if lists or isinstance(prompt[0], str):
+            _check("prompt", len(prompt), "prompts", "max_request_prompts", config)
+        num_ids = sum(map(len, lists)) if lists else len(prompt)
+        _check("prompt", num_ids, "token ids", "max_request_token_ids", config)
+
+
+def _check(name: str, count: int, things: str, setting: str, config: ServerConfig) -> None:
+    most = getattr(config, setting)
+    if count > most:
+        raise invalid(name, f"{name} has {count} {things}; this server takes {most} at most ({setting})")
