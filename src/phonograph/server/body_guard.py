@@ -11,10 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phonograph.config_server import ServerConfig
 from phonograph.server.errors import ApiError
 from phonograph.server.guards import error_response
-from phonograph.server.json_meter import JsonMeter
+from phonograph.server.json_meter import PIECE, JsonMeter
 
-PIECE_BYTES = 65_536
-"""Bytes that are counted in one turn of the event loop: about 2 ms at most."""
 BYTES_PER_SECOND = 131_072
 """Slowest rate of a body that is still waited for, beside `body_timeout`."""
 LINGER_SECONDS = 5.0
@@ -82,10 +80,10 @@ class BodyGuard:
                     code="queue_full",
                     headers={"retry-after": "1"},
                 )
-            for start in range(0, len(piece), PIECE_BYTES):
+            for start in range(0, len(piece), PIECE):
                 if start:
                     await asyncio.sleep(0)
-                meter.check(piece[start : start + PIECE_BYTES])
+                meter.check(piece[start : start + PIECE])
 
 
 class _Body:

@@ -69,7 +69,7 @@ def _tool_calls(calls: Any, where: str, meter: JsonMeter) -> list[dict[str, Any]
         arguments = function.get("arguments") or "{}"
         try:
             if isinstance(arguments, str):
-                meter.check(arguments.encode())
+                meter.check_text(arguments)
                 arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None

@@ -14,6 +14,8 @@ import numpy as np
 from phonograph.config_server import ServerConfig
 from phonograph.server.errors import invalid
 
+PIECE = 65_536
+"""Bytes or characters that are counted at once, in about 2 ms."""
 MAX_NUMBER = 1024
 """Characters of a number. Python takes time quadratic in the digits of an integer."""
 _SPACE_AND_BRACKETS = b" \t\r\n[]{}:"
@@ -47,6 +49,16 @@ class JsonMeter:
         self._number = literals[-1]
         if max(literals) > MAX_NUMBER:
             raise invalid(None, f"the body has a number of more than {MAX_NUMBER} characters", code="number_too_long")
+
+    def check_text(self, text: str) -> None:
+        """Adds a text to the counts.
+
+        Raises:
+            ApiError: as `check`.
+            UnicodeEncodeError: the text has half of a surrogate pair.
+        """
+        for start in range(0, len(text), PIECE):
+            self.check(text[start : start + PIECE].encode())
 
     def _check_depth(self, structure: bytes) -> None:
         if self._openers <= self._config.max_request_depth:  # short of numpy, which small bodies would feel

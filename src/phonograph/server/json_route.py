@@ -18,7 +18,7 @@ MAX_BODY_FIELDS = 256
 """Fields of a body, which is more than any endpoint knows; the first that is unknown would be refused later."""
 MAX_STREAM_OPTIONS = 16
 INLINE_BYTES = 16_384
-"""A body that is longer gives the event loop to others once it is parsed, and is prepared by a thread."""
+"""A body that is longer gives the event loop to others between the parts of its work, and is prepared by a thread."""
 LIMITS = {
     "messages": "max_request_messages",
     "tools": "max_request_tools",
@@ -50,7 +50,12 @@ class JsonRequest(Request):
         if not body:
             return
         try:
-            self._value = json.loads(body.decode("utf-8-sig"))
+            await self._yield()
+            text = body.decode("utf-8-sig")
+            del body
+            await self._yield()
+            self._value = json.loads(text)
+            del text
         except UnicodeDecodeError as error:
             raise invalid(
                 None, f"the body is no JSON: it is no UTF-8 at byte {error.start}", code="invalid_json"
@@ -60,6 +65,9 @@ class JsonRequest(Request):
         # FastAPI keeps what this returns until the answer is complete, and asks only if there is anything.
         self._body = b"{}"
         check_sizes(self._value, config)
+        await self._yield()
+
+    async def _yield(self) -> None:
         if self.num_bytes > INLINE_BYTES:
             await asyncio.sleep(0)
 
