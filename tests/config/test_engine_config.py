@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from phonograph import EngineConfig
-from phonograph.errors import ConfigError, quoted
+from phonograph.errors import ConfigError, RequestError, quoted
 from phonograph.graphs.modes import GraphMode
 
 
@@ -210,3 +210,23 @@ def test_compilation_config_that_does_not_work(value: object, says: str) -> None
 def test_a_bad_value_inside_compilation_config_is_named_by_its_setting() -> None:
     error = refusal(model="demo", compilation_config={"cudagraph_capture_sizes": [0]})
     assert error.setting == "cudagraph_capture_sizes"
+
+
+def test_values_are_cut_where_they_are_quoted() -> None:
+    """Without writing all of a long one: one of a million items takes no longer than one of a hundred."""
+    for value in (
+        "a" * 10**6,
+        b"a" * 10**6,
+        [1] * 10**6,
+        {str(i): "a" * 999 for i in range(10**4)},
+        10**10**5,
+        {1} | set(range(10**5)),
+    ):
+        assert len(quoted(value)) < 300 and "..." in quoted(value) or "bits" in quoted(value)
+    nested: list[object] = []
+    for _ in range(500):
+        nested = [nested] * 100
+    assert len(quoted(nested)) < 300
+    for short in ("a", 5, 1.5, None, [1, "a"], {"a": [1, 2]}, [], {}):
+        assert quoted(short) == repr(short)
+    assert len(str(RequestError("x" * 10**6, "y" * 10**6, "is wrong"))) < 500
