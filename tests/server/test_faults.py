@@ -139,6 +139,9 @@ def test_a_terminated_server_finishes_what_it_has_in_time(start: Callable[..., P
     assert '"finish_reason":"length"' in "".join(short) and "error" not in "".join(short)
     assert "shut down before the answer was complete" in long[-4]
     assert server.exit_code() == 0, server.said
+    assert server.process.stdout is not None
+    accesses = server.process.stdout.read()
+    assert "POST /v1/completions" in accesses and "/health" not in accesses
     assert not psutil.pid_exists(engine)
 
 

@@ -125,14 +125,14 @@ def test_a_refused_body_is_read_to_its_end(serve_with: ServeWith) -> None:
     server = serve_with(max_request_bytes=1000)
     with connected(server, length=3_000_000) as client:
         client.sendall(b"[" * 3_000_000)
-        assert b" 413 " in read_error(client)
+        assert b" 413 " in read_answer(client)
 
 
 def test_slow_bodies_and_headers_are_ended(serve_with: ServeWith) -> None:
     server = serve_with(body_timeout=0.3, header_timeout=0.3)
     with connected(server, length=100) as client:
         client.sendall(b"{")
-        answer = read_error(client)
+        answer = read_answer(client)
         assert b" 408 " in answer and b"(body_timeout)" in answer
     with connected(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nx:")
@@ -142,10 +142,10 @@ def test_slow_bodies_and_headers_are_ended(serve_with: ServeWith) -> None:
         assert read_all(client) == b"", "a connection without a request is closed"
     with connected(server) as client:
         client.sendall(b"GET /version HTTP/1.1\r\n\r\n")
-        assert b" 200 " in client.recv(1000)
+        assert b" 200 " in read_answer(client)
         time.sleep(0.5)
         client.sendall(b"GET /version HTTP/1.1\r\n\r\n")
-        assert b" 200 " in client.recv(1000), "one that waits for its next request is kept"
+        assert b" 200 " in read_answer(client), "one that waits for its next request is kept"
         client.sendall(b"GET /version HT")
         assert b" 408 " in read_all(client)
 
@@ -230,11 +230,12 @@ def connected(server: Server, *, length: int | None = None, path: str = "/tokeni
         yield client
 
 
-def read_error(client: socket.socket) -> bytes:
-    """The answer to a request of which more is to come; the connection is still open."""
-    data = client.recv(1000)
-    while not data.endswith(b"}}"):
-        data += client.recv(1000)
+def read_answer(client: socket.socket) -> bytes:
+    """An answer whose body is a JSON object, on a connection that stays open."""
+    data = piece = client.recv(1000)
+    while piece and not data.endswith(b"}"):
+        piece = client.recv(1000)
+        data += piece
     return data
 
 
