@@ -148,30 +148,27 @@ def test_a_whole_engine(family: str, tmp_path: Path, on_host: None) -> None:
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
 
 
-@pytest.mark.parametrize("verify", [False, True])
 def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(
-    verify: bool, tmp_path: Path, on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: FailingRuntime())
     monkeypatch.setattr(engine_start, "this_device", lambda kind: known_device("h200"))
     make_checkpoint("llama_bias", tmp_path, **HEADS)
-    config = EngineConfig(
-        model=str(tmp_path),
-        dtype="float16",
-        max_model_len=64,
-        max_num_seqs=1,
-        num_kv_blocks=8,
-        cudagraph_mode="FULL_DECODE_ONLY",
-        cudagraph_capture_sizes=[1],
-        verify_graphs=verify,
-    )
+    settings = {
+        "model": str(tmp_path),
+        "dtype": "float16",
+        "max_model_len": 64,
+        "max_num_seqs": 1,
+        "num_kv_blocks": 8,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1],
+    }
     told = "captured at the second try.*: operation not permitted when stream is capturing"
-    if verify:
-        with pytest.raises(CaptureError, match=f"verify_graphs: .*{told}"):
-            engine_start.start_engine(config)
-        return
-    engine = engine_start.start_engine(config)
+    engine = engine_start.start_engine(EngineConfig(**settings))
     (retry,) = engine.captured.retries
     assert retry.key.num_tokens == 1 and re.search(told, caplog.text)
     facts = core_process._facts(engine, 1.0)
     assert facts.capture_retries == (retry,) and str(retry) in facts.notes
+    monkeypatch.setattr(engine_start, "build_engine", lambda *_: engine)
+    with pytest.raises(CaptureError, match=f"verify_graphs: .*{told}"):
+        engine_start.start_engine(EngineConfig(**settings, verify_graphs=True))
