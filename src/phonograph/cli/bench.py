@@ -1,7 +1,7 @@
 """`phonograph bench`: the published workloads, the attention kernels and the start, with the graph decisions that ran.
 
-Each command prints a table for people and then one JSON line for programs. The steps are part of every row, so that
-nobody takes the figures of an eager run for those of a graph.
+Each command prints a table, or with `--json` its record in one line. The steps are part of every row, so that figures
+of an eager run show as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_line, note, print_json, progress_bar, start, steps_text
+from phonograph.cli.progress import progress_bar
+from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_line, note, print_json, start, steps_text
 from phonograph.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -282,10 +283,11 @@ def _report(origin: dict[str, Any], rows: Sequence[Row], output: Path | None, *,
         if output is not None:
             append_record(output, record)
     finally:  # a disk may have become full
-        if not as_json:
+        if as_json:
+            print_json(record)
+        else:
             for suite_name in dict.fromkeys(row.suite for row in rows):
                 _print_table(suite_name, [row for row in rows if row.suite == suite_name])
-        print_json(record)
 
 
 def _print_table(suite_name: str, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""`phonograph bench serve`: a table for people, and a JSON line with the keys of vLLM's benchmark for programs."""
+"""`phonograph bench serve`: a table, or with `--json` a record with the keys of vLLM's benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from phonograph.cli.show import OUTPUT, Json, note, print_json, progress_bar
+from phonograph.cli.progress import progress_bar
+from phonograph.cli.show import OUTPUT, Json, note, print_json
 from phonograph.errors import ConfigError
 
 PACKAGES = ("httptools", "uvloop")
@@ -126,9 +127,10 @@ def serve(
         if output is not None:
             append_record(output, record)
     finally:  # a disk may have become full
-        if not as_json:
+        if as_json:
+            print_json(record)
+        else:
             _print_tables(result)
-        print_json(record)
     return 1 if result["failed"] else 0
 
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
+from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_line, note, print_json, start, steps_text
 from phonograph.config import EngineConfig
 from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
 
 if TYPE_CHECKING:
     from phonograph.evaluation.compare import TaskComparison
-    from phonograph.evaluation.demo import EvaluationProgress, TaskResult
+    from phonograph.evaluation.demo import TaskResult
 
 _SHOWN_DIVERGENCES = 10
 
@@ -65,14 +64,14 @@ def demo(
 
     origin = provenance()
     llm = start(config)
-    with _score_bar() as progress:
+    with progress_bar() as report:
         results = evaluate_demo(
             llm,
             num_problems=problems,
             num_recalls=recalls,
             recall_tokens=recall_tokens,
             seed=eval_seed,
-            progress=progress,
+            progress=lambda task, done, total, correct: report(task, done, total, f"{correct / done:.3f} right"),
         )
     facts = {
         **engine_facts(llm),
@@ -110,28 +109,6 @@ def compare(
     else:
         _print_comparisons(comparisons)
     return int(any(comparison.divergences for comparison in comparisons))
-
-
-@contextmanager
-def _score_bar() -> Generator[EvaluationProgress]:
-    """A bar on stderr for each task, with the score so far; nothing where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[score]:.3f} right"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(task: str, done: int, total: int, correct: int) -> None:
-            if task not in tasks:
-                tasks[task] = bar.add_task(task, total=total, score=0.0)
-            bar.update(tasks[task], completed=done, score=correct / done)
-
-        yield report
 
 
 def _task_facts(result: TaskResult) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from phonograph.cli.options import takes_serve_config
-from phonograph.cli.show import note, progress_bar
+from phonograph.cli.progress import progress_bar
+from phonograph.cli.show import note
 from phonograph.config import EngineConfig
 from phonograph.config_server import ServerConfig
 from phonograph.errors import ConfigError

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phonograph.batch import TokenLogprobs
+from phonograph.cli.progress import progress_bar
 from phonograph.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -50,22 +49,6 @@ def print_json(value: object) -> None:
 def note(text: str, *, style: str = "dim") -> None:
     """One line on stderr about how a result came to be."""
     Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def progress_bar() -> Generator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each phase that is reported as (name, done, total); nothing where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = {}
-
-        def report(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=total)
-            bar.update(tasks[phase], completed=done, total=total)
-
-        yield report
 
 
 def start(config: EngineConfig, *, serves: bool = True) -> LLM:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.show import Json, compact, engine_facts, mode_line, note, print_json, progress_bar, start
+from phonograph.cli.progress import progress_bar
+from phonograph.cli.show import Json, compact, engine_facts, mode_line, note, print_json, start
 from phonograph.config import EngineConfig
 from phonograph.errors import ConfigError
 
