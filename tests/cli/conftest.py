@@ -28,30 +28,6 @@ TINY = {
     "torch_dtype": "float32",
 }
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "eos_token_id": 128009,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +56,10 @@ def demo() -> list[str]:
     return ["--model", "demo", "--max-num-seqs", "2", "--cudagraph-capture-sizes", "1,2,32"]
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+@pytest.fixture
+def llama() -> list[str]:
     """Flags for the configuration of Llama 3.1 8B, of which nothing else is there, on an H200."""
-    return ["--model", _folder(tmp_path_factory, "llama", LLAMA_8B), "--device-name", "h200"]
+    return ["--model", "llama-3.1-8b", "--device-name", "h200"]
 
 
 @pytest.fixture

@@ -197,6 +197,7 @@ def attention(
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         hf_overrides=config.hf_overrides,
+        config_only=True,
     )
     plan = make_plan(config, model, this_device(config.device))
     names, left_out = (cases.split(","), []) if cases is not None else default_cases(plan)

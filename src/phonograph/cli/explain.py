@@ -53,17 +53,21 @@ def explain(
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.engine.matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
+    from phonograph.models.catalog import catalog_name
     from phonograph.models.spec import read_model_spec
 
     if common_prefix and not batch:
         problem = "is that of batches, and there is none; give one with --batch"
         raise ConfigError("common_prefix", common_prefix, problem)
     device = _device(config, device_name)
+    # A revision of a hub id is for the hub to say.
+    name = catalog_name(config.model, hub_ids=config.revision is None)
     model = read_model_spec(
-        config.model,
+        name or config.model,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         hf_overrides=config.hf_overrides,
+        config_only=True,
     )
     if matrix:
         if batch:

@@ -46,6 +46,7 @@ def _plan(config: EngineConfig) -> EnginePlan:
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         hf_overrides=config.hf_overrides,
+        config_only=config.load_format == "dummy",
     )
     device = this_device(config.device)
     plan = make_plan(config, model, device)

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from phonograph.config import EngineConfig
 from phonograph.errors import ModelError, RequestError, shortened
+from phonograph.models.catalog import catalog_name
 from phonograph.models.folder import DEMO, model_folder
 
 ChatMessage = dict[str, Any]
@@ -228,12 +229,15 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of the model; None for a local folder without one, which serves token ids only.
+    """The tokenizer of the model; None for a local folder or a name of the catalog, which have none: such an engine
+    serves token ids only.
 
     Raises:
         ModelError: there is one and it is unusable.
     """
     name = config.tokenizer or config.model
+    if config.tokenizer is None and config.load_format == "dummy" and not Path(name).is_dir() and catalog_name(name):
+        return None
     local = name == DEMO or Path(name).is_dir()
     source = model_folder(name) if local else name
     if local and config.tokenizer is None:

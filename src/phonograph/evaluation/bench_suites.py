@@ -39,6 +39,7 @@ def with_published_settings(config: EngineConfig, *, mixed: bool = False) -> Eng
             trust_remote_code=config.trust_remote_code,
             revision=config.revision,
             hf_overrides=config.hf_overrides,
+            config_only=True,
         )
         settings["max_model_len"] = min(MAX_MODEL_LEN, model.context_length)
     return config.model_copy(update={name: value for name, value in settings.items() if given.get(name) is None})

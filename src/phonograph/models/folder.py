@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
+from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 
 DEMO = "demo"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -18,17 +19,23 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def names_model(text: str) -> bool:
-    """Returns True if `text` names a model that is here: "demo", or a folder with a config.json."""
-    return text == DEMO or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
+    """Returns True if `text` names a model: "demo", one of the catalog, or a folder with a config.json."""
+    known = text == DEMO or catalog_name(text, hub_ids=True) is not None
+    return known or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
 
 
 def model_folder(
-    model: str | Path, *, weights: bool = False, remote_code: bool = False, revision: str | None = None
+    model: str | Path,
+    *,
+    weights: bool = False,
+    remote_code: bool = False,
+    revision: str | None = None,
+    config_only: bool = False,
 ) -> Path:
     """The local folder of `model`: a path, "demo", or a hub id whose needed files are downloaded.
 
     Of a hub model it fetches the configuration, with `weights` the safetensors too, and with `remote_code` its Python
-    files.
+    files. With `config_only`, names of the catalog are models too; their folders hold a config.json and nothing else.
 
     Raises:
         ModelError: there is no such folder, or the hub cannot provide it.
@@ -41,6 +48,14 @@ def model_folder(
         return folder
     if os.path.exists(folder):
         raise ModelError(f"model {str(model)!r} is a file; give the folder that holds its config.json")
+    name = catalog_name(model)
+    if name is not None:
+        if config_only and revision is None:
+            return CONFIGS_DIRECTORY / name
+        raise ModelError(
+            f"model {name!r} is a configuration in the package, without weights, tokenizer and revisions: explain "
+            f"takes it, and so does --load-format dummy; for the model itself give its hub id, {HUB_IDS[name]}"
+        )
     hub_id = str(model)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
         shown = shortened(hub_id)

@@ -44,7 +44,9 @@ def find_architecture(name: str) -> Architecture:
     """
     found = ARCHITECTURES.get(name)
     if found is None:
+        experts = "moe" in name.lower() or "mixtral" in name.lower()
+        reason = " (a mixture of experts, which is not implemented)" if experts else ""
         raise UnsupportedModelError(
-            f"architecture {name!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {name!r} is not supported{reason}; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.folder import model_folder
@@ -119,17 +120,19 @@ def read_model_spec(
     trust_remote_code: bool = False,
     revision: str | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
+    config_only: bool = False,
 ) -> ModelSpec:
     """The spec of a local folder, a hub id or "demo". Needs config.json and nothing else of the model.
 
     hf_overrides: fields of config.json that are replaced before it is read
+    config_only:  names of the catalog are models too
 
     Raises:
         UnsupportedModelError: the architecture, or a feature that the configuration asks for, is not implemented.
         ModelError: there is no such model, or its config.json is missing or unusable.
         ConfigError: hf_overrides names no field.
     """
-    folder = model_folder(model, remote_code=trust_remote_code, revision=revision)
+    folder = model_folder(model, remote_code=trust_remote_code, revision=revision, config_only=config_only)
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
@@ -155,7 +158,11 @@ def read_model_spec(
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
     )
     with _located(path, overrides):
-        return _make_spec(settings, name, architecture, end_tokens)
+        spec = _make_spec(settings, name, architecture, end_tokens)
+    if folder.parent != CONFIGS_DIRECTORY:
+        return spec
+    note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
+    return replace(spec, notes=(note, *spec.notes))
 
 
 @contextmanager

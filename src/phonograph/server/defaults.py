@@ -24,7 +24,8 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
     """
     if server.generation_config == "none":
         return {}
-    file = model_folder(engine.model, revision=engine.revision) / "generation_config.json"
+    folder = model_folder(engine.model, revision=engine.revision, config_only=engine.load_format == "dummy")
+    file = folder / "generation_config.json"
     if not file.is_file():
         return {}
     problem = f"{file}: is unusable; --generation-config none does without it"
