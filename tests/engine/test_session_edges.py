@@ -245,6 +245,24 @@ def test_text_goes_on_where_the_prompt_ended(llm: LLM) -> None:
     assert (after_text.outputs[0].text, after_special.outputs[0].text) == (" a a", "a a")
 
 
+@pytest.mark.parametrize("stop", [[], ["zz"], ["\ufffd" * 9]])
+def test_bytes_that_are_no_character_are_text_at_the_end_of_an_output(llm: LLM, stop: list[str]) -> None:
+    """The demo model with a tokenizer of byte fallback, and a prompt that ends in half a character."""
+    tokenizer = sentencepiece_like()
+    session = Session(llm.engine.core, llm.engine.plan.model, tokenizer, 0, llm.session.grammars)
+    settings: Any = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "stop": stop}
+    half = [*tokenizer.encode("To"), 0xF0]
+    outputs = [
+        session.add(half, SamplingParams(logit_bias={token_id: 1e4}, **settings))
+        for token_id in (0xF0, 0x80, tokenizer.encode("a")[0])
+    ]
+    run(session)
+    texts = [output.outputs[0].text for output in outputs]
+    ended = [output.outputs[0].stop_reason for output in outputs]
+    assert texts == ["" if len(stop) and stop[0][0] == "\ufffd" else "\ufffd" * 9] * 2 + [" a" * 9]
+    assert ended == [stop[0] if text == "" else None for text in texts]
+
+
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_sample_of_a_request_that_waits_for_its_grammar_keeps_its_id(
     session: Session, grammar: Any, compiled_first: bool

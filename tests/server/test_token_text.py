@@ -18,6 +18,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return Tokenizer.load(model_folder("demo")) if request.param == "demo" else sentencepiece_like()
 
 
+def logprobs_after(tokenizer: Tokenizer, prompt: list[int]) -> CompletionLogprobs:
+    return CompletionLogprobs(TokenTexts(tokenizer), tokenizer, prompt, as_ids=False, skips_special=False)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_tokens_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
     texts = TokenTexts(tokenizer)
@@ -42,9 +46,8 @@ def test_every_token_has_bytes_of_its_own(tokenizer: Tokenizer) -> None:
 def test_offsets_are_those_of_characters(tokenizer: Tokenizer) -> None:
     text = "To 😀m."
     ids = tokenizer.encode(text)
-    block = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=()).block(ids, [None] * len(ids), top=0)
-    space = block["tokens"][0].startswith(" ")  # in one of them a text begins with a space that nobody wrote
-    assert block["text_offset"][-1] == len(text) - 1 + space
+    block = logprobs_after(tokenizer, []).block(ids, [None] * len(ids), top=0)
+    assert block["text_offset"][-1] == len(text) - 1
     assert block["text_offset"][0] == 0 and block["text_offset"] == sorted(block["text_offset"])
 
 
@@ -56,9 +59,9 @@ def test_offsets_of_an_echo_find_its_tokens(tokenizer: Tokenizer, written: bool)
     text = "To 😀m."
     prompt = [special_id, *tokenizer.encode(text, add_special_tokens=False)]
     more = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    writer = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=())
+    writer = logprobs_after(tokenizer, prompt)
     text = shown + text if written else text
-    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids, num_before=0)
+    offsets = writer.echo(prompt, text, num_before=0)
     block = writer.block([*prompt, *more], [None] * (len(prompt) + 1), top=0, echoed=offsets)
     assert block["text_offset"][1] == (len(shown) if written else 0)
     assert block["text_offset"][-2:] == [len(text) - 1, len(text)]
@@ -73,8 +76,8 @@ def test_what_the_tokenizer_puts_before_a_text_is_not_what_stands_in_it(tokenize
     text = tokenizer.decode([special_id], skip_special_tokens=False) + "m"
     prompt = [special_id, *tokenizer.encode(text, add_special_tokens=False)]
     assert prompt[:2] == [special_id, special_id]
-    writer = CompletionLogprobs(TokenTexts(tokenizer), as_ids=False, hidden=())
-    offsets = writer.echo(prompt, text, special=tokenizer.special_token_ids, num_before=1)
+    writer = logprobs_after(tokenizer, prompt)
+    offsets = writer.echo(prompt, text, num_before=1)
     assert offsets == [0, 0, *[len(text) - 1] * (len(prompt) - 2)]
 
 

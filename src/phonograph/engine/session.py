@@ -250,13 +250,13 @@ class Session:
         """Turns new tokens into text, and ends the request at a stop string."""
         request = sample.request
         text.push(request.output_token_ids)
+        if request.finished:
+            text.finish()
         if text.stopped is not None:
             if not request.finished:
                 self.core.scheduler.finish(request.request_id, "stop", text.stopped)
             # The same token may have reached max_tokens; the stop string is what the user asked about.
             request.finish_reason, request.stop_reason = "stop", text.stopped
-        elif request.finished:
-            text.finish()
         sample.completion.text = text.text
 
     def _close(self, sample: _Sample) -> None:

@@ -49,8 +49,20 @@ class TextBuilder:
             self.text = self._decoded[: len(self._decoded) - self._held_back()]
 
     def finish(self) -> None:
-        """The sample has ended without a stop string: nothing needs to be held back."""
-        if self._params.stop and self.stopped is None:
+        """Take what has been held back, after the last token of a sample that no stop string has ended.
+
+        The bytes of an unfinished character become U+FFFD, which can complete a stop string.
+        """
+        if self.stopped is not None:
+            return
+        rest = self._stream.finish()
+        if not self._params.stop:
+            self.text += rest
+            return
+        self._decoded += rest
+        if rest and self._num_tokens > self._params.min_tokens:
+            self._find_stop()
+        if self.stopped is None:
             self.text = self._decoded
 
     def _find_stop(self) -> None:

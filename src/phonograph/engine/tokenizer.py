@@ -9,9 +9,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers.decoders import DecodeStream
-
 from phonograph.config import EngineConfig
+from phonograph.engine.detokenizer import TokenBytes, TokenStream
 from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.models.catalog import catalog_name
 from phonograph.models.folder import DEMO, model_folder
@@ -21,14 +20,13 @@ _SHOWN = 200
 """Characters of a prompt, or of messages, that an error shows."""
 _NO_VARIABLES = frozenset({"messages", "conversations", "self"})
 """What a template cannot be given beside the parameters of `apply_chat_template`: its call sets them itself."""
-_DECODED_BEFORE = 8
-"""Tokens of the prompt that are decoded with the first of the output: more than a character ever has."""
 
 
 class Tokenizer:
     """A Hugging Face tokenizer with a fast backend, which incremental decoding needs.
 
     special_token_ids: those that are left out of the text where special tokens are to be skipped
+    token_bytes:       the text that each token adds
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -36,6 +34,7 @@ class Tokenizer:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.token_bytes = TokenBytes(self._backend)
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
@@ -197,19 +196,11 @@ class Tokenizer:
         return cast("str | None", self._backend.id_to_token(token_id))
 
     def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
-        """A decoder that takes tokens one by one.
+        """Return a decoder that takes tokens one by one.
 
-        after: tokens whose text the stream goes on with. Some decoders take the space from the beginning of a text,
-               which the middle of one must keep. A special token ends a text, and what follows begins one.
+        after: tokens whose text the stream continues. A special token ends a text, and the next token begins one.
         """
-        tail = list(after[-_DECODED_BEFORE:])
-        for place in range(len(tail) - 1, -1, -1):
-            if tail[place] in self.special_token_ids:
-                tail = tail[place + 1 :]
-                break
-        if self.decode(tail).endswith("\ufffd"):  # in the middle of a character
-            tail = []
-        return TokenStream(self._backend, skip_special_tokens=skip_special_tokens, after=tail)
+        return TokenStream(self.token_bytes, self.special_token_ids, skips_special=skip_special_tokens, after=after)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -270,14 +261,3 @@ def _is_generic(folder: Path) -> bool:
         return generic and model["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-class TokenStream:
-    """Turns tokens into text as they come; bytes of an unfinished character wait for their rest."""
-
-    def __init__(self, backend: Any, *, skip_special_tokens: bool, after: list[int]) -> None:
-        self._backend = backend
-        self._stream = DecodeStream(ids=after, skip_special_tokens=skip_special_tokens)
-
-    def push(self, token_id: int) -> str:
-        return self._stream.step(self._backend, token_id) or ""

@@ -66,10 +66,11 @@ class Sample:
         self.token_ids += token_ids
         self.logprobs += logprobs or ()
         self._builder.push(self.token_ids)
+        if finish_reason is not None:
+            self._builder.finish()
         if self._builder.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self._builder.stopped
         elif finish_reason is not None:
-            self._builder.finish()
             self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def take(self) -> Delta:

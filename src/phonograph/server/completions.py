@@ -113,17 +113,20 @@ class CompletionAnswer:
         if self._body.logprobs is None:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        special = self._serving.tokenizer.special_token_ids
-        hidden = special if self._body.skip_special_tokens is not False else ()
-        writer = self._logprobs.setdefault(
-            sample.index, CompletionLogprobs(self._serving.texts, as_ids=as_ids, hidden=hidden)
-        )
+        writer = self._logprobs.get(sample.index)
+        if writer is None:
+            writer = self._logprobs[sample.index] = CompletionLogprobs(
+                self._serving.texts,
+                self._serving.tokenizer,
+                prompt.token_ids,
+                as_ids=as_ids,
+                skips_special=self._body.skip_special_tokens is not False,
+            )
         if not echoed:
             return writer.block(delta.token_ids, delta.logprobs, top=self._body.logprobs)
         offsets = writer.echo(
             prompt.token_ids,
             self._prompt_text(sample, prompt),
-            special=special,
             num_before=self._num_before(sample),
         )
         token_ids: list[int] = [*prompt.token_ids, *delta.token_ids]

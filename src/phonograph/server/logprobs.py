@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 from phonograph.batch import TokenLogprobs
+from phonograph.engine.tokenizer import Tokenizer
 from phonograph.server.token_text import TokenTexts
 
 LEAST = -9999.0
@@ -17,19 +17,26 @@ LEAST = -9999.0
 class CompletionLogprobs:
     """Those of one completion, piece by piece: the offsets go on where the last piece ended.
 
-    as_ids: tokens are named by their ids
-    hidden: tokens that are not in the text
+    as_ids:        name tokens by their ids
+    skips_special: special tokens are not in the completion's text
     """
 
-    def __init__(self, texts: TokenTexts, *, as_ids: bool, hidden: Collection[int]) -> None:
+    def __init__(
+        self,
+        texts: TokenTexts,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        as_ids: bool,
+        skips_special: bool,
+    ) -> None:
         self._name = _namer(texts, as_ids)
-        self._bytes = texts.bytes
-        self._hidden = hidden
+        self._tokenizer = tokenizer
         self._offset = 0
-        # A token may be half a character: the offset moves when the rest has come.
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        # The same stream as the text's: a token may be half a character, and the offset moves when the rest has come.
+        self._stream = tokenizer.stream(skip_special_tokens=skips_special, after=prompt_token_ids)
 
-    def echo(self, token_ids: Sequence[int], text: str, *, special: Collection[int], num_before: int) -> list[int]:
+    def echo(self, token_ids: Sequence[int], text: str, *, num_before: int) -> list[int]:
         """Offsets of a prompt's tokens in its text, behind which the output goes on.
 
         Special tokens are in the text where its writer put them there, the `num_before` that the tokenizer put before
@@ -37,13 +44,14 @@ class CompletionLogprobs:
         """
         offsets = [0] * num_before
         offset = 0
+        special = self._tokenizer.special_token_ids
+        stream = self._tokenizer.stream(skip_special_tokens=False)
         for token_id in token_ids[num_before:]:
             offsets.append(min(offset, len(text)))
-            shown = self._characters.decode(self._bytes(token_id))
+            shown = stream.push(token_id)
             if not text.startswith(shown, offset):
                 shown = "" if token_id in special else shown.removeprefix(" ")
             offset += len(shown)
-        self._characters.reset()
         self._offset = len(text)
         return offsets
 
@@ -63,8 +71,7 @@ class CompletionLogprobs:
         offsets = [*echoed]
         for token_id in token_ids[len(echoed) :]:
             offsets.append(self._offset)
-            if token_id not in self._hidden:
-                self._offset += len(self._characters.decode(self._bytes(token_id)))
+            self._offset += len(self._stream.push(token_id))
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [None if position is None else _finite(position.logprobs[0]) for position in positions],
