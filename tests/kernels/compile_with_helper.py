@@ -85,7 +85,7 @@ def main() -> None:
     ask = compile_helper.CompileHelper.ask
 
     def asking(self: Any, job: Any) -> Any:
-        if sys.argv[1:] == ["killed"]:
+        if "killed" in sys.argv:
             self._process.kill()
         asked.append((job.name, ask(self, job)))
         return asked[-1][1]
@@ -93,7 +93,7 @@ def main() -> None:
     compile_helper.CompileHelper.ask = asking
     launch = JITFunction.run
     with precompile.compile_only() as kernels:
-        if sys.argv[1:] != ["few"]:
+        if "few" not in sys.argv:
             attend()
             choose_tokens()
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))

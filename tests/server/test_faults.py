@@ -63,7 +63,7 @@ class Process:
         return max(children, key=lambda child: child.memory_info().rss).pid
 
     def exit_code(self) -> int:
-        code = self.process.wait(30)
+        code = self.process.wait(120)
         self._reader.join(5)
         return code
 
@@ -87,6 +87,7 @@ def start() -> Iterator[Callable[..., Process]]:
     for one in started:
         if one.process.poll() is None:
             one.process.kill()
+            one.process.wait(30)
 
 
 def stream_to_its_end(url: str, into: list[str], body: dict[str, Any]) -> threading.Thread:
