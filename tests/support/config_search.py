@@ -1,0 +1,290 @@
+"""Random configurations of tiny models: transformers and this package read the same folder, and their logits agree.
+
+A case is a checkpoint that transformers wrote, whose config.json is then changed: fields of transformers' classes and
+others, values in and out of range, rotary parameters in their older and newer spellings. Prompts are longer than most
+`max_position_embeddings`, as some rotary types behave by length.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from checkpoints import load_model, make_checkpoint
+from dense import DenseSequences
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from phonograph.errors import PhonographError
+from phonograph.models.spec import read_model_spec
+
+TOLERANCE = 1e-3
+VOCAB_SIZE = 37
+PROMPT_LEN = 80
+FAMILIES = ("llama2", "mistral", "qwen2", "qwen3")
+ABSENT = object()
+ORIGINAL = "original_max_position_embeddings"
+
+Draw = Callable[[random.Random], Any]
+
+
+def one_of(*values: Any) -> Draw:
+    return lambda rng: rng.choice(values)
+
+
+def layer_types(rng: random.Random) -> Any:
+    kinds = ["full_attention", "sliding_attention"]
+    odd = rng.random() < 0.2
+    return [
+        rng.choice([*kinds, "chunked_attention"] if odd else kinds) for _ in range(rng.choice([1, 2]) if odd else 2)
+    ]
+
+
+# Every field of transformers' classes that does not set a shape, and fields that files have beside them.
+FIELDS: dict[str, Draw] = {
+    "hidden_act": one_of("silu", "swish", "swish", "gelu", "relu", None),
+    "rms_norm_eps": one_of(1e-6, 1e-5, 1e-2, 0.3, 1, -1e-3),
+    "max_position_embeddings": one_of(16, 32, 64, 512, 0, 64.0),
+    "tie_word_embeddings": one_of(True, False, None),
+    "initializer_range": one_of(0.02, 0.5),
+    "use_cache": one_of(True, False),
+    "pad_token_id": one_of(None, 0, 5),
+    "bos_token_id": one_of(None, 0, 5),
+    "eos_token_id": one_of(None, 0, 5, [3, 4]),
+    "pretraining_tp": one_of(1, 2),
+    "attention_dropout": one_of(0.0, 0.5),
+    "attention_bias": one_of(True, False),
+    "mlp_bias": one_of(True, False),
+    "head_dim": one_of(None, 0, 8, 16),
+    "num_key_value_heads": one_of(None, 1, 2, 4),
+    "num_attention_heads": one_of(1, 2, 4, 8),
+    "sliding_window": one_of(None, 1, 5, 9, 4096, 0),
+    "use_sliding_window": one_of(True, False, None),
+    "max_window_layers": one_of(-1, 0, 1, 2, 28),
+    "layer_types": layer_types,
+    "output_hidden_states": one_of(True, False),
+    "output_attentions": one_of(True, False),
+    "return_dict": one_of(True, False),
+    "dtype": one_of("float32", "bfloat16", "float16", None, "torch.float16", "float64"),
+    "torch_dtype": one_of("float32", "bfloat16", "float16", None, "torch.float16"),
+    "chunk_size_feed_forward": one_of(0, 2),
+    "is_encoder_decoder": one_of(False, True),
+    "is_decoder": one_of(False, True),
+    "add_cross_attention": one_of(False, True),
+    "is_causal": one_of(True, False, None),
+    "id2label": one_of(None, {"0": "a", "1": "b"}),
+    "label2id": one_of(None, {"a": 0, "b": 1}),
+    "problem_type": one_of(None, "regression"),
+    "num_labels": one_of(1, 2, 3),
+    "transformers_version": one_of("4.31.0", "5.17.0"),
+    "temperature": one_of(1.0, 0.3),
+    "max_length": one_of(20, 30),
+    "attn_implementation": one_of("eager", "sdpa"),
+    "quantization_config": one_of(None),
+    "auto_map": one_of({"AutoModelForCausalLM": "modeling.Model"}),
+    "per_layer_config": one_of({}, None, {"0": {"rms_norm_eps": 0.5}}),
+    "attention_chunk_size": one_of(None, 8),
+    "num_kv_shared_layers": one_of(None, 0, 1),
+    "partial_rotary_factor": one_of(None, 1.0, 0.5),
+    "max_sequence_length": one_of(16, 2048),
+    "rope_interleaved": one_of(False, True),
+    "use_mrope": one_of(False, True),
+    "embedding_multiplier": one_of(12.0),
+    "logits_scaling": one_of(8.0, None),
+    "model_type": one_of("llama", "mistral", "qwen2", "qwen3", "granite", "ministral", None),
+    "architectures": one_of(None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
+}
+ROPE_KEYS: dict[str, dict[str, Draw]] = {
+    "default": {},
+    "linear": {"factor": one_of(1.0, 2.0, 4, 0.5)},
+    "dynamic": {"factor": one_of(2.0)},
+    "llama3": {
+        "factor": one_of(2.0, 8.0),
+        "low_freq_factor": one_of(1.0, 1),
+        "high_freq_factor": one_of(4.0, 2),
+        ORIGINAL: one_of(ABSENT, 8, 16, 32, 64),
+    },
+    "yarn": {
+        "factor": one_of(1.0, 2.0, 4.0, 4, None),
+        ORIGINAL: one_of(ABSENT, 8, 16, 32, 64),
+        "attention_factor": one_of(ABSENT, ABSENT, None, 0.7, 1),
+        "beta_fast": one_of(ABSENT, ABSENT, 16, 2.5, None),
+        "beta_slow": one_of(ABSENT, ABSENT, 2, None),
+        "mscale": one_of(ABSENT, ABSENT, 0.7, 1.0),
+        "mscale_all_dim": one_of(ABSENT, ABSENT, 1.3),
+        "truncate": one_of(ABSENT, ABSENT, False, True),
+    },
+    "longrope": {
+        "short_factor": lambda rng: [1.0] * 64,
+        "long_factor": lambda rng: [rng.uniform(1, 4) for _ in range(64)],
+        ORIGINAL: one_of(16),
+    },
+}
+ODD_ROPE: dict[str, Draw] = {
+    "factor": one_of(0, -2.0, None, "4", True),
+    "rope_type": one_of(None, "su", "proportional", 3),
+    "partial_rotary_factor": one_of(0.5, 1.0, None),
+    "finetuned": one_of(True),
+    "mrope_section": one_of([1, 1, 2]),
+    "low_freq_factor": one_of(0, 1.0),
+    ORIGINAL: one_of(0, 16, None),
+    "rope_theta": one_of(0, -1, 1, None, "10000"),
+    "truncate": one_of(None, False),
+    "full_attention": one_of({"rope_type": "default", "rope_theta": 500.0}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint that transformers makes, and changes to it.
+
+    changes: of config.json, where ABSENT takes a field out
+    head:    None, or the head beside tied embeddings: "equal", "different", or "alone" without them
+    """
+
+    family: str
+    shape: dict[str, Any]
+    changes: dict[str, Any]
+    head: str | None
+
+
+def draw_case(seed: int) -> Case:
+    """Draw a case; about half of all cases are ones that both can run."""
+    rng = random.Random(seed)
+    family = rng.choice(FAMILIES)
+    heads = rng.choice([2, 4])
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": rng.choice([16, 24]),
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([1, 2, heads]),
+        "max_position_embeddings": rng.choice([16, 32, 64, 512]),
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    if family != "qwen2" or rng.random() < 0.2:
+        shape["head_dim"] = rng.choice([8, 16])
+    if family in ("llama2", "qwen3"):
+        shape["attention_bias"] = rng.random() < 0.3
+    if family == "llama2":
+        shape["mlp_bias"] = rng.random() < 0.3
+    if family == "mistral":
+        shape["sliding_window"] = rng.choice([None, 7])
+    if "qwen" in family and rng.random() < 0.5:
+        shape |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": rng.choice([0, 1, 2])}
+    changes = _draw_rope(rng, shape.get("head_dim", 32 // heads) // 2)
+    if shape.get("sliding_window") and rng.random() < 0.5:
+        changes["layer_types"] = rng.sample(["full_attention", "sliding_attention"], 2)
+    for name in rng.sample(sorted(FIELDS), rng.choice([0, 0, 0, 1, 1, 2, 4])):
+        changes[name] = FIELDS[name](rng)
+    head = rng.choice([None, "equal", "different", "alone"]) if shape["tie_word_embeddings"] else None
+    return Case(family, shape, changes, head)
+
+
+def _draw_rope(rng: random.Random, num_pairs: int) -> dict[str, Any]:
+    kind = rng.choice(["default", "linear", "llama3", "yarn", "yarn", *ROPE_KEYS])
+    rope = {"rope_type": kind, **{name: draw(rng) for name, draw in ROPE_KEYS[kind].items()}}
+    rope = {name: value[:num_pairs] if isinstance(value, list) else value for name, value in rope.items()}
+    if rng.random() < 0.3:
+        rope["type"] = rope.pop("rope_type")
+    changes: dict[str, Any] = {"rope_theta": rng.choice([ABSENT, 500, 10000.0, 1e6])}
+    if rng.random() < 0.1:
+        name = rng.choice(sorted(ODD_ROPE))
+        rope[name] = ODD_ROPE[name](rng)
+    if rng.random() < 0.4:
+        rope.setdefault("rope_theta", rng.choice([100.0, 5e5]))
+    if rng.random() < 0.05:
+        changes["rope_theta"] = rng.choice([0, -1, 1, None, "10000"])
+    if rng.random() < 0.3:
+        changes[ORIGINAL] = rng.choice([8, 16, 24])
+    rope = {name: value for name, value in rope.items() if value is not ABSENT}
+    spelling = rng.choice(["rope_scaling", "rope_scaling", "rope_parameters", "both", "none"])
+    if spelling in ("rope_scaling", "both"):
+        changes["rope_scaling"] = rope
+    changes["rope_parameters"] = {"rope_parameters": rope, "both": {"rope_theta": 777.0}}.get(spelling, ABSENT)
+    return changes
+
+
+def check_case(case: Case, folder: Path, seed: int) -> str:
+    """Compare both readers of a case.
+
+    Returns "equal", "refused FIELD" with the field that the message names, "unusable" where transformers fails or gives
+    no finite logits and so do we, or "alone" where only transformers fails.
+
+    Raises:
+        AssertionError: the logits differ, a refusal names no field of the case, or transformers' logits are not finite
+            and the case is not refused.
+    """
+    make_checkpoint(case.family, folder, seed=seed, **case.shape)
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **case.changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ABSENT}))
+    if case.head is not None:
+        _write_head(folder / "model.safetensors", case.head)
+    prompt = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=torch.Generator().manual_seed(seed)).tolist()
+    expected = _transformers_logits(folder, prompt)
+    try:
+        spec = read_model_spec(folder)
+        decoder = load_model(
+            spec, folder, dtype=torch.float32, device=torch.device("cpu"), max_positions=max(PROMPT_LEN, 128)
+        )
+    except PhonographError as error:
+        if expected is None:
+            return "unusable"
+        text = str(error).removeprefix(f"{path}: ")
+        # Rotary keys may be named alone: "factor=0 in rope_scaling ...".
+        rope = case.changes.get("rope_scaling") or case.changes.get("rope_parameters")
+        names = [*case.changes, *(rope if isinstance(rope, dict) else ())]
+        named = [name for name in names if re.search(rf"\b{name}=|^{name.removesuffix('s')} ", text)]
+        assert named, f"refused without the name of a changed field: {error}"
+        return f"refused {named[0]}"
+    sequences = DenseSequences(decoder)
+    (actual,) = sequences.step([(sequences.add(), prompt)])
+    if expected is None:
+        return "alone"
+    assert expected.isfinite().all(), "transformers' logits are not finite, and the case was not refused"
+    difference = (actual - expected).abs().max().item()
+    assert difference <= TOLERANCE, f"logits differ by {difference:.3g}"
+    return "equal"
+
+
+def run_case(seed: int) -> str:
+    """Draw a case, and check it in a folder of its own."""
+    case = draw_case(seed)
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            return check_case(case, Path(name), seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {case}: {error!r}") from error
+
+
+def _write_head(file: Path, head: str) -> None:
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous() if head == "different" else embedding.clone()
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _transformers_logits(folder: Path, prompt: list[int]) -> torch.Tensor | None:
+    """Return logits [tokens, V] of the model that transformers makes of a folder; None where it fails."""
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if any(report.values()):
+            return None
+        with torch.no_grad():
+            output = model(torch.tensor([prompt]))
+        return (output[0] if isinstance(output, tuple) else output.logits)[0]
+    except Exception:
+        return None
