@@ -23,14 +23,15 @@ def make_llm(**settings: Any) -> LLM:
         max_num_batched_tokens=64,
         max_model_len=128,
         num_kv_blocks=9,
+        cudagraph_capture_sizes=[1, 2, 4, 16, 64],
         **settings,
     )
 
 
 def workload(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(seed)
-    prompts = [[rng.randrange(5, 200) for _ in range(rng.randint(1, 60))] for _ in range(25)]
-    return prompts, [SamplingParams(max_tokens=rng.randint(20, 60), ignore_eos=True, temperature=0.7) for _ in prompts]
+    prompts = [[rng.randrange(5, 200) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+    return prompts, [SamplingParams(max_tokens=rng.randint(30, 60), ignore_eos=True, temperature=0.7) for _ in prompts]
 
 
 def noted_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -45,7 +46,7 @@ def noted_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return noted
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_batches_are_those_of_prompts_queued_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = workload(seed)
     lazily, before = make_llm(seed=5), make_llm(seed=5)
