@@ -86,12 +86,25 @@ class TokenLogprobs(NamedTuple):
     ranks: list[int]
 
 
+class SlotFailure(NamedTuple):
+    """The reason why one sequence of a step has to end.
+
+    part:     the work that failed, such as "grammar"
+    problem:  what went wrong in it
+    no_token: True if the sequence's logits had no token to choose; its parameters may be the reason
+    """
+
+    part: str
+    problem: str
+    no_token: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What a step brought back. Only sequences with `samples` set are in it.
+    """What a step brought back. Only sequences with `samples` set have a token.
 
     slots, token_ids:  sampled token of each such slot, in batch order
-    invalid:           those of the slots whose logits were NaN or infinite: their token means nothing
+    failures:          by slot, sequences of the step that have to end; a token of theirs means nothing
     logprobs:          by slot, for requests that asked for them
     prompt_logprobs:   by slot, the positions of this step's chunk, for requests that asked (first position of a prompt
                        has none)
@@ -99,6 +112,6 @@ class StepOutput:
 
     slots: list[int] = field(default_factory=list[int])
     token_ids: list[int] = field(default_factory=list[int])
-    invalid: list[int] = field(default_factory=list[int])
+    failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])

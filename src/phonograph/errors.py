@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError   its architecture, or a feature of it, is not implemented
     │   └── WeightError             a weight file or tensor is missing, truncated, corrupt or of the wrong shape
     ├── RequestError           one request is refused; the others go on
+    ├── RequestFailure         one request could not be completed, by no fault of its own; the others go on
     ├── BackendError           an attention backend cannot serve this configuration, or is not there
     ├── CaptureError           something a graph capture cannot hold was done while capturing
     ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
@@ -67,6 +68,22 @@ class RequestError(PhonographError):
         return type(self), (self.parameter, self.value, self.problem)
 
 
+class RequestFailure(PhonographError):
+    """One request ended because work for it failed; the message names the request, the work and the cause.
+
+    part: the work that failed, such as "grammar"
+    """
+
+    def __init__(self, request_id: str, part: str, problem: str) -> None:
+        self.request_id = request_id
+        self.part = part
+        self.problem = problem
+        super().__init__(f"request {shortened(request_id)!r} failed ({part}): {problem}")
+
+    def __reduce__(self) -> tuple[type[RequestFailure], tuple[str, str, str]]:
+        return type(self), (self.request_id, self.part, self.problem)
+
+
 class BackendError(PhonographError):
     """An attention backend cannot serve this configuration, or is not there."""
 
@@ -85,6 +102,11 @@ class MemoryLimitError(PhonographError):
 
 class EndpointError(PhonographError):
     """A server that is to be measured is not there, or refuses what a benchmark sends."""
+
+
+def cause_text(error: BaseException) -> str:
+    """An exception as a message can show it: its type and a shortened text."""
+    return f"{type(error).__name__}: {shortened(str(error), 300)}"
 
 
 def shortened(text: str, limit: int = 100) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from phonograph.batch import TokenLogprobs
+from phonograph.batch import SlotFailure, TokenLogprobs
 from phonograph.grammar import Grammar
 from phonograph.sampling_params import SamplingParams
 
@@ -41,6 +41,7 @@ class Request:
     output_token_ids: tokens generated so far, and `logprobs` beside them where asked for
     prompt_logprobs:  positions of the prompt computed so far, where asked for
     finish_reason, stop_reason: set when FINISHED; stop_reason is the stop token or stop string that ended it
+    failure:       set when FINISHED because work for it failed
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted
     num_computed:  tokens whose keys and values are, or are being, written
     slot:          row of the runner's state while RUNNING, else -1
@@ -61,6 +62,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    failure: SlotFailure | None = None
     num_cached_tokens: int = 0
     num_computed: int = 0
     slot: int = -1

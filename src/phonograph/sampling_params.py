@@ -72,7 +72,8 @@ class SamplingParams:
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
         # -1 is how much of the field writes "no limit".
         self._set("top_k", max(_integer("top_k", self.top_k, -1, None), 0))
-        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, low_open=True))
+        # Below 2^-32 one token is kept of any vocabulary; float32, in which kernels compute, holds that number.
+        self._set("top_p", max(_number("top_p", self.top_p, 0.0, 1.0, low_open=True), 2.0**-32))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         # Beyond these bounds float32 logits overflow, and long before them a penalty stops making sense.
         self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))

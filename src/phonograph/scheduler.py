@@ -31,8 +31,6 @@ from phonograph.request import FinishReason, Request, RequestState
 from phonograph.scheduler_limits import SchedulerLimits, SchedulerStats
 
 _RANK = attrgetter("rank")
-NOT_FINITE = "the model's logits are not finite"
-"""The stop_reason of a request that the model itself cannot continue."""
 
 
 class Scheduler:
@@ -141,6 +139,17 @@ class Scheduler:
         self._finish(request, reason, stop_reason)
         return True
 
+    def fail(self, request_id: str) -> bool:
+        """Ends a request for which work failed, wherever it stands; False as in `abort`.
+
+        The blocks that it computed cannot be found in the prefix cache any more, as their contents are not trusted.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._fail(request)
+        return True
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Sequences that run go on, but nothing they compute is found by others."""
         self._cache.reset(self._tables.values())
@@ -227,23 +236,20 @@ class Scheduler:
 
         Tokens of requests that ended meanwhile are dropped.
 
-        Returns the requests that got a token or ended for want of one, in batch order; those that ended are `finished`.
+        Returns the requests that failed, then those that got a token, each in batch order; those that ended are
+        `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
         if output.prompt_logprobs:
             self._take_prompt_logprobs(batch, requests, output)
-        news: list[Request] = []
+        news = self._take_failures(batch, requests, output) if output.failures else []
         all_logprobs = output.logprobs
         finished = RequestState.FINISHED
         sampled = compress(requests, batch.samples)
         for request, slot, token_id in zip(sampled, output.slots, output.token_ids, strict=True):
             if request.state is finished:
-                continue
-            if slot in output.invalid:
-                self._finish(request, "abort", NOT_FINITE)
-                news.append(request)
                 continue
             tokens = request.output_token_ids
             tokens.append(token_id)
@@ -372,6 +378,20 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def _fail(self, request: Request) -> None:
+        self._cache.forget(self._tables[request.request_id])
+        self._finish(request, "abort", None)
+
+    def _take_failures(self, batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+        """Ends the requests that failed in a step and are still there; returns them."""
+        failed: list[Request] = []
+        for slot, request in zip(batch.slots, requests, strict=True):
+            if slot in output.failures and not request.finished:
+                request.failure = output.failures[slot]
+                self._fail(request)
+                failed.append(request)
+        return failed
 
     @staticmethod
     def _take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:

@@ -14,7 +14,7 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
 from phonograph.engine.step_record import StepRecord
@@ -73,7 +73,7 @@ class FakeRunner:
                 output.slots.append(slot)
                 output.token_ids.append(token_id)
                 if token_id == NOT_A_NUMBER:
-                    output.invalid.append(slot)
+                    output.failures[slot] = SlotFailure("sampling", "a test")
                 row.append(token_id)
         step = Step(self, output, fails=len(self.shapes) == self.fail_at)
         self.in_flight.append(step)

@@ -9,7 +9,15 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 
 from phonograph.engine.llm import LLM
-from phonograph.errors import BackendError, CaptureError, ConfigError, MemoryLimitError, PhonographError, RequestError
+from phonograph.errors import (
+    BackendError,
+    CaptureError,
+    ConfigError,
+    MemoryLimitError,
+    PhonographError,
+    RequestError,
+    RequestFailure,
+)
 from phonograph.graphs.modes import GraphMode
 from phonograph.sampling_params import SamplingParams
 
@@ -164,9 +172,8 @@ def test_logits_that_are_not_finite_end_only_their_request(folder: str) -> None:
         llm.engine.core.runner._program.model.embedding_VE[poison] = float("nan")
     outputs = llm.generate([good[0], [5, poison, 6], good[1]], GREEDY)
     assert tokens_of([outputs[0], outputs[2]]) == expected
-    completion = outputs[1].outputs[0]
-    assert (completion.finish_reason, completion.token_ids) == ("abort", [])
-    assert "not finite" in str(completion.stop_reason)
+    assert outputs[1].outputs == [] and isinstance(outputs[1].error, RequestFailure)
+    assert "not finite" in str(outputs[1].error)
 
 
 def test_a_prompt_that_cannot_fit_the_cache_of_n_samples_queues_nothing(folder: str) -> None:

@@ -1,180 +1,33 @@
-"""CudaRunner with rows that have a grammar, around a model of one table, on a GPU or in Triton's interpreter.
-
-Without a GPU graphs are calls, and buffers are not pinned; everything else is what runs on one.
-"""
+"""CudaRunner with rows that have a grammar, around a model of one table, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_runtime import CallRuntime, HostRing, nothing_compiled
 from ladders import Ladder
-from scheduling import limits, request
 
-from phonograph.engine.core import EngineCore
-from phonograph.engine.step_record import StepRecord
-from phonograph.graphs.capture_list import make_capture_list
-from phonograph.graphs.dispatch import Decision, Dispatcher
-from phonograph.graphs.modes import GraphMode, GraphSupport, Support
-from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.modes import GraphMode
 from phonograph.request import Request
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.grammar_masks import GrammarMasks
 from phonograph.runner.sampler import Sampler
 from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler
 
-cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+pytest.importorskip("phonograph.runner.cuda_runner")
 
-from phonograph.runner import device_inputs  # noqa: E402
-from phonograph.runner.cuda_program import CudaStepProgram  # noqa: E402
+from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, ruled, wanted  # noqa: E402
+
 from phonograph.runner.masked_sampling import MaskedSampling  # noqa: E402
-from phonograph.runner.synthetic import SyntheticBatches  # noqa: E402
-
-VOCAB, EOS, SLOTS, TOKENS = 100, 99, 5, 16
-
-
-class TableModel:
-    """Logits of the next token are a row of a table, that of the token before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
-        self.table[:, EOS] = -5.0
-        self.workspace = SimpleNamespace(logits_NV=torch.zeros(SLOTS, VOCAB, device=device))
-        self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
-        self._rows = torch.zeros(SLOTS, VOCAB, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # the engine has a stream of its own
-
-    def leaves_rows_out(self, num_tokens: int) -> bool:
-        return num_tokens >= 2 * SLOTS
-
-    def only_layers(self, indices: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward(self, input_ids: torch.Tensor, attention: object, rows: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
-        return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None, num_logits: int) -> torch.Tensor:
-        out = self.workspace.logits_NV[:num_logits]
-        return out.copy_(hidden) if rows is None else torch.index_select(hidden, 0, rows, out=out)
-
-
-class Backend:
-    def schedule(self, metadata: object) -> None:
-        """A table needs no attention."""
-
-    def build(self, common: object, key: object) -> object:
-        return common
-
-
-@dataclass
-class Engine:
-    core: EngineCore
-    model: TableModel
-    records: list[StepRecord]
-    log: list[str]
-    num_graphs: int
-
-    def run(self, *requests: Request, steps: int | None = None) -> None:
-        for one in requests:
-            self.core.scheduler.add(one)
-        while self.core.has_work and steps != 0:
-            self.core.step()
-            steps = None if steps is None else steps - 1
-
-
-MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    if not on_gpu:
-        monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
-        monkeypatch.setattr(cuda_runner, "compile_only", nothing_compiled)
-        monkeypatch.setattr(cuda_runner, "load_kernels", lambda kernels: None)
-
-    def made(mode: GraphMode = GraphMode.FULL, **changes: Any) -> Engine:
-        model = TableModel(device)
-        bounds = limits(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, **changes)
-        captures = make_capture_list(mode, max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, max_capture_tokens=8)
-        resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
-        inputs = device_inputs.DeviceInputs(
-            max_num_seqs=SLOTS,
-            max_num_tokens=TOKENS,
-            max_model_len=bounds.max_model_len,
-            block_size=bounds.block_size,
-            vocab_size=VOCAB,
-            device=device,
-        )
-        runtime: Any = CallRuntime()
-        if on_gpu:
-            from phonograph.graphs.cuda import CudaRuntime
-
-            runtime = CudaRuntime(device)
-        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
-        parts: dict[str, Any] = {"model": model, "backend": Backend(), "layers": [], "kv_caches": []}
-        program = CudaStepProgram(**parts, inputs=inputs, runtime=runtime)
-        synthetic: dict[str, Any] = {"max_model_len": bounds.max_model_len, "block_size": bounds.block_size}
-        builder: Any = Backend()
-        runner = cuda_runner.CudaRunner(
-            program=program,
-            builder=builder,
-            inputs=inputs,
-            sampler=sampler,
-            masked=MaskedSampling(
-                program.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
-            ),
-            dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
-            runtime=runtime,
-            synthetic=SyntheticBatches(inputs.load, num_blocks=bounds.num_blocks, vocab_size=VOCAB, **synthetic),
-            max_num_seqs=SLOTS,
-            max_num_tokens=TOKENS,
-        )
-        runner.load_kernels()
-        report = runner.capture()
-        log: list[str] = []
-        if not on_gpu:
-            runtime.log = runner._ring.log = log
-        core = EngineCore(Scheduler(bounds), runner)
-        records: list[StepRecord] = []
-        core.on_step = records.append
-        return Engine(core, model, records, log, report.num_graphs)
-
-    return made
-
-
-def ruled(name: str, length: int, **params: Any) -> Request:
-    one = request(name, [3, 5, ord(name[0]) % VOCAB], **({"seed": ord(name[0]), "max_tokens": 40} | params))
-    one.grammar = Ladder(length, VOCAB, EOS)
-    return one
-
-
-def free(name: str, **params: Any) -> Request:
-    return request(name, [2, ord(name[0]) % VOCAB], **({"seed": ord(name[0]), "max_tokens": 9} | params))
-
-
-def wanted(model: TableModel, one: Request) -> list[int]:
-    """The whole output, by the host's sampler, alone."""
-    sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
-    sampler.load(0, one.params, one.prompt_token_ids, [], [EOS], 0, one.grammar)
-    table, last, output = model.table.cpu(), one.prompt_token_ids[-1], list[int]()
-    while len(output) < (one.params.max_tokens or 100):
-        (last,) = sampler.sample(table[last][None], [0], [len(output)]).token_ids
-        output.append(last)
-        if last == EOS:
-            break
-    return output
+    return engine_maker(monkeypatch)
 
 
 SETTINGS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7})
@@ -285,7 +138,7 @@ def test_rows_of_a_smaller_step_are_listed_without_those_of_a_larger() -> None:
     masked = MaskedSampling(sample_masked, masks=masks, max_rows=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"))
     decision = Decision(mode=GraphMode.NONE, key=None, num_tokens=5, cause="a test", reason="a test of 5 tokens")
     told = [
-        masked.sample(rows, slots, decision).reason.rpartition("; ")[2]
+        masked.sample(rows, slots, decision, SlotFailures()).reason.rpartition("; ")[2]
         for rows, slots in (([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]), ([4, 1, 3], [0, 1, 2]), ([2], [3]))
     ]
     assert [rows for rows, _ in seen] == [[0, 1, 2, 3, 4], [4, 1, 3, -1], [2]] and masked.sizes == (1, 2, 4, 5)

@@ -8,6 +8,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.slots import SlotTable, fill_buffers, most_step_tokens
 from phonograph.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
             BlockAppend(slot=2, start=0, block_ids=[7]),
         ],
     )
-    table.apply(first)
+    table.apply(first, SlotFailures())
     fill_buffers(buffers, table, first, GraphKey(GraphSet.MIXED, 16, 4))
     table.append_tokens([0, 2], [91, 92])
     second = ScheduledBatch(

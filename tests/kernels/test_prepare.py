@@ -10,6 +10,7 @@ from phonograph.batch import BlockAppend, ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
 
 POISON = -77
@@ -96,7 +97,7 @@ class Sequences:
 
     def check(self, query_lens: list[int], *, num_reqs: int, num_tokens: int, ahead: int = 0) -> None:
         batch, kept = self.draw(query_lens, ahead=ahead)
-        self.table.apply(batch)
+        self.table.apply(batch, SlotFailures())
         key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
         for array in (self.buffers.input_ids_np, self.buffers.positions_np, self.buffers.slot_mapping_np):
             array[:] = POISON

@@ -75,8 +75,7 @@ def _both(
         tokens[:rows],
         last_token,
     )
-    expected = sampler.sample(logits.cpu(), slots, [draw] * rows)
-    host = [-1 if slot in expected.invalid else token for slot, token in zip(slots, expected.token_ids, strict=True)]
+    host = sampler.sample(logits.cpu(), slots, [draw] * rows).token_ids
     got = tokens.tolist()
     last = last_token.tolist()
     assert got[rows] == last[0] == last[rows + 1] == POISON
@@ -103,6 +102,17 @@ def test_filters(device: torch.device, dtype: torch.dtype, spread: float) -> Non
     for draw in range(2):
         got, host = _both(logits, params, draw=draw, scratch=scratch)
         assert got == host
+
+
+def test_a_top_p_that_float32_cannot_hold_keeps_the_best(device: torch.device) -> None:
+    """Of numbers that the sampler's parameters hold, and of 0, which they do not."""
+    logits = _logits(6, 2500, spread=0.01, dtype=torch.float32, device=device)
+    tiny = [SamplingParams(top_p=top_p, seed=1) for top_p in (7e-46, 5e-324, 1e-38, 1e-20, 2**-32, 1e-9)]
+    got, host = _both(logits, tiny)
+    assert got == host == logits.argmax(-1).tolist()
+    for params in tiny:
+        object.__setattr__(params, "top_p", 0.0)
+    assert _both(logits, tiny)[0] == host
 
 
 def test_rows_that_a_grammar_has_masked_are_searched_among_candidates(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 from phonograph.errors import RequestError
 from phonograph.kernels.sampling import mask_tokens
 from phonograph.runner import grammar_masks
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.sampler import Sampler
 from phonograph.sampling_params import SamplingParams
 from phonograph.structured_outputs import StructuredOutputs
@@ -65,7 +66,7 @@ def test_only_what_the_grammar_allows_is_sampled(temperature: float, penalty: fl
     assert found[0] in (3, 40) and found[1] in (31, 32, 64) and found[2:] == [3, END]
     assert logits.isfinite().all(), "the logits are only read"
     # A step in flight when the end was sampled: its token means nothing, and nothing fails.
-    assert sampler.sample(logits, [0, 1], [4, 4]).invalid == []
+    assert min(sampler.sample(logits, [0, 1], [4, 4]).token_ids) >= 0
 
 
 def test_a_row_beside_one_with_a_grammar_draws_what_it_draws_alone() -> None:
@@ -101,7 +102,9 @@ def test_masks_that_take_long_are_filled_by_threads(kind: type[InTurn], monkeypa
     masks.load(4, ended, [END])
     slots = [7, 4, 0, 1, 2, 3, 5, 6, 8]
     bitmask = np.zeros((12, 3), np.int32)
-    masks.fill(slots, bitmask)
+    failures = SlotFailures()
+    masks.fill(slots, bitmask, failures)
+    assert not failures.by_slot
     bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little").reshape(12, 96)
     assert not bits[9:].any()
     for row, slot in enumerate(slots):
@@ -109,8 +112,8 @@ def test_masks_that_take_long_are_filled_by_threads(kind: type[InTurn], monkeypa
         assert np.flatnonzero(bits[row]).tolist() == allowed
     fillers = {getattr(masks.matcher(slot), "by", None) for slot in slots if slot != 4}
     assert fillers == {None} if kind is InTurn else 1 < len(fillers) <= 4
-    with pytest.raises(IndexError):  # a thread's failure is the step's
-        masks.fill(slots, bitmask[:5])
+    with pytest.raises(IndexError):  # a bitmask that is too small concerns every slot
+        masks.fill(slots, bitmask[:5], failures)
 
 
 def test_a_preempted_request_goes_on_where_it_was_and_a_slot_forgets() -> None:

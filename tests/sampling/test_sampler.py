@@ -76,7 +76,7 @@ def test_a_request_gets_the_same_tokens_in_any_batch(dtype: torch.dtype, vocab_s
             rng.shuffle(chosen)
             result = sampler.sample(logits[step, chosen], [slot_of[i] for i in chosen], [step] * len(chosen))
             assert result.token_ids == [alone[i][step] for i in chosen]
-            assert not result.invalid
+            assert min(result.token_ids) >= 0 and not result.failures
             for i in chosen:
                 found, expected = result.logprobs.get(slot_of[i]), alone_logprobs[i][step]
                 assert (found is None) == (requests[i].logprobs is None)
@@ -143,7 +143,7 @@ def test_huge_temperature_is_uniform_over_what_is_allowed(settings: dict[str, ob
     for slot in range(500):
         sampler.load(slot, SamplingParams(temperature=1e300, logit_bias={4: -math.inf}, **settings), [], [], [], 0)
     sampled = sampler.sample(random_logits(500, 11, 6), range(500), [0] * 500)
-    assert not sampled.invalid
+    assert min(sampled.token_ids) >= 0
     assert set(sampled.token_ids) == set(range(11)) - {4}
 
 
@@ -167,7 +167,7 @@ def test_banned_tokens_in_the_logits_are_never_drawn(settings: dict[str, object]
     for slot in range(30):
         sampler.load(slot, SamplingParams(**settings), [1], [], [0], 0)
     sampled = sampler.sample(banned, range(30), [0] * 30)
-    assert not sampled.invalid
+    assert min(sampled.token_ids) >= 0
     assert set(sampled.token_ids) <= set(allowed)
 
 
@@ -182,7 +182,8 @@ def test_a_row_without_a_token_takes_no_other_down(fault: float) -> None:
         for slot in range(2 * count):
             sampler.load(slot, requests[slot % count], [1], [], [0], 0)
         sampled = sampler.sample(rows, range(2 * count), [0] * 2 * count)
-        return sampled.token_ids, sampled.invalid, set(sampled.logprobs)
+        assert not sampled.failures
+        return sampled.token_ids, [s for s in range(2 * count) if sampled.token_ids[s] < 0], set(sampled.logprobs)
 
     expected, none_invalid, with_logprobs = sample(logits)
     assert none_invalid == []
@@ -191,7 +192,7 @@ def test_a_row_without_a_token_takes_no_other_down(fault: float) -> None:
     tokens, invalid, logprobs = sample(broken)
     assert invalid == list(range(1, 2 * count, 2))
     assert tokens[::2] == expected[::2]
-    assert tokens[1::2] == [0] * count
+    assert tokens[1::2] == [-1] * count
     assert logprobs == {slot for slot in with_logprobs if slot % 2 == 0}
 
 
@@ -305,4 +306,4 @@ def test_a_cleared_slot_keeps_nothing() -> None:
 
 def test_nothing_to_sample() -> None:
     sampled = make_sampler(10).sample(torch.empty(0, 10), [], [])
-    assert (sampled.token_ids, sampled.logprobs, sampled.invalid) == ([], {}, [])
+    assert (sampled.token_ids, sampled.logprobs, sampled.failures) == ([], {}, {})

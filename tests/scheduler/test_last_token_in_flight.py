@@ -7,9 +7,9 @@ from collections import deque
 import pytest
 from scheduling import EOS, add, limits, output_of, request
 
-from phonograph.batch import ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.batch import ScheduledBatch, SlotFailure, StepOutput, TokenLogprobs
 from phonograph.request import Request, RequestState
-from phonograph.scheduler import NOT_FINITE, Scheduler
+from phonograph.scheduler import Scheduler
 
 
 def take(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> list[Request]:
@@ -72,7 +72,7 @@ def test_decodes_grow_into_its_blocks_instead_of_preempting() -> None:
     assert take(scheduler, last) == [a, b] and b.finished
 
 
-@pytest.mark.parametrize("how", ["eos", "invalid", "abort", "stop string"])
+@pytest.mark.parametrize("how", ["eos", "failure", "abort", "stop string"])
 def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None:
     scheduler = Scheduler(limits(max_num_seqs=2))
     add(scheduler, a := request("a", 5, max_tokens=3), other := request("other", 5))
@@ -83,9 +83,11 @@ def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None
     if how == "eos":
         scheduler.update(second, StepOutput(slots=second.slots, token_ids=[EOS, 7]))
         expected = [7, EOS], "stop", None
-    elif how == "invalid":
-        scheduler.update(second, StepOutput(slots=second.slots, token_ids=[0, 7], invalid=[second.slots[0]]))
-        expected = [7], "abort", NOT_FINITE
+    elif how == "failure":
+        failure = SlotFailure("sampling", "a test")
+        scheduler.update(second, StepOutput(slots=second.slots, token_ids=[0, 7], failures={second.slots[0]: failure}))
+        assert a.failure == failure
+        expected = [7], "abort", None
     else:
         take(scheduler, second)
         assert scheduler.finish("a", "abort") if how == "abort" else scheduler.finish("a", "stop", "END")

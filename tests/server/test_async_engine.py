@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phonograph.engine.tokenizer import Tokenizer
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
@@ -158,9 +158,11 @@ def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest
         keys = [next(iter(add.prompts)) for add in bench.process.sent]
         bench.process.report(
             (keys[0], 0, [666], None, None, None),
-            (keys[1], 0, [5], None, "abort", "not finite"),
             (keys[2], 0, [5], None, "stop", None),
-            refused={keys[3]: RequestError("prompt", 1, "is bad")},
+            refused={
+                keys[1]: RequestFailure("a", "sampling", "not finite"),
+                keys[3]: RequestError("prompt", 1, "is bad"),
+            },
             prompts={keys[2]: PromptFacts(1, None)},
         )
         await calls[2].wait()
@@ -170,7 +172,7 @@ def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest
                 await calls[place].wait()
             assert caught.value.status == status
         assert bench.engine.num_open == 0
-        assert [command.key for command in bench.process.sent[4:]] == [keys[3], keys[0], keys[1]]
+        assert [command.key for command in bench.process.sent[4:]] == [keys[1], keys[3], keys[0]]
 
     in_loop(tokenizer, body)
 
@@ -228,10 +230,24 @@ def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:
 def test_a_report_that_cannot_be_taken_is_no_silence(tokenizer: Tokenizer) -> None:
     async def body(bench: Bench) -> None:
         call = bench.open()
-        bench.process.report((0, 7, [5], None, None, None))  # there is no sample 7
+        broken: Any = None
+        bench.process.report(broken)
         with pytest.raises(ApiError, match="lost track"):
             await call.wait()
         assert bench.engine.died.is_set() and bench.engine.problem is not None
+
+    in_loop(tokenizer, body)
+
+
+def test_an_update_that_fits_no_sample_fails_its_call_alone(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        calls = [bench.open(), bench.open()]
+        keys = [next(iter(add.prompts)) for add in bench.process.sent]
+        bench.process.report((keys[0], 7, [5], None, None, None), (keys[1], 0, [5], None, "stop", None))
+        await calls[1].wait()
+        with pytest.raises(ApiError) as caught:
+            await calls[0].wait()
+        assert caught.value.status == 500 and bench.engine.num_open == 0 and bench.engine.problem is None
 
     in_loop(tokenizer, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from phonograph.engine.build import Engine
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
+from phonograph.errors import RequestFailure
 from phonograph.sampling_params import SamplingParams
 from phonograph.server import core_loop
 from phonograph.server.core_loop import CoreLoop
@@ -117,6 +119,26 @@ def test_one_bad_prompt_refuses_its_call_and_no_other(driven: Driven) -> None:
     (report,) = driven.turn(add(1, [5]), add(2, [6], [5000], [7]), add(5, [8]))
     assert list(report.refused) == [3] and report.refused[3].parameter == "prompt"
     assert {key for key, *_ in report.updates} == {1, 5} and report.stats.num_running == 2
+    driven.turn(Abort(1), Abort(5))
+
+
+def test_one_prompt_whose_report_or_adding_raises_fails_alone(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, add_request = core_loop.PromptFacts, Session.add
+
+    def broken_facts(num_cached_tokens: int, prompt_logprobs: Any) -> Any:
+        return facts(num_cached_tokens, prompt_logprobs) if prompt_logprobs is None else 1 / 0
+
+    def broken_add(self: Session, prompt: Any, *rest: Any, **more: Any) -> Any:
+        return add_request(self, prompt, *rest, **more) if prompt != [666] else 1 / 0
+
+    monkeypatch.setattr(core_loop, "PromptFacts", broken_facts)
+    monkeypatch.setattr(Session, "add", broken_add)
+    scored = SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=0, n=2)
+    (report,) = driven.turn(add(1, [5]), add(2, [6, 7], params=scored), add(3, [8], [666]), add(5, [9]))
+    assert {type(error) for error in report.refused.values()} == {RequestFailure} and list(report.refused) == [4, 2]
+    assert all("ZeroDivisionError" in str(error) for error in report.refused.values())
+    assert {key for key, *_ in report.updates} == {1, 5} and driven.scheduler.stats.num_running == 2
+    assert pickle.loads(pickle.dumps(report)).refused[2].part == "engine"
     driven.turn(Abort(1), Abort(5))
 
 

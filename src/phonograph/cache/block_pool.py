@@ -84,6 +84,16 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
 
+    def unname(self, digest: bytes) -> None:
+        """Takes the name from the block that has it, if any; a held block stays held."""
+        block_id = self._block_of.pop(digest, None)
+        if block_id is None:
+            return
+        self._digest_of[block_id] = None
+        if not self._references[block_id]:
+            del self._evictable[block_id]
+            self._blank.append(block_id)
+
     def forget(self) -> None:
         """Takes the name from every block; held ones stay held."""
         self._blank.extend(self._evictable)

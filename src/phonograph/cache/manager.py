@@ -24,12 +24,14 @@ class BlockTable:
     tokens(start, stop): the sequence's known tokens in that range; asked for when blocks are named
     digests:       names of its leading full blocks, as far as they were needed
     num_published: leading blocks that are in the prefix cache
+    num_found:     leading blocks that other sequences computed: found whenever this one was admitted
     """
 
     tokens: Callable[[int, int], list[int]]
     block_ids: list[int] = field(default_factory=list[int])
     digests: list[bytes] = field(default_factory=list[bytes])
     num_published: int = 0
+    num_found: int = sys.maxsize
 
 
 class CacheManager:
@@ -74,6 +76,7 @@ class CacheManager:
         pool.share(found)  # first, because allocating may evict what was found
         table.block_ids = found + [pool.allocate() for _ in range(num_fresh)]
         table.num_published = len(found)
+        table.num_found = min(table.num_found, len(found))
         return len(found) * size
 
     def grow(self, table: BlockTable) -> int:
@@ -96,6 +99,15 @@ class CacheManager:
         """Gives the blocks back; those published can be found until they are needed for something else."""
         self.pool.release(table.block_ids)
         table.block_ids = []
+
+    def forget(self, table: BlockTable) -> None:
+        """Makes the blocks that a sequence computed impossible to find, and publishes no more of them.
+
+        Blocks given back before count too. Sequences that share such a block keep it.
+        """
+        for digest in table.digests[table.num_found : table.num_published]:
+            self.pool.unname(digest)
+        table.num_published = sys.maxsize
 
     def reset(self, tables: Iterable[BlockTable]) -> None:
         """Forgets all cached prefixes, at any time.

@@ -116,8 +116,9 @@ class LLM:
             tokenization_kwargs: not supported; must be None.
 
         Raises:
-            RequestError: the only prompt cannot be served. Of several, one that cannot be served has its `error` set in
-                its output, and the others are answered. With any other error none of them is left in the engine.
+            RequestError, RequestFailure: the only prompt cannot be served, or work for it failed. Of several prompts,
+                such a one has its `error` set in its output, and the others are answered. After any other error none of
+                them is left in the engine.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return answer_inputs(

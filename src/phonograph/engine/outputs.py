@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phonograph.batch import TokenLogprobs
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, RequestFailure
 from phonograph.request import FinishReason
 
 
@@ -32,7 +32,7 @@ class RequestOutput:
     prompt:            None where token ids were given
     prompt_logprobs:   one entry for each prompt token, the first None, where asked for
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache
-    error:             why the request was refused; it then has no outputs
+    error:             the reason why the request was refused or failed; it then has no outputs
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
-    error: RequestError | None = None
+    error: RequestError | RequestFailure | None = None
 
     @property
     def finished(self) -> bool:

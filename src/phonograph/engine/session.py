@@ -6,11 +6,13 @@ The offline API drives a session directly; whatever serves over a network puts a
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.dead_ends import dead_end
@@ -18,14 +20,16 @@ from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
 from phonograph.engine.tokenizer import Tokenizer, check_token_ids
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, RequestFailure, cause_text
 from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import NOT_FINITE
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+Part = TypeVar("Part")
 _HELD_SECONDS = 0.02
 """How long a step waits for a grammar when there is nothing else to do."""
 
@@ -128,36 +132,68 @@ class Session:
             sample = samples.get(request.request_id)
             if sample is None:  # another sample of its request has failed in this step
                 continue
-            parent = sample.parent
-            changed[id(parent)] = parent
-            if request.stop_reason == NOT_FINITE:
-                error = dead_end(request, self._model.vocab_size)
-                if error is not None:
-                    self._fail(parent, error)
-                    continue
-            if sample.text is not None:
-                self._read(sample, sample.text)
-            if request.finish_reason is not None:
-                self._close(sample)
-            elif len(request.output_token_ids) == 1:
-                self._report_prompt(sample)
+            changed[id(sample.parent)] = sample.parent
+            self._contain(sample.parent, self._take, sample)
         return list(changed.values())
+
+    def fail(self, output: RequestOutput, error: RequestError | RequestFailure) -> None:
+        """Ends all samples of a request, for which work failed or which turns out to be one that cannot be served.
+
+        Its output gets the error and loses its samples.
+        """
+        for completion in output.outputs:
+            sample = self._samples.get(_sample_id(output, completion.index))
+            if sample is None or sample.parent is not output:
+                continue
+            del self._samples[sample.request.request_id]
+            if not self.core.scheduler.fail(sample.request.request_id):
+                self._drop_held(sample)
+        output.error = error.with_traceback(None)  # whose frames hold requests
+        output.outputs.clear()
 
     def abort(self, output: RequestOutput, index: int | None = None) -> None:
         """Ends what is left of a request, or of one of its samples; what has been generated so far stays.
 
         A request that has ended already is fine.
         """
-        for completion in output.outputs if index is None else [output.outputs[index]]:
+        for completion in list(output.outputs) if index is None else output.outputs[index : index + 1]:
             sample = self._samples.get(_sample_id(output, completion.index))
             if sample is None or sample.parent is not output:
                 continue
             if not self.core.scheduler.abort(sample.request.request_id):
                 self._drop_held(sample)
-            if sample.text is not None:
-                self._read(sample, sample.text)
-            self._close(sample)
+            self._contain(output, self._conclude, sample)
         self.core.settle()
+
+    def _contain(self, output: RequestOutput, work: Callable[[Part], None], part: Part) -> None:
+        """Calls `work` for a part of a request; if it raises, the request ends with that error."""
+        try:
+            work(part)
+        except (RequestError, RequestFailure) as error:
+            self.fail(output, error)
+        except Exception as error:
+            log.exception("request %s: its output could not be made", output.request_id)
+            self.fail(output, RequestFailure(output.request_id, "output", cause_text(error)))
+
+    def _take(self, sample: _Sample) -> None:
+        """Takes over what a step brought for a sample."""
+        request = sample.request
+        if request.failure is not None:
+            part, problem, no_token = request.failure
+            error = dead_end(request, self._model.vocab_size) if no_token else None
+            raise error or RequestFailure(sample.parent.request_id, part, problem)
+        if sample.text is not None:
+            self._read(sample, sample.text)
+        if request.finish_reason is not None:
+            self._close(sample)
+        elif len(request.output_token_ids) == 1:
+            self._report_prompt(sample)
+
+    def _conclude(self, sample: _Sample) -> None:
+        """Takes over the rest of a sample that has ended."""
+        if sample.text is not None:
+            self._read(sample, sample.text)
+        self._close(sample)
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
         """Gives all samples of a request to the scheduler, or none."""
@@ -165,10 +201,13 @@ class Session:
             sample.request.grammar = grammar
             try:
                 self.core.scheduler.add(sample.request)
-            except RequestError:
+            except Exception:
                 for earlier in samples[:queued]:
                     self.core.scheduler.abort(earlier.request.request_id)
                 raise
+
+    def _queue_held(self, held: _Held) -> None:
+        self._queue(held.samples, held.grammar.result())
 
     def _take_compiled(self) -> list[RequestOutput]:
         """Queues the requests whose grammars have been compiled; returns those that failed."""
@@ -182,25 +221,10 @@ class Session:
         self._held = pending
         failed: list[RequestOutput] = []
         for held in ready:
-            output = held.output
-            try:
-                self._queue(held.samples, held.grammar.result())
-            except RequestError as error:
-                output.error = error.with_traceback(None)  # whose frames hold requests
-                for sample in held.samples:
-                    del self._samples[sample.request.request_id]
-                output.outputs.clear()
-                failed.append(output)
+            self._contain(held.output, self._queue_held, held)
+            if held.output.error is not None:
+                failed.append(held.output)
         return failed
-
-    def _fail(self, output: RequestOutput, error: RequestError) -> None:
-        """Ends all samples of a request that turns out to be one that cannot be served."""
-        for completion in output.outputs:
-            sample = self._samples.pop(_sample_id(output, completion.index), None)
-            if sample is not None:
-                self.core.scheduler.abort(sample.request.request_id)
-        output.error = error
-        output.outputs.clear()
 
     def _drop_held(self, sample: _Sample) -> None:
         """Ends a sample that the scheduler does not know."""

@@ -29,11 +29,13 @@ from phonograph.kernels.triton.preload import load_kernels
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.device_inputs import DeviceInputs, StepRows
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.shared_prefix import SharedPrefixes
+from phonograph.runner.steps import load_sequences, take_tokens
 from phonograph.runner.synthetic import SyntheticBatches
 from phonograph.runner.token_ring import TokenRing
 
@@ -46,9 +48,16 @@ class CudaStep:
     """A step in flight. `output` has what was known when it was sent; `result` adds the tokens."""
 
     def __init__(
-        self, ring: TokenRing, ticket: int, batch: ScheduledBatch, output: StepOutput, decision: Decision
+        self,
+        ring: TokenRing,
+        ticket: int,
+        batch: ScheduledBatch,
+        output: StepOutput,
+        decision: Decision,
+        vocab_size: int,
     ) -> None:
         self.decision = decision
+        self._vocab_size = vocab_size
         self._ring = ring
         self._ticket = ticket
         self._batch = batch
@@ -58,16 +67,11 @@ class CudaStep:
         """Waits until the device has come to the end of the step."""
         output, batch = self._output, self._batch
         tokens: list[int] = self._ring.read(self._ticket)[: batch.num_reqs].tolist()
-        if all(batch.samples):
-            output.slots, output.token_ids = batch.slots, tokens
-        else:
+        slots = batch.slots
+        if not all(batch.samples):
             rows = [row for row, samples in enumerate(batch.samples) if samples]
-            output.slots = [batch.slots[row] for row in rows]
-            output.token_ids = [tokens[row] for row in rows]
-        if output.token_ids and min(output.token_ids) < 0:
-            pairs = zip(output.slots, output.token_ids, strict=True)
-            output.invalid = [slot for slot, token_id in pairs if token_id < 0]
-            output.token_ids = [max(token_id, 0) for token_id in output.token_ids]
+            slots, tokens = [slots[row] for row in rows], [tokens[row] for row in rows]
+        take_tokens(output, slots, tokens, self._vocab_size)
         return output
 
 
@@ -204,7 +208,8 @@ class CudaRunner:
     def submit(self, batch: ScheduledBatch) -> CudaStep:
         """Sends one step to the device and returns at once, unless it has rows that the host has a part in."""
         with torch.inference_mode(), self.runtime.scope():
-            self._take_over(batch)
+            failures = SlotFailures()
+            self._take_over(batch, failures)
             shape = shape_of(batch, self._prefixes)
             scores_prompts = self._scores_prompts(batch)
             decision = self.dispatcher.decide(shape)
@@ -218,16 +223,17 @@ class CudaRunner:
                 hidden, logits, tokens = self._run_eager(common, all_hidden=scores_prompts)
             else:
                 hidden, logits, tokens = self.replay(decision.key)
-            self._masked.follow(self._ring)
+            self._masked.follow(self._ring, failures)
             if ruled is not None:
-                decision = self._masked.sample(ruled, [batch.slots[row] for row in ruled], decision)
-            output = StepOutput()
+                decision = self._masked.sample(ruled, [batch.slots[row] for row in ruled], decision, failures)
+            output = StepOutput(failures=failures.by_slot)
             if scores_prompts:
                 logits_fn = self._program.model.decoder.logits
-                output.prompt_logprobs = step_prompt_logprobs(batch, self._live, hidden, logits_fn)
+                output.prompt_logprobs = step_prompt_logprobs(batch, self._live, hidden, logits_fn, failures)
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
-            return CudaStep(self._ring, self._ring.send(tokens), batch, output, decision)
+            ticket = self._ring.send(tokens)
+            return CudaStep(self._ring, ticket, batch, output, decision, self._sampler.vocab_size)
 
     def replay(self, key: GraphKey) -> Outputs:
         """Replays `key` on the inputs written for it; the next step overwrites what it returns."""
@@ -268,30 +274,22 @@ class CudaRunner:
             all_hidden=all_hidden,
         )
 
-    def _take_over(self, batch: ScheduledBatch) -> None:
+    def _take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         if self._prefixes is not None:
             self._prefixes.update(batch.appends)
-        for slot in batch.freed:
-            self._sampler.clear(slot)
-            self._live.pop(slot, None)
-            self._scored.discard(slot)
+        load_sequences(batch, self._live, self._sampler, failures)
+        self._scored.difference_update(batch.freed)
         for new in batch.new:
             slot = new.slot
-            self._live[slot] = new
             if new.params.prompt_logprobs is not None:
                 self._scored.add(slot)
-            self._tokens[slot] = np.array(new.token_ids, np.int32)
             self._num_known[slot] = len(new.token_ids)
             self._prompt_lens[slot] = new.prompt_len
-            self._sampler.load(
-                slot,
-                new.params,
-                new.token_ids[: new.prompt_len],
-                new.token_ids[new.prompt_len :],
-                new.end_token_ids,
-                new.sample_index,
-                new.grammar,
-            )
+            if not failures.run(slot, "token ids", self._keep_tokens, slot, new.token_ids):
+                self._tokens[slot] = np.zeros(len(new.token_ids), np.int32)
+
+    def _keep_tokens(self, slot: int, token_ids: list[int]) -> None:
+        self._tokens[slot] = np.array(token_ids, np.int32)
 
     def _rows(
         self, batch: ScheduledBatch, prefix_len: int | None
@@ -345,11 +343,11 @@ class CudaRunner:
         ]
         rows_P = torch.from_numpy(rows).to(device)
         sampled = self._sampler.sample(logits_NV[rows_P], slots, draws)
+        output.failures.update(sampled.failures)
         output.logprobs = sampled.logprobs
         token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
-        self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids
-        valid = torch.tensor([slot not in sampled.invalid for slot in slots], device=device)
-        tokens_N[rows_P] = token_ids.where(valid, -1)
+        self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids.clamp(min=0)
+        tokens_N[rows_P] = token_ids
 
     def _scores_prompts(self, batch: ScheduledBatch) -> bool:
         """Whether prompt tokens' log-probabilities are wanted of this step."""

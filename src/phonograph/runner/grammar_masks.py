@@ -12,6 +12,7 @@ import torch
 from phonograph.device import num_cores
 from phonograph.grammar import Grammar, Matcher
 from phonograph.kernels.sampling import mask_tokens
+from phonograph.runner.failures import SlotFailures
 
 _ALONE_SECONDS = 500e-6
 """How long bitmasks are filled one after another. Most take 3 us; waking threads costs more than ten of them."""
@@ -55,51 +56,66 @@ class GrammarMasks:
         """What follows the output in a slot now; a request that comes into the slot later has another one."""
         return self._matchers.get(slot)
 
-    def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray) -> None:
+    def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
         """Writes what may come next in these slots into the first rows of a bitmask, int32 [rows, words].
 
-        A slot whose output has ended, and whose token nobody will take, may have anything. Expressions with long
-        repeats can take a millisecond for each row: where the first rows have taken long, threads share the others.
+        A slot without a matcher, or whose output has ended, may have anything: its token is dropped. A row of an
+        expression with long repeats can take a millisecond. If the first rows take long, threads share the others.
+
+        failures: receives the slots whose matcher raises; they have no grammar from then on
         """
         began = time.perf_counter()
         for row, slot in enumerate(slots):
-            self._fill_row(row, slot, bitmask_RW)
+            self._fill_row(row, slot, bitmask_RW, failures)
             if time.perf_counter() - began > _ALONE_SECONDS and len(slots) - row > 2 and _THREADS > 1:
-                self._fill_in_threads(slots, row + 1, bitmask_RW)
+                self._fill_in_threads(slots, row + 1, bitmask_RW, failures)
                 return
 
-    def _fill_in_threads(self, slots: Sequence[int], first: int, bitmask_RW: np.ndarray) -> None:
+    def _fill_in_threads(
+        self, slots: Sequence[int], first: int, bitmask_RW: np.ndarray, failures: SlotFailures
+    ) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS - 1, "masks")
         shares = [range(start, len(slots), _THREADS) for start in range(first, min(first + _THREADS, len(slots)))]
-        others = [self._threads.submit(self._fill_share, share, slots, bitmask_RW) for share in shares[1:]]
-        self._fill_share(shares[0], slots, bitmask_RW)
+        others = [self._threads.submit(self._fill_share, share, slots, bitmask_RW, failures) for share in shares[1:]]
+        self._fill_share(shares[0], slots, bitmask_RW, failures)
         for other in others:
             other.result()
 
-    def _fill_share(self, rows: range, slots: Sequence[int], bitmask_RW: np.ndarray) -> None:
+    def _fill_share(self, rows: range, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
         for row in rows:
-            self._fill_row(row, slots[row], bitmask_RW)
+            self._fill_row(row, slots[row], bitmask_RW, failures)
 
-    def _fill_row(self, row: int, slot: int, bitmask_RW: np.ndarray) -> None:
-        matcher = self._matchers[slot]
-        if matcher.ended:
+    def _fill_row(self, row: int, slot: int, bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
+        matcher = self._matchers.get(slot)
+        if matcher is None or not failures.run(slot, "grammar", _fill, matcher, bitmask_RW, row):
+            self.clear(slot)
             bitmask_RW[row] = -1
-        else:
-            matcher.fill(bitmask_RW, row)
 
-    def apply(self, logits_NV: torch.Tensor, rows: np.ndarray, slots: Sequence[int]) -> None:
+    def apply(self, logits_NV: torch.Tensor, rows: np.ndarray, slots: Sequence[int], failures: SlotFailures) -> None:
         """Sets to -inf, in the given rows of float logits, what cannot come next in their slots."""
-        self.fill(slots, self._bitmask.numpy())
+        self.fill(slots, self._bitmask.numpy(), failures)
         bitmask = self._bitmask[: len(slots)].to(self._device, non_blocking=True)
         rows_G = torch.from_numpy(rows).to(self._device)
         logits_NV[rows_G] = mask_tokens(logits_NV[rows_G], bitmask)
 
-    def accept(self, slot: int, token_id: int) -> None:
-        """A token was chosen for a slot; of one without a grammar that is fine."""
+    def accept(self, slot: int, token_id: int, failures: SlotFailures) -> None:
+        """Gives the token chosen for a slot to its matcher, if it has one."""
         matcher = self._matchers.get(slot)
-        if matcher is not None and not matcher.ended:
-            matcher.accept(token_id)
+        if matcher is not None and not failures.run(slot, "grammar", _accept, matcher, token_id):
+            self.clear(slot)
+
+
+def _fill(matcher: Matcher, bitmask_RW: np.ndarray, row: int) -> None:
+    if matcher.ended:
+        bitmask_RW[row] = -1
+    else:
+        matcher.fill(bitmask_RW, row)
+
+
+def _accept(matcher: Matcher, token_id: int) -> None:
+    if not matcher.ended:
+        matcher.accept(token_id)
 
 
 def bitmask_words(vocab_size: int) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from phonograph.batch import NewSequence, ScheduledBatch, TokenLogprobs
 from phonograph.kernels.sampling import ranked
+from phonograph.runner.failures import SlotFailures
 
 # Float32 logits and their int64 sort keys, twice when they are sorted; for each token reported, several copies.
 _BYTES_PER_LOGIT = 4 + 8 + 12
@@ -78,11 +79,18 @@ def step_prompt_logprobs(
     live: Mapping[int, NewSequence],
     hidden_TE: torch.Tensor,
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
+    failures: SlotFailures,
 ) -> dict[int, list[TokenLogprobs]]:
     """By slot, those of the prompt tokens in a step's chunks, for the requests that asked.
 
-    live: each slot's sequence; hidden_TE, logits_fn: as in `prompt_logprobs`, the rows of the whole batch
+    live:                 each slot's sequence
+    hidden_TE, logits_fn: as in `prompt_logprobs`, the rows of the whole batch
+    failures:             receives the slots for which the work raises
     """
+
+    def score(slot: int, hidden_TE: torch.Tensor, targets: list[int], top: int) -> None:
+        found[slot] = prompt_logprobs(hidden_TE, logits_fn, targets, top)
+
     found: dict[int, list[TokenLogprobs]] = {}
     start = 0
     for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
@@ -92,6 +100,7 @@ def step_prompt_logprobs(
         rows = min(query_len, sequence.prompt_len - 1 - context_len)
         if top is not None and rows > 0:
             targets = sequence.token_ids[context_len + 1 : context_len + 1 + rows]
-            found[slot] = prompt_logprobs(hidden_TE[start : start + rows], logits_fn, targets, top)
+            part = "log-probabilities of the prompt"
+            failures.run(slot, part, score, slot, hidden_TE[start : start + rows], targets, top)
         start += query_len
     return found

@@ -20,6 +20,7 @@ import torch
 from phonograph.grammar import Matcher
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.grammar_masks import GrammarMasks, bitmask_words
 from phonograph.runner.pinned import PinnedWords
 from phonograph.runner.token_ring import TokenRing
@@ -51,6 +52,7 @@ class MaskedSampling:
         self.sizes = (*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows)
         self._sample_masked = sample_masked
         self._masks = masks
+        self._vocab_size = vocab_size
         self._num_words = bitmask_words(vocab_size)
         self._start = -(-max_rows // _ALIGN) * _ALIGN
         staging = torch.full((self._start + max_rows * self._num_words,), -1, dtype=torch.int32, device=device)
@@ -75,23 +77,23 @@ class MaskedSampling:
         self.run(size)
         return ()
 
-    def follow(self, ring: TokenRing) -> None:
+    def follow(self, ring: TokenRing, failures: SlotFailures) -> None:
         """Gives matchers the tokens that the last `sample` chose for them, and waits for that step if there are any.
 
         To be called when the step after it has been sent to the device, which is busy then, and before that samples.
         Requests that have left their slots meanwhile are not waited for.
         """
-        owed = [(row, matcher) for row, slot, matcher in self._owed if self._masks.matcher(slot) is matcher]
+        owed = [(row, slot) for row, slot, matcher in self._owed if self._masks.matcher(slot) is matcher]
         self._owed = []
         if not owed:
             return
         tokens = ring.read(ring.latest)
-        for row, matcher in owed:
+        for row, slot in owed:
             token_id = int(tokens[row])
-            if token_id >= 0 and not matcher.ended:
-                matcher.accept(token_id)
+            if 0 <= token_id < self._vocab_size:
+                self._masks.accept(slot, token_id, failures)
 
-    def sample(self, rows: Sequence[int], slots: Sequence[int], decision: Decision) -> Decision:
+    def sample(self, rows: Sequence[int], slots: Sequence[int], decision: Decision, failures: SlotFailures) -> Decision:
         """Fills, uploads and applies the masks of these rows of logits, and samples them, behind the step.
 
         Returns the step's decision, with word of it.
@@ -104,12 +106,12 @@ class MaskedSampling:
         words, end = upload.words.numpy(), self._start + num_rows * self._num_words
         words[:num_rows] = rows
         words[num_rows:size] = -1
-        self._masks.fill(slots, words[self._start : end].reshape(num_rows, self._num_words))
+        self._masks.fill(slots, words[self._start : end].reshape(num_rows, self._num_words), failures)
         upload.send(self._staging, end)
         for row, slot in zip(rows, slots, strict=True):
             matcher = self._masks.matcher(slot)
-            assert matcher is not None
-            self._owed.append((row, slot, matcher))
+            if matcher is not None:  # it has not failed
+                self._owed.append((row, slot, matcher))
         graph = self._graphs.get(size)
         if graph is None:
             self.run(size)

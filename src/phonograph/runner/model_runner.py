@@ -21,12 +21,13 @@ from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.program import StepProgram
 from phonograph.runner.sampler import Sampler
 from phonograph.runner.shared_prefix import SharedPrefixes
 from phonograph.runner.slots import SlotTable, fill_buffers
-from phonograph.runner.steps import CompletedStep
+from phonograph.runner.steps import CompletedStep, load_sequences, take_tokens
 from phonograph.runner.synthetic import SyntheticBatches
 
 
@@ -84,7 +85,11 @@ class ModelRunner:
     def submit(self, batch: ScheduledBatch) -> CompletedStep:
         """Runs one step; its result is what it sampled."""
         with torch.inference_mode(), operator_threads(self._num_threads):
-            self._apply(batch)
+            failures = SlotFailures()
+            load_sequences(batch, self._live, self._sampler, failures)
+            self._slots.apply(batch, failures)
+            if self._prefixes is not None:
+                self._prefixes.update(batch.appends)
             shape = shape_of(batch, self._prefixes)
             decision = self.dispatcher.decide(shape)
             self.counts[decision.label] += 1
@@ -92,7 +97,7 @@ class ModelRunner:
             common = fill_buffers(self._buffers, self._slots, batch, decision.key, prefix_len)
             self._program.metadata = self._builder.build(common, key=decision.key)
             hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
-            return CompletedStep(self._sample(batch, hidden, logits), decision)
+            return CompletedStep(self._sample(batch, hidden, logits, failures), decision)
 
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
@@ -136,27 +141,12 @@ class ModelRunner:
             pieces=False,
         )
 
-    def _apply(self, batch: ScheduledBatch) -> None:
-        for slot in batch.freed:
-            self._sampler.clear(slot)
-            self._live.pop(slot, None)
-        for new in batch.new:
-            self._live[new.slot] = new
-            self._sampler.load(
-                new.slot,
-                new.params,
-                new.token_ids[: new.prompt_len],
-                new.token_ids[new.prompt_len :],
-                new.end_token_ids,
-                new.sample_index,
-                new.grammar,
-            )
-        self._slots.apply(batch)
-        if self._prefixes is not None:
-            self._prefixes.update(batch.appends)
-
-    def _sample(self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
-        output = StepOutput(prompt_logprobs=step_prompt_logprobs(batch, self._live, hidden, self._program.model.logits))
+    def _sample(
+        self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor, failures: SlotFailures
+    ) -> StepOutput:
+        logits_fn = self._program.model.logits
+        scores = step_prompt_logprobs(batch, self._live, hidden, logits_fn, failures)
+        output = StepOutput(prompt_logprobs=scores, failures=failures.by_slot)
         if all(batch.samples):
             slots, chosen = batch.slots, logits[: batch.num_reqs]
         else:
@@ -166,10 +156,9 @@ class ModelRunner:
             slots, chosen = [batch.slots[row] for row in rows], logits[rows]
         live, num_tokens = self._live, self._slots.num_tokens
         sampled = self._sampler.sample(chosen, slots, [num_tokens[slot] - live[slot].prompt_len for slot in slots])
-        self._slots.append_tokens(slots, sampled.token_ids)
-        output.slots = slots
-        output.invalid = sampled.invalid
-        output.token_ids = sampled.token_ids
+        failures.by_slot.update(sampled.failures)
+        take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
+        self._slots.append_tokens(slots, output.token_ids)
         output.logprobs = sampled.logprobs
         return output
 

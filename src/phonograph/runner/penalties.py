@@ -24,6 +24,11 @@ class Penalties:
         self._output_counts: torch.Tensor | None = None
         self._factors: torch.Tensor | None = None
 
+    @staticmethod
+    def nbytes(*, max_num_seqs: int, vocab_size: int) -> int:
+        """Memory of the counts and factors, once a request has penalties."""
+        return max_num_seqs * (vocab_size * (1 + 4) + 3 * 4)
+
     def load(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:

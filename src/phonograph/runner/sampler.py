@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from phonograph.batch import TokenLogprobs
+from phonograph.batch import SlotFailure, TokenLogprobs
 from phonograph.grammar import Grammar
 from phonograph.kernels import sampling
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.grammar_masks import GrammarMasks
 from phonograph.runner.logprobs import token_logprobs
 from phonograph.runner.penalties import Penalties
@@ -30,21 +31,23 @@ from phonograph.sampling_params import SamplingParams
 
 # Candidates that are ranked before a whole row is sorted.
 _HEAD = 1024
-# Logits worked on at once: on a CPU what its cache holds, on a GPU what keeps temporaries below about 1 GiB.
-_CHUNK_LOGITS = {"cpu": 2**17, "cuda": 2**25}
+# Logits worked on at once: on a CPU what its cache holds, on a GPU enough to fill it.
+_CHUNK_LOGITS = {"cpu": 2**17, "cuda": 2**22}
+_BYTES_PER_LOGIT = 72
+"""Temporaries of choosing a token, at most (tests/sampling/test_memory.py measures them)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """token_ids:  in the order of the slots given to `sample`
-    logprobs:   by slot, for requests that asked; of the model's raw logits
-    invalid:    slots that have no token to sample (NaN or +inf among the logits, or all -inf); their token id is 0 and
-                they have no logprobs; the others are not touched by it
+    """token_ids:  in the order of the slots given to `sample`; -1 for a slot that has no token to sample (NaN or +inf
+                among the logits, or all -inf), which does not concern the others
+    logprobs:   by slot, for requests that asked and have a token; of the model's raw logits
+    failures:   by slot, those for which work raised
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
-    invalid: list[int] = field(default_factory=list[int])
+    failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
 
 
 class KernelParameters(NamedTuple):
@@ -57,21 +60,13 @@ class KernelParameters(NamedTuple):
     draw_keys_N: np.ndarray
 
 
-def _sampled(slots: Sequence[int], token_ids: list[int], logprobs: dict[int, TokenLogprobs]) -> Sampled:
-    """Sorts out the rows without a token, marked by -1."""
-    if min(token_ids) >= 0:
-        return Sampled(token_ids=token_ids, logprobs=logprobs)
-    invalid = [slot for slot, token_id in zip(slots, token_ids, strict=True) if token_id < 0]
-    return Sampled(token_ids=[max(token_id, 0) for token_id in token_ids], logprobs=logprobs, invalid=invalid)
-
-
 class Sampler:
     """Sampling state of the runner's slots 0 .. max_num_seqs - 1.
 
     `seed` makes an engine repeatable: requests without a seed of their own get one from it, in order of loading. None
     takes the seeds from the operating system.
 
-    batch_invariant: rows are worked on one by one, since torch sums in an order that goes by how many there are.
+    batch_invariant: works on rows one by one, since torch sums in an order that depends on their number.
 
     grammars: the masks of slots with a grammar
     """
@@ -87,11 +82,10 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._batch_invariant = batch_invariant
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
-        self._chunk_rows = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
+        self._chunk_rows = 1 if batch_invariant else _chunk_rows(vocab_size, device.type)
         # Host arrays by slot: what a step needs of them it takes with one index.
         self._temperature = np.zeros(max_num_seqs)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -105,6 +99,16 @@ class Sampler:
         self._plain = np.ones(max_num_seqs, dtype=bool)  # greedy and nothing else
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
+
+    @staticmethod
+    def nbytes(*, max_num_seqs: int, vocab_size: int, device_type: str, logits_bytes: int) -> int:
+        """Device memory that sampling on the host's side takes at most, counts of penalties and temporaries included.
+
+        logits_bytes: of one logit as the model computes it; rows are copied before they are sampled
+        """
+        copied = max_num_seqs * vocab_size * logits_bytes
+        chunk = min(max_num_seqs, _chunk_rows(vocab_size, device_type)) * vocab_size * _BYTES_PER_LOGIT
+        return Penalties.nbytes(max_num_seqs=max_num_seqs, vocab_size=vocab_size) + copied + chunk
 
     @torch.inference_mode()
     def load(
@@ -200,51 +204,60 @@ class Sampler:
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
         if not slots:
             return Sampled(token_ids=[])
-        if self._batch_invariant and len(slots) > 1:
-            return self._one_by_one(logits_NV, slots, output_lens)
         by_row = np.asarray(slots, dtype=np.int64)
         if self._plain[by_row].all():
             max_N, tokens_N = logits_NV.max(dim=-1)
             # NaN, of which max makes the maximum, is not below infinity either.
             pairs = zip(tokens_N.tolist(), max_N.tolist(), strict=True)
-            return _sampled(slots, [token if -math.inf < value < math.inf else -1 for token, value in pairs], {})
+            return Sampled(token_ids=[token if -math.inf < value < math.inf else -1 for token, value in pairs])
         draws = np.asarray(output_lens, dtype=np.int64)
-        edited_NV = self._edit(logits_NV, by_row, draws)
+        failures = SlotFailures()
+        sampled = Sampled(token_ids=[-1] * len(slots), failures=failures.by_slot)
+
+        def choose(rows: Sequence[int]) -> None:
+            span = slice(rows[0], rows[-1] + 1)
+            sampled.token_ids[span] = self._choose(logits_NV[span], by_row[span], draws[span], failures)
+
+        def count(rows: Sequence[int]) -> None:
+            tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
+            self._penalties.record(self._to_device(by_row[rows]), tokens)
+
+        def score(rows: Sequence[int]) -> None:
+            tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
+            tops = self._logprobs[by_row[rows]].tolist()
+            found = token_logprobs(logits_NV[self._to_device(np.array(rows))], tokens, tops)
+            sampled.logprobs |= zip(by_row[rows].tolist(), found, strict=True)
+
+        for rows in _pieces(range(len(slots)), self._chunk_rows):
+            failures.run_rows(rows, slots, "sampling", choose)
+        chosen = np.array(sampled.token_ids) >= 0
+        failures.run_rows(np.flatnonzero(self._penalized[by_row] & chosen).tolist(), slots, "penalties", count)
+        for row in np.flatnonzero(self.grammars.constrained[by_row] & chosen).tolist():
+            self.grammars.accept(slots[row], sampled.token_ids[row], failures)
+        scored: list[int] = np.flatnonzero((self._logprobs[by_row] >= 0) & chosen).tolist()
+        for rows in _pieces(scored, self._chunk_rows):
+            failures.run_rows(rows, slots, "log-probabilities", score)
+        return sampled
+
+    def _choose(
+        self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray, failures: SlotFailures
+    ) -> list[int]:
+        """Returns the tokens of a few rows, -1 where there is none, and changes nothing."""
+        edited_NV = self._edit(logits_NV, by_row, draws, failures)
         max_N, tokens_N = edited_NV.max(dim=-1)  # of equal maxima the first
         if (self._temperature[by_row] > 0.0).any():
             self._sample_random(edited_NV, max_N, by_row, draws, tokens_N)
-        tokens_N = tokens_N.where(max_N.isfinite(), -1)
-        penalized = np.flatnonzero(self._penalized[by_row])
-        if penalized.size:
-            rows_P = self._to_device(penalized)
-            self._penalties.record(self._to_device(by_row[penalized]), tokens_N[rows_P].clamp(min=0))
-        token_ids: list[int] = tokens_N.tolist()
-        for row in np.flatnonzero(self.grammars.constrained[by_row]).tolist():
-            if token_ids[row] >= 0:
-                self.grammars.accept(slots[row], token_ids[row])
-        logprobs: dict[int, TokenLogprobs] = {}
-        tops = self._logprobs[by_row]
-        for rows_C in self._chunks((tops >= 0) & (np.array(token_ids) >= 0)):
-            rows: list[int] = rows_C.tolist()
-            found = token_logprobs(logits_NV[rows_C], tokens_N[rows_C], tops[rows].tolist())
-            logprobs |= zip([slots[row] for row in rows], found, strict=True)
-        return _sampled(slots, token_ids, logprobs)
+        return tokens_N.where(max_N.isfinite(), -1).tolist()
 
-    def _one_by_one(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Sampled:
-        joined = Sampled(token_ids=[])
-        for row, (slot, output_len) in enumerate(zip(slots, output_lens, strict=True)):
-            one = self.sample(logits_NV[row : row + 1], [slot], [output_len])
-            joined.token_ids += one.token_ids
-            joined.logprobs |= one.logprobs
-            joined.invalid += one.invalid
-        return joined
-
-    def _edit(self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray) -> torch.Tensor:
+    def _edit(
+        self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray, failures: SlotFailures
+    ) -> torch.Tensor:
         """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
         ruled = np.flatnonzero(self.grammars.constrained[by_row])
-        if not (biased.size or short.size or ruled.size or self._penalized[by_row].any()):
+        penalized = np.flatnonzero(self._penalized[by_row])
+        if not (biased.size or short.size or ruled.size or penalized.size):
             return logits_NV
         edited_NV = logits_NV.to(torch.float32, copy=True)
         if biased.size:
@@ -253,11 +266,11 @@ class Sampler:
             edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
         if short.size:
             edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
-        slots_N = self._to_device(by_row)
-        for rows_C in self._chunks(self._penalized[by_row]):
-            edited_NV[rows_C] = self._penalties.apply(edited_NV[rows_C], slots_N[rows_C])
+        if penalized.size:
+            rows_P = self._to_device(penalized)
+            edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
         if ruled.size:
-            self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist())
+            self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist(), failures)
         return edited_NV
 
     def _sample_random(
@@ -282,27 +295,27 @@ class Sampler:
             top_k_N=self._to_device(top_k),
         )
 
+        def by_top_k(rows: sampling.Rows) -> torch.Tensor:
+            return sampling.sample_ranked(rows, int(top_k[narrow].max()))
+
+        def by_head(rows: sampling.Rows) -> torch.Tensor:
+            tokens_C, holds_C = sampling.sample_nucleus(rows, _HEAD)
+            if not holds_C.all():
+                tokens_C[~holds_C] = sampling.sample_ranked(rows.take(~holds_C), self.vocab_size)
+            return tokens_C
+
+        def by_all(rows: sampling.Rows) -> torch.Tensor:
+            return sampling.sample_ranked(rows, self.vocab_size)
+
         drawn = temperature > 0.0
         nucleus = drawn & (top_k == 0) & (top_p < 1.0) & (self.vocab_size > _HEAD)
         full = drawn & (top_k == 0) & (top_p == 1.0)
         narrow = drawn & (top_k > 0) & (top_k <= _HEAD)
-        for rows_C in self._chunks(full):
-            tokens_N[rows_C] = sampling.sample_full(batch.take(rows_C))
-        for rows_C in self._chunks(narrow):
-            tokens_N[rows_C] = sampling.sample_ranked(batch.take(rows_C), int(top_k[narrow].max()))
-        for rows_C in self._chunks(nucleus):
-            rows = batch.take(rows_C)
-            tokens_C, holds_C = sampling.sample_nucleus(rows, _HEAD)
-            if not holds_C.all():
-                tokens_C[~holds_C] = sampling.sample_ranked(rows.take(~holds_C), self.vocab_size)
-            tokens_N[rows_C] = tokens_C
-        for rows_C in self._chunks(drawn & ~nucleus & ~full & ~narrow):
-            tokens_N[rows_C] = sampling.sample_ranked(batch.take(rows_C), self.vocab_size)
-
-    def _chunks(self, selected: np.ndarray) -> list[torch.Tensor]:
-        """Numbers of the selected rows, on the device, so many at a time that temporaries stay small."""
-        rows = self._to_device(np.flatnonzero(selected))
-        return list(rows.split(self._chunk_rows)) if rows.numel() else []
+        groups = (full, narrow, nucleus, drawn & ~nucleus & ~full & ~narrow)
+        for group, draw in zip(groups, (sampling.sample_full, by_top_k, by_head, by_all), strict=True):
+            if group.any():
+                rows_G = self._to_device(np.flatnonzero(group))
+                tokens_N[rows_G] = draw(batch.take(rows_G))
 
     def _scatter(self, rows: np.ndarray, ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of the elements `ids[i]` of row `rows[i]`, for all i."""
@@ -311,6 +324,14 @@ class Sampler:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _chunk_rows(vocab_size: int, device_type: str) -> int:
+    return max(1, _CHUNK_LOGITS[device_type] // vocab_size)
+
+
+def _pieces(rows: Sequence[int], length: int) -> Iterator[Sequence[int]]:
+    return (rows[start : start + length] for start in range(0, len(rows), length))
 
 
 def _ids(token_ids: Iterable[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.batch import ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey
+from phonograph.runner.failures import SlotFailures
 
 
 class SlotTable:
@@ -23,13 +24,19 @@ class SlotTable:
         self.num_tokens = [0] * max_num_seqs
         self.block_table = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
 
-    def apply(self, batch: ScheduledBatch) -> None:
-        """Takes over what changed since the last step: sequences that start, and blocks that were appended."""
+    def apply(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        """Takes over what changed since the last step: sequences that start, and blocks that were appended.
+
+        failures: receives the slots whose tokens cannot be taken over; they keep others, and their results are dropped
+        """
         for new in batch.new:
-            self.token_ids[new.slot, : len(new.token_ids)] = new.token_ids
             self.num_tokens[new.slot] = len(new.token_ids)
+            failures.run(new.slot, "token ids", self._load, new.slot, new.token_ids)
         for append in batch.appends:
             self.block_table[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
+
+    def _load(self, slot: int, token_ids: list[int]) -> None:
+        self.token_ids[slot, : len(token_ids)] = token_ids
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
         """Writes the sampled token of each slot behind its last one."""

@@ -10,8 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.batch import NewSequence, ScheduledBatch, SlotFailure, StepOutput
 from phonograph.graphs.dispatch import Decision
+from phonograph.runner.failures import SlotFailures
+from phonograph.runner.sampler import Sampler
+
+NO_TOKEN = "the model's logits are not finite"
 
 
 class PendingStep(Protocol):
@@ -57,3 +61,43 @@ class CompletedStep:
 
     def result(self) -> StepOutput:
         return self.output
+
+
+def load_sequences(
+    batch: ScheduledBatch, live: dict[int, NewSequence], sampler: Sampler, failures: SlotFailures
+) -> None:
+    """Takes over which slots a step frees and loads.
+
+    live:     the sequence of each slot, updated
+    failures: receives the slots that cannot be loaded; they are sampled as greedy ones, and their tokens dropped
+    """
+    for slot in batch.freed:
+        sampler.clear(slot)
+        live.pop(slot, None)
+    for new in batch.new:
+        live[new.slot] = new
+        prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
+        ends, index, grammar = new.end_token_ids, new.sample_index, new.grammar
+        if not failures.run(
+            new.slot, "sampling parameters", sampler.load, new.slot, new.params, prompt, output, ends, index, grammar
+        ):
+            sampler.clear(new.slot)
+
+
+def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], vocab_size: int) -> None:
+    """Puts the tokens of a step into its output; slots whose token is none of the vocabulary fail.
+
+    slots, token_ids: as in `StepOutput`; -1 where there was no token to choose
+    """
+    output.slots, output.token_ids = slots, token_ids
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        output.token_ids = [token_id if 0 <= token_id < vocab_size else 0 for token_id in token_ids]
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            if token_id == -1:
+                failure = SlotFailure("sampling", NO_TOKEN, no_token=True)
+            elif not 0 <= token_id < vocab_size:
+                problem = f"the device returned {token_id}, which is no token id (0 to {vocab_size - 1})"
+                failure = SlotFailure("sampling", problem)
+            else:
+                continue
+            output.failures.setdefault(slot, failure)

@@ -13,7 +13,7 @@ from phonograph.sampling_params import SamplingParams
 from phonograph.server.calls import Call, Prompt, Sample
 from phonograph.server.engine_process import EngineProcess
 from phonograph.server.errors import ApiError, failed, refused, unavailable
-from phonograph.server.messages import Abort, Add, EngineFacts, Report
+from phonograph.server.messages import Abort, Add, EngineFacts, Report, SampleUpdate
 from phonograph.server.request_log import RequestLog
 from phonograph.server.step_log import StepLog
 
@@ -148,31 +148,33 @@ class AsyncEngine:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
                 self.requests.num_prompt_tokens += len(prompt.token_ids)
-        for key, index, token_ids, logprobs, finish_reason, stop_reason in report.updates:
-            if key not in self._open:
+        for update in report.updates:
+            if update[0] not in self._open:
                 continue
-            call, prompt = self._open[key]
-            sample = prompt.samples[index]
-            if sample.finish_reason is not None:
-                continue
-            if finish_reason == "abort":
-                call.fail(failed(f"the engine could not go on: {stop_reason}", code="engine_failed"))
-                continue
+            call, prompt = self._open[update[0]]
             try:
-                sample.grow(token_ids, logprobs, finish_reason, stop_reason)
+                self._grow(call, prompt, update, made=report.time, seen=now)
             except Exception:  # one answer that cannot be made text must not end the others
                 log.exception("a token could not be turned into text")
                 call.fail(failed("the output could not be turned into text", code="detokenizing_failed"))
-                continue
-            self.requests.grown(prompt, sample, len(token_ids), made=report.time, seen=now)
-            call.touch(prompt, sample)
-            changed[id(call)] = call
-            if sample.finish_reason is not None:
-                self.num_open -= 1
-                if finish_reason is None:
-                    self._process.send(Abort(key, index))
-                if not prompt.num_growing:
-                    del self._open[key]
+            else:
+                changed[id(call)] = call
+
+    def _grow(self, call: Call, prompt: Prompt, update: SampleUpdate, *, made: float, seen: float) -> None:
+        """Lets one sample of a call grow."""
+        key, index, token_ids, logprobs, finish_reason, stop_reason = update
+        sample = prompt.samples[index]
+        if sample.finish_reason is not None:
+            return
+        sample.grow(token_ids, logprobs, finish_reason, stop_reason)
+        self.requests.grown(prompt, sample, len(token_ids), made=made, seen=seen)
+        call.touch(prompt, sample)
+        if sample.finish_reason is not None:
+            self.num_open -= 1
+            if finish_reason is None:
+                self._process.send(Abort(key, index))
+            if not prompt.num_growing:
+                del self._open[key]
 
     def _abandon(self, call: Call) -> None:
         for prompt in call.prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from typing import Protocol
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
 from phonograph.engine.step_record import StepRecord
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, RequestFailure, cause_text
 from phonograph.server.messages import Abort, Add, Command, PromptFacts, Report, Stop
+
+log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 0.002
 """Time that commands may take between two steps; a flood of new requests waits, those that run go on."""
@@ -59,7 +62,7 @@ class CoreLoop:
 
         Returns whether to go on.
         """
-        refused: dict[int, RequestError] = {}
+        refused: dict[int, RequestError | RequestFailure] = {}
         aborted = False
         command = self._commands.receive(wait=not self._session.has_unfinished)
         until = time.monotonic() + COMMAND_SECONDS
@@ -81,12 +84,12 @@ class CoreLoop:
             self._report(changed, refused)
         return True
 
-    def _add(self, command: Add, refused: dict[int, RequestError]) -> None:
+    def _add(self, command: Add, refused: dict[int, RequestError | RequestFailure]) -> None:
         for key, token_ids in command.prompts.items():
             try:
                 output = self._session.add(token_ids, command.params, priority=command.priority)
-            except RequestError as error:
-                refused[key] = error
+            except Exception as error:
+                refused[key] = self._error_of(f"prompt {key}", error)
                 for other in command.prompts:
                     self._abort(Abort(other))
                 return
@@ -104,31 +107,47 @@ class CoreLoop:
     def _forget(self, opened: _Open) -> None:
         del self._by_key[opened.key], self._by_output[id(opened.output)]
 
-    def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError]) -> None:
+    def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError | RequestFailure]) -> None:
         steps, self._steps = self._steps, []
         stats = self._session.core.scheduler.stats
         report = Report(stats=stats, num_steps=self._num_steps, refused=refused, steps=steps)
         for output in changed:
             opened = self._by_output[id(output)]
+            if output.error is None:
+                try:
+                    self._report_output(opened, report)
+                except Exception as error:
+                    self._session.fail(output, self._error_of(output.request_id, error))
             if output.error is not None:
                 refused[opened.key] = output.error
-                self._forget(opened)
-                continue
-            if not opened.prompt_reported:
-                opened.prompt_reported = True
-                report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)
-            for index, completion in enumerate(output.outputs):
-                start, end = opened.num_reported[index], len(completion.token_ids)
-                ended = completion.finish_reason is not None and index not in opened.ended
-                if start == end and not ended:
-                    continue
-                opened.num_reported[index] = end
-                if ended:
-                    opened.ended.add(index)
-                logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
-                token_ids = completion.token_ids[start:end]
-                reasons = completion.finish_reason, completion.stop_reason
-                report.updates.append((opened.key, index, token_ids, logprobs, *reasons))
             if output.finished:
                 self._forget(opened)
         self._send(report)
+
+    @staticmethod
+    def _report_output(opened: _Open, report: Report) -> None:
+        """Adds what is new of one prompt to a report."""
+        output = opened.output
+        if not opened.prompt_reported:
+            opened.prompt_reported = True
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)
+        for index, completion in enumerate(output.outputs):
+            start, end = opened.num_reported[index], len(completion.token_ids)
+            ended = completion.finish_reason is not None and index not in opened.ended
+            if start == end and not ended:
+                continue
+            opened.num_reported[index] = end
+            if ended:
+                opened.ended.add(index)
+            logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
+            token_ids = completion.token_ids[start:end]
+            reasons = completion.finish_reason, completion.stop_reason
+            report.updates.append((opened.key, index, token_ids, logprobs, *reasons))
+
+    @staticmethod
+    def _error_of(name: str, error: Exception) -> RequestError | RequestFailure:
+        """Returns an error that the server can answer with, whatever was raised for a request."""
+        if isinstance(error, RequestError | RequestFailure):
+            return error
+        log.exception("%s: the engine's process could not serve it", name)
+        return RequestFailure(name, "engine", cause_text(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phonograph.errors import RequestError, shortened
+from phonograph.errors import RequestError, RequestFailure, shortened
 
 MAX_MESSAGE = 1000
 """Characters of a message at most: a value that is wrong may be long."""
@@ -65,11 +65,13 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
-def refused(error: RequestError, names: Mapping[str, str] | None = None) -> ApiError:
-    """The engine's refusal, with the parameter it names.
+def refused(error: RequestError | RequestFailure, names: Mapping[str, str] | None = None) -> ApiError:
+    """The engine's refusal, with the parameter it names; or its failure.
 
     names: what the client calls parameters, where that is something else
     """
+    if isinstance(error, RequestFailure):
+        return failed(str(error), code="request_failed")
     name = (names or {}).get(error.parameter, error.parameter)
     return invalid(name, str(RequestError(name, error.value, error.problem)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phonograph.batch import TokenLogprobs
 from phonograph.engine.step_record import StepRecord
-from phonograph.errors import PhonographError, RequestError
+from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
 from phonograph.request import FinishReason
@@ -117,7 +117,7 @@ class Report:
     """What a step brought, or what commands changed.
 
     prompts: by key, for prompts whose first token is among the updates
-    refused: by key, prompts that cannot be served
+    refused: by key, prompts that cannot be served, or for which work failed
     stats:   of the scheduler, after `num_steps` steps
     steps:   those whose results were taken since the last report
     time:    when it was made, in seconds of `time.monotonic`, which the processes of a machine share
@@ -127,7 +127,7 @@ class Report:
     num_steps: int
     updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
-    refused: dict[int, RequestError] = field(default_factory=dict[int, RequestError])
+    refused: dict[int, RequestError | RequestFailure] = field(default_factory=dict[int, RequestError | RequestFailure])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     time: float = field(default_factory=time.monotonic)
 

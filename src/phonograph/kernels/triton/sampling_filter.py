@@ -159,8 +159,10 @@ def _filter_and_draw(
             low, count, row_ptr, list_ptr, row_max, factor, log_min_p, BLOCK, ID_BITS, KEY_SHIFT, LISTED
         )  # fmt: skip
     if top_p < 1.0:
+        # Above 0, so that the best token (of mass 1) is kept however small top_p is.
+        target = tl.maximum(top_p.to(tl.float64) * whole, 1e-30)
         low = _search(
-            top_p.to(tl.float64) * whole, low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
+            target, low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
             BLOCK, ID_BITS, KEY_SHIFT, LISTED, True,
         )  # fmt: skip
 
@@ -303,4 +305,4 @@ def filter_kernel(
                 low, whole, V, row_ptr, list_ptr, row_max, temperature, top_k, top_p, log_min_p, draw_key,
                 BLOCK, ID_BITS, KEY_SHIFT, False,
             )  # fmt: skip
-        finish(row, slot, token, tokens_ptr, last_token_ptr)
+        finish(row, slot, tl.where(token < V, token, -1), tokens_ptr, last_token_ptr)
