@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sentencepiece_like import END, sentencepiece_like
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -79,3 +83,41 @@ def test_the_tokenizer_that_was_named_is_loaded_at_its_revision(
     monkeypatch.setattr(Tokenizer, "load", lambda *args, **options: asked.append((*args, options)))
     load_tokenizer(EngineConfig(model="a/b", revision="v2", trust_remote_code=True))
     assert asked == [("a/b", {"trust_remote_code": True, "revision": "v2"})]
+
+
+def test_no_text_has_more_characters_than_its_tokens_can_have() -> None:
+    tokenizer, rng = Tokenizer(of_demo()), random.Random(5)
+    each = tokenizer.max_token_characters
+    assert each is not None
+    longest = max((tokenizer.piece(token_id) or "" for token_id in range(tokenizer.vocab_size)), key=len)
+    for _ in range(50):
+        text = "".join(rng.choice(("a", " ", "\n", "é", "😀", "apples", longest, "<|user|>")) for _ in range(40))
+        assert len(text) <= each * len(tokenizer.encode(text))
+    assert len(tokenizer.encode(longest * 5)) <= 5, "the bound is one that a text reaches"
+    composing = of_demo()
+    composing.backend_tokenizer.normalizer = NFC()
+    text = "e\u0301" * 20
+    assert Tokenizer(composing).max_token_characters == 4 * each
+    assert len(text) <= 4 * each * len(Tokenizer(composing).encode(text))
+
+
+def test_tokens_that_stand_for_any_unknown_text_bound_nothing() -> None:
+    words = PreTrainedTokenizerFast(tokenizer_object=Backend(WordLevel({"a": 0, "?": 1}, unk_token="?")))
+    assert Tokenizer(words).max_token_characters is None
+    assert len(Tokenizer(words).encode("b" * 10_000)) == 1
+
+
+def test_long_lists_of_tokens_decode_as_short_ones() -> None:
+    tokenizer, rng = Tokenizer(of_demo()), random.Random(6)
+    token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(9000)]
+    for skip in (True, False):
+        expected = tokenizer.hugging_face.decode(token_ids, skip_special_tokens=skip)
+        assert tokenizer.decode(token_ids, skip_special_tokens=skip) == expected
+
+
+def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:
+    theirs = of_demo()
+    chat = [{"role": "user", "content": "Tom has 3 apples. <|assistant|>\n"}, {"role": "assistant", "content": " é"}]
+    for options in ({"add_generation_prompt": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        expected = theirs.apply_chat_template(chat, tokenize=True, return_dict=True, **options)["input_ids"]
+        assert Tokenizer(theirs).encode_chat(chat, **options) == list(expected)

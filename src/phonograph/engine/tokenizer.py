@@ -20,6 +20,8 @@ _SHOWN = 200
 """Characters of a prompt, or of messages, that an error shows."""
 _NO_VARIABLES = frozenset({"messages", "conversations", "self"})
 """What a template cannot be given beside the parameters of `apply_chat_template`: its call sets them itself."""
+_DECODED_AT_ONCE = 8192
+"""Tokens that are decoded while other threads of Python wait."""
 
 
 class Tokenizer:
@@ -189,6 +191,9 @@ class Tokenizer:
             raise RequestError("messages", list(messages), problem) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(token_ids) > _DECODED_AT_ONCE and not self._tokenizer.clean_up_tokenization_spaces:
+            # `decode` keeps all other threads waiting meanwhile, half a second for a million tokens.
+            return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> str | None:

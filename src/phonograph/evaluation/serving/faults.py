@@ -1,4 +1,4 @@
-"""What a server of ours has to survive, tried on one that runs: clients that leave, a signal, and its engine's death.
+"""Faults that a server of ours has to survive: clients that leave or do not read, signals, its engine's death.
 
 Each experiment returns what it saw and, under `problems`, what was not as it has to be; none means that it passed.
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ STEPS_TO_BLOCKS = 2
 """Steps with aborted streams that may begin once all aborts are counted: one in flight, and one queued behind it."""
 MOST_LEAVERS = 32
 SHORT_LEN = 200
+LEAVER_LEN = 400
 WAIT_SECONDS = 60.0
 FREE_MIB = 512
 """By how much the GPU's memory may differ from what it was before the server, once it is gone."""
@@ -159,6 +161,91 @@ async def try_kill(server: ServerProcess, target: Target, *, idle_mib: int | Non
     }
 
 
+async def try_leavers(target: Target, *, count: int = 200, at_once: int = 64, seed: int = 0) -> Seen:
+    """Streams are cut at random times, before their first token or after it; nothing of them may be left."""
+    rng, room = random.Random(seed), asyncio.Semaphore(at_once)
+    problems: list[str] = []
+
+    async def leave(seconds: float) -> Recording | None:
+        async with room:
+            stream = asyncio.create_task(_post(target, prompt_len=rng.randrange(1, 400), output_len=LEAVER_LEN))
+            done, _ = await asyncio.wait([stream], timeout=seconds)
+            stream.cancel()
+            return stream.result() if done else None
+
+    began = time.perf_counter()
+    ended = await asyncio.gather(*(leave(rng.uniform(0, 2)) for _ in range(count)))
+    cut = time.perf_counter()
+    wrong = [one.error for one in ended if one is not None and one.error is not None]
+    problems += [f"{len(wrong)} streams failed before they were cut: {wrong[0]}"] if wrong else []
+    await _until(target, lambda found: _idle(found["engine"]), problems, "nothing is left of the streams")
+    return {
+        "streams": count,
+        "cut": sum(one is None for one in ended),
+        "seconds": round(cut - began, 1),
+        "seconds_to_idle": round(time.perf_counter() - cut, 2),
+        "problems": problems,
+    }
+
+
+async def try_slow_readers(target: Target, *, count: int = 16, output_len: int = 400, seconds: float = 5) -> Seen:
+    """Clients that do not read what they asked for delay nobody, and get all of it when they read at last."""
+    problems: list[str] = []
+    body = {"prompt": "Tom", "max_tokens": output_len, "ignore_eos": True, "stream": True, "logprobs": 5}
+    content = json.dumps(body).encode()
+    request = target.head("POST", "/v1/completions", len(content), {"connection": "close"}) + content
+    readers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    try:
+        for _ in range(count):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, (target.address, target.port))
+            # The reader takes twice its limit from the socket, and then no more until it is read.
+            readers.append(await asyncio.open_connection(sock=client, limit=1024))
+            readers[-1][1].write(request)
+        neighbour = read_reply(await _post(target, output_len=SHORT_LEN), 0.0)
+        if neighbour.error is not None or neighbour.output_tokens != SHORT_LEN:
+            problems.append(f"the stream beside them has {neighbour.output_tokens} tokens, {neighbour.error}")
+        await asyncio.sleep(seconds)
+        answers = [await asyncio.wait_for(reader.read(), WAIT_SECONDS) for reader, _ in readers]
+    finally:
+        for _, writer in readers:
+            writer.close()
+    whole = sum(b"data: [DONE]" in answer and b'"finish_reason":"length"' in answer for answer in answers)
+    if whole != count:
+        problems.append(f"{count - whole} of {count} slow clients did not get all of their answer")
+    await _until(target, lambda found: _idle(found["engine"]), problems, "nothing is left of the streams")
+    return {"clients": count, "bytes_each": round(sum(map(len, answers)) / count), "problems": problems}
+
+
+async def try_stop(server: ServerProcess, target: Target, *, count: int = 8, seconds: float = 5) -> Seen:
+    """SIGSTOP of the engine, and SIGCONT: /health answers meanwhile, a client may leave, and all others go on."""
+    problems: list[str] = []
+    streams = [asyncio.create_task(_post(target, output_len=2 * SHORT_LEN)) for _ in range(count)]
+    leaver = asyncio.create_task(_post(target, output_len=2 * SHORT_LEN))
+    await _until(target, lambda found: _decodes(found) == count + 1, problems, "all streams decode")
+    engine = engine_of(server)
+    engine.send_signal(signal.SIGSTOP)
+    try:
+        began = time.perf_counter()
+        status = await asyncio.to_thread(server.health)
+        milliseconds = (time.perf_counter() - began) * 1e3
+        leaver.cancel()
+        waits = asyncio.create_task(_post(target, output_len=4))
+        await asyncio.sleep(seconds)
+    finally:
+        engine.send_signal(signal.SIGCONT)
+    replies = [read_reply(one, 0.0) for one in await asyncio.gather(*streams, waits)]
+    if status != 200 or milliseconds > 1e3:
+        problems.append(f"/health said {status} after {milliseconds:.0f} ms")
+    for reply, expected in zip(replies, [2 * SHORT_LEN] * count + [4], strict=True):
+        if reply.error is not None or reply.output_tokens != expected:
+            problems.append(f"a stream has {reply.output_tokens} of {expected} tokens, {reply.error}")
+    await _until(target, lambda found: _idle(found["engine"]), problems, "nothing is left of the streams")
+    return {"streams": count, "stopped_seconds": seconds, "health_ms": round(milliseconds, 1), "problems": problems}
+
+
 async def _post(target: Target, *, prompt_len: int = 16, output_len: int, stream: bool = True) -> Recording:
     prompt = random.choices(range(100, 500), k=prompt_len)
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0}
@@ -189,6 +276,10 @@ async def _metrics(target: Target) -> dict[str, float]:
         "steps": found.get("phonograph:steps_total", 0.0),
         "aborted": found.get("vllm:request_success_total abort", 0.0),
     }
+
+
+def _idle(engine: dict[str, Any]) -> bool:
+    return not (engine["running"] or engine["waiting"] or engine["kv_blocks_used"])
 
 
 def _decodes(found: dict[str, Any]) -> int:

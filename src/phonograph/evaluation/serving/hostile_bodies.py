@@ -19,11 +19,13 @@ class HostileBody:
 
     make:    the body
     headers: beside those that every request has
+    compiles: it is a valid request whose grammar takes long to compile
     """
 
     path: str
     make: Callable[[], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    compiles: bool = False
 
 
 def _completion(**fields: Any) -> Callable[[], bytes]:
@@ -130,22 +132,24 @@ BODIES: Mapping[str, HostileBody] = {
     "60,000 empty prompts": HostileBody(COMPLETIONS, lambda: _completion(prompt=[[]] * 60_000)()),
     "50,000 tools": HostileBody(CHAT, _raw('{"messages": [], "tools": [', "{},", "]}", 50_000)),
     "100 tools of 400 fields": HostileBody(CHAT, _tools(100, 400)),
-    "10 tools of 400 fields": HostileBody(CHAT, _tools(10, 400)),
+    "10 tools of 400 fields": HostileBody(CHAT, _tools(10, 400), compiles=True),
     "10 tools of 400 fields for the template": HostileBody(CHAT, _tools(10, 400, "auto")),
     "a schema of 60,000 properties": HostileBody(COMPLETIONS, lambda: _completion(guided_json=_schema(60_000))()),
-    "a schema of 3,000 properties": HostileBody(COMPLETIONS, lambda: _completion(guided_json=_schema(3000))()),
+    "a schema of 3,000 properties": HostileBody(
+        COMPLETIONS, lambda: _completion(guided_json=_schema(3000))(), compiles=True
+    ),
     "a choice of 100,000": HostileBody(
         COMPLETIONS, lambda: _completion(guided_choice=[f"c{index}" for index in range(100_000)])()
     ),
     "a choice of 100,000 numbers": HostileBody(COMPLETIONS, lambda: _completion(guided_choice=[1] * 100_000)()),
     "a regular expression of nested repeats": HostileBody(
-        COMPLETIONS, _completion(guided_regex="((((a{1,99}){1,99}){1,99}){1,99}){1,99}")
+        COMPLETIONS, _completion(guided_regex="((((a{1,99}){1,99}){1,99}){1,99}){1,99}"), compiles=True
     ),
-    "a grammar of 20,000 rules": HostileBody(
+    "a grammar of 14,000 rules": HostileBody(
         COMPLETIONS,
         lambda: _completion(guided_grammar="root ::= r0\n" + "".join(f'r{i} ::= "a"\n' for i in range(14_000)))(),
     ),
-    "100,000 stream options": HostileBody(
+    "60,000 stream options": HostileBody(
         COMPLETIONS, lambda: f'{{"prompt": "Hi", "stream": true, "stream_options": {{{_keys(60_000)}}}}}'.encode()
     ),
     "chat_template_kwargs of 60,000": HostileBody(

@@ -1,0 +1,48 @@
+"""The measurement of `scripts/hostile-bodies`, on the server that tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from servers import Server
+
+from phonograph.evaluation.serving import hostile
+from phonograph.evaluation.serving.hostile_bodies import BODIES
+
+
+def test_bodies_are_sent_beside_a_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "STREAM", {**hostile.STREAM, "max_tokens": 900})
+    process: Any = SimpleNamespace(url=server.url, pid=os.getpid())
+    names = ["a header of 1 MB", "2,000 prompts of 1,024 samples"]
+    shown: list[str] = []
+    seen = hostile.try_bodies(
+        process, names=names, repeats=1, rest_seconds=0.1, settle_seconds=0, progress=lambda name, _: shown.append(name)
+    )
+    assert shown == names
+    assert [seen["bodies"][name]["status"] for name in names] == [431, 400]
+    assert "max_queued_requests" in seen["bodies"][names[1]]["message"]
+    assert all(0 < body["gap_ms"] < 20_000 for body in seen["bodies"].values())
+
+
+def test_what_is_not_as_it_has_to_be_is_found() -> None:
+    fine = {"gap_above_rest_ms": 149, "seconds": 1.9, "status": 400, "message": "too long"}
+    assert hostile.problems_of("a key of 15 MB", fine) == []
+    for wrong, says in [
+        ({"gap_above_rest_ms": 151}, "stood still 151 ms"),
+        ({"seconds": 2.1}, "took 2.1 s"),
+        ({"status": 500}, "was 500"),
+        ({"status": None, "message": "reset"}, "was None: reset"),
+    ]:
+        assert says in hostile.problems_of("a key of 15 MB", fine | wrong)[0]
+    assert hostile.problems_of("a schema of 3,000 properties", fine | {"seconds": 9}) == []
+
+
+def test_bodies_are_below_the_limit_of_bytes() -> None:
+    for name in ("450,000 empty messages", "one key 2,500,000 times", "10 tools of 400 fields", "a role of 15 MB"):
+        content = BODIES[name].make()
+        assert len(content) < 16 * 2**20
+        json.loads(content)
