@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.cli import progress
 from phonograph.cli.app import main
 
 TINY = {
@@ -35,6 +36,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("PHONOGRAPH_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
+    # A busy machine takes so long that progress would be among the lines that a test reads.
+    monkeypatch.setattr(progress, "INTERVAL", 600)
 
 
 def _folder(tmp_path_factory: pytest.TempPathFactory, name: str, config: dict[str, Any]) -> str:

@@ -51,8 +51,8 @@ def test_answers_go_to_stdout_and_the_rest_to_stderr(
     answers = captured.out.splitlines()
     assert len(answers) == 2 and answers[0].endswith("19")
     mode, steps, unknown, _ = captured.err.splitlines()
-    assert mode.startswith("FULL: the default")
-    assert "full decode + 1 full mixed" in steps
+    assert mode == "mode FULL (default)"
+    assert "full decode, 1 full mixed" in steps
     assert unknown.startswith("/shout is no command; /clear ")
 
 

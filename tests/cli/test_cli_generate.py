@@ -6,15 +6,18 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phonograph.cli import generate as generate_module
 from phonograph.cli.app import main
+from phonograph.cli.show import mode_text
 from phonograph.errors import PhonographError
 from phonograph.graphs.modes import GraphMode
 from phonograph.sampling_params import SamplingParams
@@ -69,8 +72,7 @@ def test_one_prompt_is_streamed_and_followed_by_what_ran(
     assert captured.out == "\n", "the text comes in pieces, and the end of its line here"
     assert len(pieces) > 5 and "".join(pieces) == facts["outputs"][0]["text"]
     (line,) = captured.err.splitlines()
-    assert line.startswith("FULL: the default where support is ALWAYS (")
-    assert " steps = " in line and " full decode + 1 full mixed" in line
+    assert re.fullmatch(r"mode FULL \(default\), \d+ steps: \d+ full decode, 1 full mixed", line)
 
 
 def test_ctrl_c_ends_the_answer_between_two_steps(
@@ -87,7 +89,7 @@ def test_ctrl_c_ends_the_answer_between_two_steps(
     monkeypatch.setattr(generate_module, "print_piece", interrupt)
     assert main(["generate", *demo, QUESTION]) == 130
     assert len(pieces) == 3
-    assert " steps = " in capsys.readouterr().err
+    assert " steps: " in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -249,3 +251,13 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert all(flag in result.stdout for flag in ("--token-ids", "--system", "--batch", "--replays", "--max-num-seqs"))
+
+
+def test_the_mode_is_said_with_what_was_asked_for(capsys: pytest.CaptureFixture[str], demo: list[str]) -> None:
+    for mode, said in (("FULL_DECODE_ONLY", "mode FULL_DECODE_ONLY, "), ("NONE", "mode NONE, ")):
+        assert main(["generate", *demo, "--cudagraph-mode", mode, "--max-tokens", "2", QUESTION]) == 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(said)
+    full, pieces = GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE
+    plan: Any = SimpleNamespace(resolution=SimpleNamespace(asked=full, mode=pieces))
+    assert mode_text(plan) == "mode FULL_AND_PIECEWISE (FULL was asked for)"

@@ -12,6 +12,8 @@ import pytest
 from phonograph.cli import progress
 from phonograph.cli.app import main
 
+SHIPPED = progress.INTERVAL
+
 
 class Watched(io.StringIO):
     """A stream that tells when it has a text."""
@@ -43,7 +45,7 @@ def test_a_phase_that_reports_once_is_said_again_and_again(monkeypatch: pytest.M
 
 
 def test_short_work_says_nothing_and_a_closed_stderr_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert progress.INTERVAL == 10
+    assert SHIPPED == 10
     stream = Watched()
     with redirect_stderr(stream), progress.progress_bar() as report:
         report("graphs", 1, 2)

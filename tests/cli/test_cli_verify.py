@@ -106,7 +106,7 @@ def test_the_table_for_people(tiny: list[str], capsys: pytest.CaptureFixture[str
     words = " ".join(captured.out.split())
     assert "decode" in words and "mixed" in words and "1-16" in words
     assert "30 replays of " in words and "each equal to eager bit by bit" in words
-    assert captured.err.startswith("FULL: the default")
+    assert captured.err == "mode FULL (default)\n"
 
     assert main(["verify", *tiny, "--attention-backend", "stale"]) == 1
     out = capsys.readouterr().out

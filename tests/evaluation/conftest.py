@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from phonograph import LLM
+from phonograph.cli import progress
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -22,6 +23,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("PHONOGRAPH_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
+    # A busy machine takes so long that progress would be among the lines that a test reads.
+    monkeypatch.setattr(progress, "INTERVAL", 600)
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from phonograph import __version__
+from phonograph.cli.vllm_flags import explain_flag
 from phonograph.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
 
 COMMANDS = {
-    "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran and why."),
+    "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran."),
     "chat": ("phonograph.cli.chat:chat", "Talk with the model, each answer streamed."),
     "explain": ("phonograph.cli.explain:explain", "Print what would run and why, for any device, without weights."),
     "serve": ("phonograph.cli.serve:serve", "Serve a model to OpenAI's clients over HTTP."),
@@ -53,6 +54,10 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         print(end="", flush=True)
+    except UnknownOptionError as error:
+        known = {name for argument in error.argument_collection for name in argument.names}
+        _say(explain_flag(error.token.keyword or error.token.value, known) or " ".join(str(error).split()))
+        return 2
     except (PhonographError, CycloptsError) as error:
         _say(" ".join(str(error).split()))
         return 2

@@ -59,16 +59,19 @@ def start(config: EngineConfig, *, serves: bool = True) -> LLM:
         return LLM(config=config, progress=report, serves=serves)
 
 
-def mode_line(plan: EnginePlan) -> str:
-    """The mode and why, in one line."""
-    return "; ".join(str(reason) for reason in plan.resolution.reasons)
+def mode_text(plan: EnginePlan) -> str:
+    """Returns the mode in a few words; `explain` has the reasons."""
+    resolution = plan.resolution
+    asked, mode = resolution.asked, resolution.mode
+    remark = " (default)" if asked is None else "" if asked is mode else f" ({asked.value} was asked for)"
+    return f"mode {mode.value}{remark}"
 
 
 def steps_text(steps: Counter[str]) -> str:
-    """ "15 steps = 14 full decode + 1 full mixed"."""
+    """Returns the steps by what ran them, as "15 steps: 14 full decode, 1 full mixed"."""
     total = steps.total()
-    kinds = " + ".join(f"{count} {label}" for label, count in steps.most_common())
-    return f"{total} step{'' if total == 1 else 's'}" + (f" = {kinds}" if kinds else "")
+    kinds = ", ".join(f"{count} {label}" for label, count in steps.most_common())
+    return f"{total} step{'' if total == 1 else 's'}" + (f": {kinds}" if kinds else "")
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from phonograph.engine.detokenizer import TokenBytes, TokenStream
 from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.models.catalog import catalog_name
 from phonograph.models.folder import DEMO, model_folder
+from phonograph.models.hub import first_line, hub_problem
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200
@@ -50,8 +51,12 @@ class Tokenizer:
                 str(folder), trust_remote_code=trust_remote_code, revision=revision
             )
         except Exception as error:  # transformers raises nearly anything for files it cannot use
+            local = Path(folder).is_dir()
+            if not local and (problem := hub_problem(error)) is not None:
+                raise ModelError(f"tokenizer {str(folder)!r} is no local folder and {problem}") from error
+            shown = str(error) if local else first_line(error)
             raise ModelError(
-                f"no usable tokenizer in {folder} ({error}); give one with --tokenizer, or pass token ids"
+                f"no usable tokenizer in {folder} ({shown}); give one with --tokenizer, or pass token ids"
             ) from error
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(f"the tokenizer in {folder} has no tokenizer.json, which streaming needs")

@@ -9,6 +9,7 @@ from pathlib import Path
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
+from phonograph.models.hub import first_line, hub_problem
 
 DEMO = "demo"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -72,7 +73,5 @@ def model_folder(
         )
     except Exception as error:  # from the client's own tree to whatever its HTTP library raises
         at_revision = f" at revision {revision!r}" if revision else ""
-        raise ModelError(
-            f"model {hub_id!r}{at_revision} is no local folder and could not be read from the hub ({error}); check the "
-            "name, the network and the access rights, or download it and give its folder"
-        ) from error
+        problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local folder"
+        raise ModelError(f"model {hub_id!r}{at_revision} is no local folder and {problem}") from error

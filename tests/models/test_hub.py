@@ -1,0 +1,83 @@
+"""What the hub refuses is one short line with a hint, for the model and for the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import errors
+
+import phonograph.engine.tokenizer as tokenizers
+from phonograph.engine.tokenizer import Tokenizer
+from phonograph.errors import ModelError
+from phonograph.models.folder import model_folder
+
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+
+
+def _http(kind: type[Any], status: int) -> BaseException:
+    """As the client raises it: a page of text, with the address and an id."""
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
+    return kind(
+        f"{status} Client Error. (Request ID: Root=1-abc)\n\n" + "Cannot access the repository. " * 40,
+        response=response,
+    )
+
+
+CASES: list[tuple[BaseException, str]] = [
+    (_http(errors.GatedRepoError, 403), f"is gated on the hub; accept its terms on its page there, and {LOG_IN}"),
+    (_http(errors.RepositoryNotFoundError, 401), f"is not on the hub, or is private; check the name, or {LOG_IN}"),
+    (_http(errors.RevisionNotFoundError, 404), "has no such revision on the hub; give a branch, tag or commit of it"),
+    (_http(errors.DisabledRepoError, 403), "has been disabled on the hub; choose another"),
+    (_http(errors.HfHubHTTPError, 401), f"may not be read with this token (HTTP 401); {LOG_IN}"),
+    (_http(errors.HfHubHTTPError, 503), "could not be read, the hub answered HTTP 503; try again later"),
+    (errors.HFValidationError("Repo id must be " + "x" * 500), "is no name that the hub takes; give owner/name"),
+    (errors.LocalEntryNotFoundError("An error happened. " * 50), "could not be read: the hub cannot be reached"),
+    (errors.OfflineModeIsEnabled("offline mode is enabled " * 20), "could not be read: the hub cannot be reached"),
+    (httpx.ConnectError("[Errno -2] Name or service not known"), "could not be read: the hub cannot be reached"),
+]
+
+
+def _raising(error: BaseException, *, wrapped: bool) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        if not wrapped:
+            raise error
+        try:
+            raise error
+        except Exception as cause:
+            raise OSError("There was a specific connection error when trying to load a/b. " * 20) from cause
+
+    return call
+
+
+@pytest.mark.parametrize(("error", "said"), CASES, ids=[type(error).__name__ for error, _ in CASES])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_errors_of_the_hub_are_one_short_line(
+    error: BaseException, said: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _raising(error, wrapped=wrapped))
+    with pytest.raises(ModelError) as caught:
+        model_folder("owner/name", revision="v2")
+    message = str(caught.value)
+    assert message.startswith(f"model 'owner/name' at revision 'v2' is no local folder and {said}")
+    assert len(message) < 220 and "\n" not in message
+
+    class Unreachable:
+        from_pretrained = staticmethod(_raising(error, wrapped=wrapped))
+
+    monkeypatch.setattr(tokenizers, "_tokenizer_class", lambda _: Unreachable)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.load("owner/name")
+    message = str(caught.value)
+    assert message.startswith(f"tokenizer 'owner/name' is no local folder and {said}")
+    assert len(message) < 220 and "\n" not in message
+
+
+def test_other_errors_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _raising(KeyError("x" * 5000), wrapped=False))
+    with pytest.raises(
+        ModelError, match=r"could not be read from the hub \('xxx.*\.\.\.\); give a local folder"
+    ) as caught:
+        model_folder("owner/name")
+    assert len(str(caught.value)) < 300
