@@ -21,7 +21,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from itertools import compress
-from numbers import Integral
 from operator import attrgetter
 
 from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
@@ -107,13 +106,9 @@ class Scheduler:
         """Whether a request could be added.
 
         Raises:
-            RequestError: its prompt is empty or too long, its priority no integer, or its id that of a request not yet
-                ended.
+            RequestError: its prompt is empty or too long, or its id that of a request not yet ended.
         """
         limits = self.limits
-        # What cannot be compared, or only with itself, would be found when the request is put in its place.
-        if isinstance(request.priority, bool) or not isinstance(request.priority, Integral):
-            raise RequestError("priority", request.priority, "must be an integer; smaller is served earlier")
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
         if not request.prompt_len:

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from phonograph.config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.engine.tokenizer import Tokenizer, check_token_ids, load_tokenizer
+from phonograph.engine.admission import admitted_token_ids
+from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ModelError, RequestError
 
 
@@ -67,7 +68,7 @@ def test_a_stream_behind_a_special_token_begins_a_text(skip: bool) -> None:
 
 def test_booleans_are_no_token_ids() -> None:
     with pytest.raises(RequestError, match="prompt=True: must be text or a list of integers"):
-        check_token_ids([5, True], 100)
+        admitted_token_ids([5, True], 100)
 
 
 def test_a_tokenizer_that_was_named_must_be_there(tmp_path: Path) -> None:

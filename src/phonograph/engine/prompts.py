@@ -27,7 +27,7 @@ def prompt_list(prompts: object) -> list[PromptInput]:
         return [cast("PromptInput", prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise RequestError("prompts", shortened(repr(prompts)), _WORKS)
-    items = list(prompts)
+    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # pyright: ignore[reportAttributeAccessIssue]
     return cast("list[PromptInput]", [items] if items and isinstance(items[0], Integral) else items)
 
 

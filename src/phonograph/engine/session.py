@@ -14,12 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+from phonograph.engine.admission import admit_names, admit_parameters, admitted_text, admitted_token_ids
 from phonograph.engine.core import EngineCore
 from phonograph.engine.dead_ends import dead_end
 from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer, check_token_ids
+from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError, RequestFailure, cause_text
 from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
@@ -92,13 +93,14 @@ class Session:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
         """
         token_ids = self._tokenize(prompt)
-        params.check_vocabulary(self._model.vocab_size)
+        admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.limits)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
         if params.seed is None:
             # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
             params = params.with_checked(seed=self._seeds.getrandbits(63))
-        request_id = request_id or f"request-{next(self._ids)}"
+        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        admit_names(request_id, priority)
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -242,10 +244,8 @@ class Session:
                 raise RequestError("prompt", prompt, "is text, and the engine runs without a tokenizer; give token ids")
             if not prompt:
                 raise RequestError("prompt", prompt, "is empty; at least one token is needed")
-            return self.tokenizer.encode(prompt)
-        token_ids = list(prompt)
-        check_token_ids(token_ids, self._model.vocab_size)
-        return token_ids
+            return admitted_text(prompt, self.tokenizer.encode(prompt), self._model.vocab_size)
+        return admitted_token_ids(prompt, self._model.vocab_size)
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
         request = Request(

@@ -213,22 +213,6 @@ class Tokenizer:
         return TokenStream(self.token_bytes, self.special_token_ids, skips_special=skip_special_tokens, after=after)
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses what is no prompt of token ids.
-
-    Raises:
-        RequestError: an item is no integer, or no token id of the model.
-    """
-    # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
-    if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError("prompt", token_id, "must be text or a list of integers")
-        if not 0 <= token_id < vocab_size:
-            raise RequestError("prompt", token_id, f"the model's token ids are 0 to {vocab_size - 1}")
-
-
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The tokenizer of the model; None for a local folder or a name of the catalog, which have none: such an engine
     serves token ids only.

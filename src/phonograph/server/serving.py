@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response
 
 from phonograph.config_server import ServerConfig
-from phonograph.engine.tokenizer import Tokenizer, check_token_ids
+from phonograph.engine.admission import admitted_token_ids
+from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError, quoted
 from phonograph.sampling_params import SamplingParams
 from phonograph.server.answers import Answer
@@ -124,7 +125,7 @@ class Serving:
         for prompt in prompts:
             if not isinstance(prompt, str):
                 self._check_length("prompt", len(prompt), self.engine.facts.context_len)
-                check_token_ids(prompt, self.engine.facts.vocab_size)
+                admitted_token_ids(prompt, self.engine.facts.vocab_size)
         found: list[list[int]] = []
         num_ids = 0
         for prompt in prompts:

@@ -1,0 +1,79 @@
+"""The door of the engine: a request is held against the model's vocabulary and the engine's limits before it is queued.
+
+`SamplingParams` checks what needs neither. A step trusts what has passed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+
+from phonograph.errors import RequestError, shortened
+from phonograph.sampling_params import SamplingParams
+from phonograph.scheduler_limits import SchedulerLimits
+
+MAX_REQUEST_ID = 256
+"""Characters of a request's id."""
+_INT64 = range(-(2**63), 2**63)
+
+
+def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
+    """Returns the token ids of a prompt as Python's integers; an array or tensor of them will do.
+
+    Raises:
+        RequestError: an item is no integer, or no token id of the model.
+    """
+    to_list = getattr(prompt, "tolist", None)
+    values: object = prompt if to_list is None else to_list()
+    token_ids: list[object] = list(values) if isinstance(values, Iterable) else [values]
+    # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
+    if set(map(type, token_ids)) != {int}:
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise RequestError("prompt", token_id, "must be text or a list of integers")
+    integers = [int(token_id) for token_id in token_ids if isinstance(token_id, Integral)]
+    if integers and not 0 <= min(integers) <= max(integers) < vocab_size:
+        wrong = next(token_id for token_id in integers if not 0 <= token_id < vocab_size)
+        raise RequestError("prompt", wrong, f"the model's token ids are 0 to {vocab_size - 1}")
+    return integers
+
+
+def admitted_text(text: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Returns the token ids that a tokenizer made of a text.
+
+    Raises:
+        RequestError: the text has a token for which the model has no row of embeddings.
+    """
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        problem = f"has token {wrong} of the tokenizer, and the model's token ids are 0 to {vocab_size - 1}"
+        raise RequestError("prompt", shortened(text), problem)
+    return list(token_ids)
+
+
+def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerLimits) -> None:
+    """Holds the parameters of a request against the vocabulary and the context.
+
+    Raises:
+        RequestError: a token id is not of the model, or `min_tokens` is more than the context can hold.
+    """
+    params.check_vocabulary(vocab_size)
+    room = limits.context_len - prompt_len
+    # A prompt that leaves no room is refused by the scheduler, by its own name.
+    if params.min_tokens > room > 0:
+        problem = f"at most {room} tokens can follow a prompt of {prompt_len} in a context of {limits.context_len}"
+        raise RequestError("min_tokens", params.min_tokens, problem)
+
+
+def admit_names(request_id: object, priority: object) -> None:
+    """Checks the id and the priority of a request.
+
+    Raises:
+        RequestError: the id is no string of 1 to 256 characters, or the priority is no integer of 64 bits.
+    """
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID:
+        shown = shortened(str(request_id))
+        raise RequestError("request_id", shown, f"must be a string of 1 to {MAX_REQUEST_ID} characters")
+    # The scheduler compares priorities when it puts a request in its place.
+    if isinstance(priority, bool) or not isinstance(priority, Integral) or int(priority) not in _INT64:
+        raise RequestError("priority", priority, "must be an integer of 64 bits; smaller is served earlier")
