@@ -151,6 +151,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
             "weights": memory.weights,
             "graphs": memory.graphs,
             "attention": memory.attention,
+            "sampling": memory.sampling,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -248,7 +249,7 @@ def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, plan.limits.block_size
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
-        f"{_bytes(memory.attention)}, KV cache {_bytes(memory.kv_cache)}",
+        f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}, KV cache {_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
         f"{memory.num_blocks * size} tokens",
     ]

@@ -12,6 +12,7 @@ from phonograph.errors import MemoryLimitError
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.models.workspace import Workspace
 from phonograph.runner.grammar_masks import bitmask_words
+from phonograph.runner.sampler import Sampler
 from phonograph.runner.slots import blocks_for
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -34,12 +35,14 @@ class MemoryPlan:
     graphs: estimated memory of all captured graphs: on a CPU the pool that they share, on a GPU their nodes and the
         static workspace that they (and eager steps) run in, with room for the masks of all rows
     attention: what the attention backend says that it takes
+    sampling: rows that no kernel samples: counts of penalties, and temporaries
     note: where the size of the KV cache comes from
     """
 
     weights: int
     graphs: int
     attention: int
+    sampling: int
     block: int
     num_blocks: int
     note: str
@@ -82,11 +85,17 @@ def plan_memory(
         workspace = Workspace.nbytes(model, max_num_batched_tokens, max_num_seqs, dtype)
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
-    taken = weights + graphs + attention + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
+    sampling = Sampler.nbytes(
+        max_num_seqs=max_num_seqs,
+        vocab_size=model.vocab_size,
+        device_type=device.kind,
+        logits_bytes=DTYPE_BYTES[dtype],
+    )
+    taken = weights + graphs + attention + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
     available, place = _available(device)
     parts = (
-        f"weights of {_gib(weights)}, graphs with their workspace of {_gib(graphs)}, attention and libraries of "
-        f"{_gib(taken - weights - graphs)}"
+        f"weights of {_gib(weights)}, graphs with their workspace of {_gib(graphs)}, attention, sampling and libraries "
+        f"of {_gib(taken - weights - graphs)}"
     )
     if taken > available:
         raise MemoryLimitError(
@@ -100,7 +109,7 @@ def plan_memory(
         num_blocks = config.kv_cache_memory_bytes // block
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     else:
-        granted, source = _default_kv_bytes(config, device, weights, graphs, attention)
+        granted, source = _default_kv_bytes(config, device, weights, graphs, attention, sampling)
         # More than every running request could use would only be claimed for nothing on a CPU.
         most = max_num_seqs * blocks_per_request if device.kind == "cpu" else granted // block
         num_blocks = max(0, min(granted // block, most))
@@ -122,7 +131,13 @@ def plan_memory(
         raise MemoryLimitError(f"{cache} does not fit beside {parts} in {place}; {what_fits}")
     note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
     return MemoryPlan(
-        weights=weights, graphs=graphs, attention=attention, block=block, num_blocks=num_blocks, note=note
+        weights=weights,
+        graphs=graphs,
+        attention=attention,
+        sampling=sampling,
+        block=block,
+        num_blocks=num_blocks,
+        note=note,
     )
 
 
@@ -157,16 +172,16 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
 
 
 def _default_kv_bytes(
-    config: EngineConfig, device: DeviceSpec, weights: int, graphs: int, attention: int
+    config: EngineConfig, device: DeviceSpec, weights: int, graphs: int, attention: int, sampling: int
 ) -> tuple[int, str]:
-    taken = weights + graphs + attention
+    taken = weights + graphs + attention + sampling
     if device.kind == "cpu":
         granted = min(_CPU_KV_LIMIT, max(0, (psutil.virtual_memory().available - taken) // 2))
         return granted, "half of the free memory, 2 GiB at most"
     usable = int(device.memory * config.gpu_memory_utilization) - _LIBRARY_BYTES
     source = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
-        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention ({attention / GIB:.2f}) "
-        f"and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention ({attention / GIB:.2f}), "
+        f"sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
     )
     return usable - taken, source
