@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from phonograph.engine.llm import LLM
 from phonograph.errors import CaptureError
@@ -30,6 +33,14 @@ def test_phases_come_in_order_and_end(device: str, load_format: str) -> None:
     for phase, steps in phases.items():
         assert all(done <= total for done, total in steps)
         assert steps[0][0] == 0 and steps[-1][0] == steps[-1][1] - (phase == "graphs")
+
+
+def test_notes_of_the_weights_are_among_those_of_the_plan(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.prob_scale": torch.ones(1)}, file)
+    llm = LLM(model=str(tmp_path), device="cpu", enforce_eager=True, max_num_seqs=1, max_model_len=64, num_kv_blocks=8)
+    assert "no use for: model.layers.0.self_attn.prob_scale" in llm.plan.notes[-1]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

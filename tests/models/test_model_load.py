@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -336,7 +337,9 @@ def with_scales(folder: Path, scales: Tensors) -> Path:
         ("self_attn.k_scale", "self_attn.v_scale"),
         ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
         ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
         ("self_attn.kv_scale", None),
+        ("self_attn.kv_cache_scaling_factor", None),
     ],
 )
 def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> None:
@@ -355,7 +358,9 @@ def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> 
     assert loaded.values[1].tolist() == wanted
 
 
-@pytest.mark.parametrize("name", ["self_attn.q_scale", "self_attn.attn.q_scale", "self_attn.q_proj.q_scale"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_scale", "self_attn.attn.q_scale", "self_attn.q_proj.q_scale", "self_attn.q_proj.output_scale"]
+)
 def test_scales_of_queries(name: str, tmp_path: Path) -> None:
     make_checkpoint("llama3", tmp_path / "plain")
     spec = read_model_spec(tmp_path / "plain")
@@ -388,3 +393,83 @@ def test_scales_that_do_not_work(scale: torch.Tensor, layers: int | None, words:
     names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(count)]
     with pytest.raises(WeightError, match=words):
         load(with_scales(tmp_path, {name: scale.clone() for name in names}))
+
+
+SPELLINGS = {
+    "keys": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale", "kv_cache_scaling_factor"),
+    "values": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale", "attn.kv_scale"),
+    "queries": ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale"),
+}
+
+
+@pytest.mark.parametrize("part", SPELLINGS)
+@pytest.mark.parametrize("in_two_files", [False, True])
+def test_a_scale_is_given_once(part: str, in_two_files: bool, tmp_path: Path) -> None:
+    """A second spelling in the same file, or the same name in another shard, is refused with the names of both."""
+    make_checkpoint("llama3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    whole = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5) for layer in range(2) if part != "queries"}
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    rng = random.Random(part)
+    for _ in range(3):
+        first, second = (rng.choice(SPELLINGS[part]), None) if in_two_files else rng.sample(SPELLINGS[part], 2)
+        names = [f"model.layers.1.self_attn.{name}" for name in (first, second or first)]
+        scales = {names[0]: torch.tensor(0.5), names[1]: torch.tensor(7.0)}
+        rest = {} if any("kv_" in name for name in names) else {k: v for k, v in whole.items() if ".0." in k}
+        save_file({**weights, **rest, **scales}, tmp_path / "a.safetensors")
+        if in_two_files:
+            save_file({names[0]: torch.tensor(7.0)}, tmp_path / "b.safetensors")
+        with pytest.raises(WeightError) as raised:
+            load(tmp_path)
+        said = str(raised.value)
+        assert f"both scale the {part} of layer 1" in said or "both scale the keys of layer 1" in said
+        assert all(name in said for name in names) and ("b.safetensors" in said) == in_two_files
+
+
+@pytest.mark.parametrize("name", ["attn.prob_scale", "prob_scale", "prob_output_scale"])
+def test_scales_of_probabilities_have_no_use_here(name: str, tmp_path: Path) -> None:
+    scale = {f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.3) for layer in range(2)}
+    spec = read_model_spec(with_scales(tmp_path, scale))
+    with load_module.begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU) as loading:
+        loading.finish()
+    (note,) = loading.notes
+    assert f"no use for: model.layers.0.self_attn.{name}" in note
+    assert not loading.decoder.kv_scales.sources
+
+
+def test_tensors_of_a_shard_that_the_index_leaves_out_are_not_used(tmp_path: Path) -> None:
+    """As in transformers, which is asked for the logits' weights; a tensor that the index names is still refused."""
+    make_checkpoint("llama3", tmp_path, max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64), "model.visual.patch.weight": torch.ones(3)}
+    save_file({**load_file(shard), **extra}, shard, metadata={"format": "pt"})
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    spec = read_model_spec(tmp_path)
+    with load_module.begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU) as loading:
+        loading.finish()
+    for name, view in loading.decoder.destinations().items():
+        assert torch.equal(view, theirs[name].expand(view.shape))
+    (note,) = loading.notes
+    assert "model.layers.0.self_attn.q_proj.bias" in note and "model.visual.patch.weight" in note
+    index = json.loads((tmp_path / load_module.INDEX_FILE).read_text())
+    index["weight_map"]["model.visual.patch.weight"] = shard.name
+    (tmp_path / load_module.INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(WeightError, match="model.visual.patch.weight in .* is not part of this LlamaForCausalLM"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_weights_beyond_float16_are_named(source: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: tensor.to(source) for name, tensor in load_file(file).items()}
+    name = random.choice(sorted(weights))
+    changed = weights[name].clone()
+    changed.view(-1)[random.randrange(changed.numel())] = -7e4
+    save_file({**weights, name: changed}, file)
+    with pytest.raises(WeightError, match=rf"tensor {name} has numbers up to (70000|70144), and the largest float16"):
+        load(tmp_path, dtype=torch.float16)
+    for dtype in (torch.bfloat16, torch.float32):
+        load(tmp_path, dtype=dtype)
+    save_file({**weights, name: changed.clamp(-65000)}, file)
+    assert load(tmp_path, dtype=torch.float16).destinations()[name].isfinite().all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from phonograph.errors import WeightError
 from phonograph.models import load, staging
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
@@ -79,7 +80,7 @@ def check_many(to: torch.device, memory: torch.device, monkeypatch: pytest.Monke
         told: list[int] = []
         with Copies(to, told.append) as copies:
             for destination, source in zip(there, sources, strict=True):
-                copies.add(destination, source)
+                copies.add("w", destination, source)
             copies.finish()
         assert told == list(range(1, 61))
         assert all(torch.equal(one.cpu(), source.to(type_there)) for one, source in zip(there, sources, strict=True))
@@ -102,10 +103,36 @@ def test_a_copy_that_fails_fails_all(elsewhere: torch.device) -> None:
     told: list[int] = []
     source = torch.ones(4, 3)
     with pytest.raises(RuntimeError), Copies(elsewhere, told.append) as copies:
-        copies.add(torch.zeros(4, 3), source)
-        copies.add(torch.zeros(4, 5), source)
+        copies.add("w", torch.zeros(4, 3), source)
+        copies.add("w", torch.zeros(4, 5), source)
         copies.finish()
     assert len(told) <= 1
+
+
+def check_infinite(to: torch.device, memory: torch.device) -> None:
+    """A number beyond float16 is found in any piece and by any thread; one that was infinite before is not ours."""
+    for value, fails in ((7e4, True), (-1e30, True), (65519.0, False), (float("inf"), False), (float("nan"), False)):
+        source = noise((50, 300), torch.float32, 5)
+        source[random.randrange(50), random.randrange(300)] = value
+        with Copies(to, [].append) as copies:
+            for name in ("a", "b"):
+                there = poisoned((50, 300), torch.float16, memory, strided=name == "b")
+                copies.add(name, there, source if name == "b" else source.clamp(-1, 1).nan_to_num(0))
+            if fails:
+                with pytest.raises(WeightError, match="tensor b has numbers up to .* largest float16 is 65504"):
+                    copies.finish()
+            else:
+                copies.finish()
+
+
+def test_casts_that_overflow_are_named(elsewhere: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "STAGING_BYTES", 4096)
+    check_infinite(elsewhere, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_casts_that_overflow_are_named_on_the_device() -> None:
+    check_infinite(torch.device("cuda"), torch.device("cuda"))
 
 
 @pytest.fixture

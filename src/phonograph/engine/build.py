@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -120,6 +120,7 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             runner.load_kernels()
             # Captures come behind the weights: they are all Python, whose lock the threads that bring them need too.
             loading.finish()
+            plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
     for retry in captured.retries:
         log.warning("%s", retry)

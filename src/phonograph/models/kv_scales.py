@@ -5,37 +5,47 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from phonograph.errors import WeightError
 from phonograph.models.spec import ModelSpec
 
-# All of a layer's, or one of them, under the names that quantizers write.
+# All of a layer's, or one of them, under the names that quantizers write. Quark calls the scale of keys the
+# `output_scale` of their projection; TensorRT-LLM has one factor for keys and values.
 _NAMES = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."
-    r"(?:attn\.)?(?:q_proj\.(?P<q>q)|k_proj\.(?P<k>k)|v_proj\.(?P<v>v)|(?P<any>q|k|v|kv))_scale"
+    r"(?:(?P<projection>q|k|v)_proj\.output_scale|(?P<both>kv_cache_scaling_factor)"
+    r"|(?:attn\.)?(?:q_proj\.(?P<q>q)|k_proj\.(?P<k>k)|v_proj\.(?P<v>v)|(?P<any>q|k|v|kv))_scale)"
 )
+_UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:(?:attn\.)?prob_scale|prob_output_scale)")
+"""Scales of attention probabilities, for kernels that round them to FP8 with a fixed scale. None here does."""
 
 
 @dataclass(slots=True)
 class KVScales:
     """What stored keys and values, and rounded queries, are multiplied by: float32 [K] by layer, where the checkpoint
-    has them."""
+    has them.
+
+    sources: tensor and file of each scale, by "keys", "values" or "queries" and layer
+    """
 
     keys: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     values: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     queries: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    sources: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
-    def take(self, name: str, tensor: torch.Tensor, spec: ModelSpec, device: torch.device) -> None:
+    def take(self, name: str, tensor: torch.Tensor, file: Path, spec: ModelSpec, device: torch.device) -> None:
         """Keeps a tensor that `is_kv_scale`. Of scales for each query head a KV head gets the largest of its own.
 
         Raises:
-            WeightError: it is neither one number nor one for each head, or no finite number above 0.
+            WeightError: it is neither one number nor one for each head, or no finite number above 0; or another tensor
+                has given the same scale.
         """
         match = _NAMES.fullmatch(name)
         assert match is not None
-        which = match["q"] or match["k"] or match["v"] or match["any"]
+        which = "kv" if match["both"] else next(filter(None, match.group("projection", "q", "k", "v", "any")))
         num_heads = spec.num_kv_heads
         per_query_head = which == "q" and tensor.numel() == spec.num_query_heads
         if tensor.numel() not in (1, num_heads) and not per_query_head:
@@ -49,12 +59,20 @@ class KVScales:
         scale = scale.view(num_heads, -1).amax(1) if per_query_head else scale.expand(num_heads)
         scale = scale.contiguous().to(device)
         layer = int(match["layer"])
-        if "q" in which:
-            self.queries[layer] = scale
-        if "k" in which:
-            self.keys[layer] = scale
-        if "v" in which:
-            self.values[layer] = scale
+        for letter, part, scales in (
+            ("q", "queries", self.queries),
+            ("k", "keys", self.keys),
+            ("v", "values", self.values),
+        ):
+            if letter not in which:
+                continue
+            source = self.sources.setdefault((part, layer), f"{name} in {file}")
+            if layer in scales:
+                raise WeightError(
+                    f"tensor {name} in {file} and tensor {source} both scale the {part} of layer {layer} in an FP8 KV "
+                    "cache; one must go"
+                )
+            scales[layer] = scale
 
     def check(self, num_layers: int) -> None:
         """All layers have scales for keys and values, or none has any; and all or none for queries.
@@ -77,3 +95,8 @@ class KVScales:
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of this name is one."""
     return _NAMES.fullmatch(name) is not None
+
+
+def is_unused_scale(name: str) -> bool:
+    """Return True for the scale of something that no kernel here rounds, so that the outputs do not need it."""
+    return _UNUSED.fullmatch(name) is not None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models.decoder import Decoder
 from phonograph.models.folder import model_folder
-from phonograph.models.kv_scales import is_kv_scale
+from phonograph.models.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.spec import ModelSpec
 from phonograph.models.staging import Copies
 from phonograph.models.tied_embeddings import match_tied_embeddings
@@ -33,9 +33,14 @@ OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
 class Loading(NamedTuple):
-    """A decoder whose weights may still be on their way to it; its scales are there. finish: waits for them."""
+    """A decoder whose weights may still be on their way to it; its scales are there.
+
+    notes:  what the files have beside, or otherwise than, the configuration says
+    finish: waits for the weights; raises WeightError if one does not fit the dtype
+    """
 
     decoder: Decoder
+    notes: tuple[str, ...]
     finish: Callable[[], None]
 
 
@@ -67,7 +72,9 @@ def begin_loading(
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
     drawn = load_format == "dummy"
     files = {} if drawn else weight_files(model_folder(path, weights=True, revision=revision))
+    known_notes = len(spec.notes)
     spec, names = match_tied_embeddings(spec, files)
+    notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         decoder = Decoder(spec, dtype, device, max_positions)
     num_tensors = len(spec.tensor_shapes())
@@ -81,8 +88,8 @@ def begin_loading(
             if drawn:
                 _draw(decoder, seed)
             else:
-                _read(decoder, files, names, copies)
-        yield Loading(decoder, copies.finish)
+                notes += _read(decoder, files, names, copies)
+        yield Loading(decoder, tuple(notes), copies.finish)
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -126,28 +133,37 @@ def _read_index(path: Path) -> dict[str, str]:
     raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
 
 
-def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> None:
-    """Begins to copy every tensor, and reads the scales. `names` has those that count by another name."""
+def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> list[str]:
+    """Begin to copy every tensor, and read the scales. Return notes on tensors that are not used.
+
+    names: tensors that count by another name than their own
+    """
     shapes = decoder.spec.tensor_shapes()
     destinations = decoder.destinations()
     written: dict[str, Path] = {}
-    for file in files:
+    unused: list[str] = []
+    for file, indexed_names in files.items():
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for own_name in cast("list[str]", tensors.keys()):
                     name = names.get(own_name, own_name)
                     if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                        decoder.kv_scales.take(name, tensor, decoder.spec, decoder.device)
+                        decoder.kv_scales.take(name, tensor, file, decoder.spec, decoder.device)
                         continue
                     if name not in shapes:
-                        _refuse_unexpected(name, file, decoder.spec)
+                        # transformers leaves out what no part of the model takes. What the index names is a part of
+                        # the checkpoint, and a model without it is another one.
+                        if is_unused_scale(name) or (indexed_names and own_name not in indexed_names):
+                            unused.append(own_name)
+                        else:
+                            _refuse_unexpected(name, file, decoder.spec)
                         continue
                     if name in written:
                         raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
                     tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                     _check(name, tensor, shapes[name], file)
-                    copies.add(destinations[name], tensor)
+                    copies.add(name, destinations[name], tensor)
                     written[name] = file
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
@@ -159,6 +175,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str],
             f"tensor {missing[0]} {list(shapes[missing[0]])} is in none of {_some([file.name for file in files])}"
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
         )
+    return [f"tensors of the checkpoint that the model has no use for: {_some(unused)}"] if unused else []
 
 
 def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path) -> None:

@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from phonograph.device import num_cores
+from phonograph.errors import WeightError
 
 STAGING_BYTES = 32 << 20
 _THREADS = 8
+_FLOAT16_INFINITE = 65520.0
+"""Numbers from here on are cast to an infinite float16."""
 
 
 class Staging:
@@ -55,6 +58,11 @@ class Staging:
             if self._stream is not None:
                 self._stream.synchronize()
 
+    def check_finite(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Raise a WeightError if a copy made finite numbers infinite."""
+        with self._scope():
+            _check_finite(name, destination, source)
+
     def _scope(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -83,16 +91,25 @@ class Copies:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def add(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Begins to fill a weight."""
+    def add(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to fill the weight `name`.
+
+        Raises:
+            WeightError: finite numbers of the source are infinite in the destination's type; by threads, in `finish`.
+        """
         if self._pool is None:
             destination.copy_(source)
+            _check_finite(name, destination, source)
             self._one_more()
         else:
-            self._futures.append(self._pool.submit(self._copy, destination, source))
+            self._futures.append(self._pool.submit(self._copy, name, destination, source))
 
     def finish(self) -> None:
-        """Waits for all."""
+        """Wait for all copies.
+
+        Raises:
+            WeightError: as `add`.
+        """
         for future in as_completed(self._futures):
             future.result()
             self._one_more()
@@ -102,8 +119,28 @@ class Copies:
         self._num_done += 1
         self._done(self._num_done)
 
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         staging = getattr(self._own, "staging", None)
         if staging is None:
             staging = self._own.staging = Staging(self._device)
         staging.copy(destination, source.contiguous())
+        staging.check_finite(name, destination, source)
+
+
+@torch.inference_mode()
+def _check_finite(name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise a WeightError if the cast of finite numbers to float16 gave infinite ones.
+
+    The extremes of the cast tensor tell without another copy; the source is looked at only where they are infinite.
+    """
+    if destination.dtype != torch.float16 or source.dtype == torch.float16 or not source.numel():
+        return
+    low, high = torch.aminmax(destination)
+    if bool(low.isfinite() & high.isfinite()):
+        return
+    largest = float(source[source.isfinite()].abs().amax()) if bool(source.isfinite().any()) else 0.0
+    if largest >= _FLOAT16_INFINITE:
+        raise WeightError(
+            f"tensor {name} has numbers up to {largest:g}, and the largest float16 is 65504; dtype bfloat16 or float32 "
+            "works"
+        )
