@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from servers import Server
+
+from phonograph.server.serving import Serving
 
 ServeWith = Callable[..., Server]
 USER = {"role": "user", "content": "Hi"}
@@ -198,24 +204,33 @@ def test_requests_in_the_pipe_are_answered_in_their_order(server: Server) -> Non
         assert read_all(client).count(b"HTTP/1.1 ") == 1, "more than may wait ends the connection after the first"
 
 
-def test_a_client_that_leaves_is_not_prepared_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompts that wait for a thread, none is tokenized."""
-    tokenizer, seen = server.engine.tokenizer, list[str]()
-    encode = type(tokenizer).encode
+def test_a_client_that_leaves_is_not_prepared_for() -> None:
+    """Work that runs is told, and work that waits for a thread is never begun."""
+    left, released, seen = asyncio.Event(), threading.Event(), list[Any]()
+    threads: Any = SimpleNamespace(_threads=ThreadPoolExecutor(1))
 
-    def slow(self: Any, text: str, **options: Any) -> list[int]:
-        seen.append(text[:1])
-        time.sleep(0.2 if text[0] == "s" else 0)
-        return encode(self, text, **options)
+    async def receive() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
 
-    monkeypatch.setattr(type(tokenizer), "encode", slow)
-    body = json.dumps({"prompt": ["s" * 9000, "t" * 9000], "max_tokens": 1}).encode()
-    for _ in range(4):
-        with connected(server, length=len(body), path="/v1/completions") as client:
-            client.sendall(body)
-            time.sleep(0.05)
-    time.sleep(0.4)
-    assert len(seen) <= 2, seen
+    def running(gone: threading.Event) -> None:
+        seen.append(gone.wait(20) and released.wait(20))
+
+    async def leave() -> list[Any]:
+        request: Any = SimpleNamespace(num_bytes=10**6, receive=receive)
+        tasks = [
+            asyncio.create_task(Serving.prepare(threads, request, running)),
+            asyncio.create_task(Serving.prepare(threads, request, lambda _: seen.append("begun"))),
+        ]
+        await asyncio.sleep(0)
+        left.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = asyncio.run(leave())
+    released.set()
+    threads._threads.shutdown()
+    assert [error.status for error in errors] == [499, 499]
+    assert seen == [True]
 
 
 @contextmanager
