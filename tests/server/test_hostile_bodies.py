@@ -118,7 +118,8 @@ def test_bodies_that_wait_are_bounded_together(serve_with: ServeWith) -> None:
     server = serve_with(max_queued_bytes=100_000)
     with connected(server, length=90_000) as slow:
         slow.sendall(b'{"prompt": "' + b"a" * 60_000)
-        time.sleep(0.05)
+        # The first may come before the bytes of the slow one.
+        server.wait_until(lambda _: server.post("/tokenize", {"prompt": " " * 50_000}).status_code == 429)
         refused = server.post("/tokenize", {"prompt": " " * 50_000})
         assert refused.status_code == 429 and "(max_queued_bytes)" in refused.json()["error"]["message"]
     server.wait_until(lambda _: server.post("/tokenize", {"prompt": "a" * 13_000}).status_code == 200)
