@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from quick_interpreter import make_quick  # noqa: E402
 
 pytest_plugins = ["suite_rules"]
+# A shell starts what runs in the background with SIGINT ignored, and so would the tests of Ctrl-C and their children.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _KEPT = 1 << 29
 """Bytes that a test may leave with torch."""
 settings.register_profile("phonograph", deadline=None)
