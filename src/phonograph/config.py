@@ -38,7 +38,7 @@ class EngineConfig(Settings):
     )
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model that has a name.")
     trust_remote_code: values.Flag = Field(
-        default=False, description="Run code that comes with the model or its tokenizer."
+        default=False, description="Run code that comes with the tokenizer; that of the model is not run."
     )
     hf_overrides: values.OptionalObject = Field(
         default=None, description="Fields of the model's config.json to replace, as a JSON object."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -227,3 +228,16 @@ def test_cascades_that_cannot_be(
 ) -> None:
     assert main(["explain", *llama, *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_context_length_follows_rope_scaling_of_overrides(
+    run_json: Any, llama: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    overrides = ["--hf-overrides", json.dumps({"rope_scaling": yarn})]
+    (facts,) = run_json("explain", *llama, *overrides)
+    assert facts["limits"]["max_model_len"] == 32768
+    source = "original_max_position_embeddings 8192 x factor 4.0 of yarn rope scaling"
+    assert f"max_model_len 32768: {source}" in facts["notes"]
+    assert main(["explain", *llama, *overrides, "--max-model-len", "32769"]) == 2
+    assert f"exceeds the model's context length of 32768 ({source})" in " ".join(capsys.readouterr().err.split())

@@ -243,3 +243,22 @@ def test_the_process_environment_is_not_read_by_itself(monkeypatch: pytest.Monke
     monkeypatch.setenv("PHONOGRAPH_MAX_NUM_SEQS", "3")
     assert EngineConfig(model="demo").max_num_seqs is None
     assert EngineConfig.load(flags={"model": "demo"}, config_file=None, environ={}).max_num_seqs is None
+
+
+def test_overrides_in_yaml_have_the_types_of_json(tmp_path: Path) -> None:
+    text = (
+        "model: demo\nhf_overrides:\n  rope_theta: 1e6\n  hidden_act: silu\n  eos_token_id: [1, 2]\n  rope_scaling:\n"
+    )
+    text += "    {rope_type: yarn, factor: 4, truncate: false, beta_fast: null}\n"
+    expected = {
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "eos_token_id": [1, 2],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": False, "beta_fast": None},
+    }
+    assert load(text, tmp_path).hf_overrides == expected
+    flags = {"hf_overrides": json.dumps(expected)}
+    assert load("model: demo\n", tmp_path, flags=flags).hf_overrides == expected
+    for wrong in ("[1]", "rope_theta", '{"rope_theta": 1'):
+        with pytest.raises(ConfigError, match="hf_overrides=.*must be a JSON object such as"):
+            EngineConfig(model="demo", hf_overrides=wrong)

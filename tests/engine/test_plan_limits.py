@@ -89,3 +89,12 @@ def test_memory_counts_a_head_that_differs_from_tied_embeddings(tmp_path: Path) 
     plan = start_engine(config).plan
     assert plan.memory.weights - tied.memory.weights == head.nbytes
     assert any("lm_head.weight of the checkpoint differs" in note for note in plan.notes)
+
+
+def test_overrides_reach_the_engine(tmp_path: Path) -> None:
+    make_checkpoint("llama2", tmp_path)
+    overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 100}
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", hf_overrides=overrides, num_kv_blocks=16, enforce_eager=True
+    )
+    assert start_engine(config).plan.limits.max_model_len == 200

@@ -29,14 +29,13 @@ def model_folder(
     model: str | Path,
     *,
     weights: bool = False,
-    remote_code: bool = False,
     revision: str | None = None,
     config_only: bool = False,
 ) -> Path:
     """The local folder of `model`: a path, "demo", or a hub id whose needed files are downloaded.
 
-    Of a hub model it fetches the configuration, with `weights` the safetensors too, and with `remote_code` its Python
-    files. With `config_only`, names of the catalog are models too; their folders hold a config.json and nothing else.
+    Of a hub model it fetches the configuration, and with `weights` the safetensors too. With `config_only`, names of
+    the catalog are models too; their folders hold a config.json and nothing else.
 
     Raises:
         ModelError: there is no such folder, or the hub cannot provide it.
@@ -64,7 +63,7 @@ def model_folder(
     # A quarter of a second to import, which a local folder does not need.
     from huggingface_hub import snapshot_download
 
-    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(["*.py"] if remote_code else ())]
+    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]
     try:
         return Path(
             snapshot_download(

@@ -132,7 +132,7 @@ def read_model_spec(
         ModelError: there is no such model, or its config.json is missing or unusable.
         ConfigError: hf_overrides names no field.
     """
-    folder = model_folder(model, remote_code=trust_remote_code, revision=revision, config_only=config_only)
+    folder = model_folder(model, revision=revision, config_only=config_only)
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
