@@ -437,5 +437,5 @@ def test_an_unreachable_hub_is_a_model_error(monkeypatch: pytest.MonkeyPatch) ->
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError, match=r"owner/name.*revision 'v2'.*no network.*folder"):
+    with pytest.raises(ModelError, match=r"owner/name.*revision 'v2'.*cannot be reached.*folder"):
         read_model_spec("owner/name", revision="v2")
