@@ -128,7 +128,7 @@ def make_runner(folder: str) -> CudaRunner:
 
     @contextmanager
     def make_decoder(spec: Any, *_: Any, dtype: Any, device: Any, max_positions: int, **__: Any) -> Generator[Loading]:
-        yield Loading(Decoder(spec, dtype, device, max_positions=max_positions), lambda: None)
+        yield Loading(Decoder(spec, dtype, device, max_positions=max_positions), (), lambda: None)
 
     load_kernels, CudaRunner.load_kernels = CudaRunner.load_kernels, start
     build.torch = wiring_cuda.torch = TorchOfMeta("torch")
