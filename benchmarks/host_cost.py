@@ -30,6 +30,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.request import Request
+from phonograph.runner.failures import SlotFailures
 from phonograph.runner.model_runner import shape_of
 from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
 from phonograph.runner.steps import CompletedStep
@@ -96,7 +97,7 @@ class HostRunner:
     def submit(self, batch: ScheduledBatch) -> CompletedStep:
         timed = self._clock.timed
         self.batch = batch
-        timed("apply", self.slots.apply, batch)
+        timed("apply", self.slots.apply, batch, SlotFailures())
         decision = timed("decide", lambda: self.dispatcher.decide(shape_of(batch)))
         timed("fill", fill_buffers, self.buffers, self.slots, batch, decision.key)
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
