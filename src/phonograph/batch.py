@@ -101,7 +101,7 @@ class SlotFailure(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What a step brought back. Only sequences with `samples` set have a token.
+    """Result of a step. Only sequences with `samples` set have a token.
 
     slots, token_ids:  sampled token of each such slot, in batch order
     failures:          by slot, sequences of the step that have to end; a token of theirs means nothing

@@ -188,17 +188,11 @@ def attention(
     from phonograph.evaluation.bench_attention import bench_attention, default_cases
     from phonograph.evaluation.bench_suites import with_published_settings
     from phonograph.evaluation.record import provenance
-    from phonograph.models.spec import read_model_spec
+    from phonograph.models.spec import read_configured_model
 
     origin = provenance()
     config = with_published_settings(config)
-    model = read_model_spec(
-        config.model,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-        hf_overrides=config.hf_overrides,
-        config_only=True,
-    )
+    model = read_configured_model(config, config_only=True)
     plan = make_plan(config, model, this_device(config.device))
     names, left_out = (cases.split(","), []) if cases is not None else default_cases(plan)
     for line in left_out:

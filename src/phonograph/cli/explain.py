@@ -54,7 +54,7 @@ def explain(
     from phonograph.engine.matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.models.catalog import catalog_name
-    from phonograph.models.spec import read_model_spec
+    from phonograph.models.spec import read_configured_model
 
     if common_prefix and not batch:
         problem = "is that of batches, and there is none; give one with --batch"
@@ -62,13 +62,8 @@ def explain(
     device = _device(config, device_name)
     # A revision of a hub id is for the hub to say.
     name = catalog_name(config.model, hub_ids=config.revision is None)
-    model = read_model_spec(
-        name or config.model,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-        hf_overrides=config.hf_overrides,
-        config_only=True,
-    )
+    named = config if name is None else config.model_copy(update={"model": name})
+    model = read_configured_model(named, config_only=True)
     if matrix:
         if batch:
             raise ConfigError("batch", " ".join(batch), "the matrix has its own kinds of batches; give one of the two")

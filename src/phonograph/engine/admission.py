@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import cast
 
 from phonograph.errors import RequestError, shortened
 from phonograph.sampling_params import SamplingParams
@@ -25,17 +26,28 @@ def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
     """
     to_list = getattr(prompt, "tolist", None)
     values: object = prompt if to_list is None else to_list()
-    token_ids: list[object] = list(values) if isinstance(values, Iterable) else [values]
-    # Checked as a whole; only what fails is looked at token by token, to name the one at fault.
-    if set(map(type, token_ids)) != {int}:
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError("prompt", token_id, "must be text or a list of integers")
-    integers = [int(token_id) for token_id in token_ids if isinstance(token_id, Integral)]
-    if integers and not 0 <= min(integers) <= max(integers) < vocab_size:
-        wrong = next(token_id for token_id in integers if not 0 <= token_id < vocab_size)
+    items: list[object] = list(values) if isinstance(values, Iterable) else [values]
+    # Long prompts of Python's integers take no loop in Python.
+    if set(map(type, items)) != {int}:
+        items = [_integer(item) for item in items]
+    token_ids = cast("list[int]", items)
+    wrong = _unknown_token(token_ids, vocab_size)
+    if wrong is not None:
         raise RequestError("prompt", wrong, f"the model's token ids are 0 to {vocab_size - 1}")
-    return integers
+    return token_ids
+
+
+def _integer(token_id: object) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+        raise RequestError("prompt", token_id, "must be text or a list of integers")
+    return int(token_id)
+
+
+def _unknown_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """Returns the first token id that the model does not have, or None."""
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return None
+    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
 
 
 def admitted_text(text: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -44,7 +56,7 @@ def admitted_text(text: str, token_ids: Sequence[int], vocab_size: int) -> list[
     Raises:
         RequestError: the text has a token for which the model has no row of embeddings.
     """
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    wrong = _unknown_token(token_ids, vocab_size)
     if wrong is not None:
         problem = f"has token {wrong} of the tokenizer, and the model's token ids are 0 to {vocab_size - 1}"
         raise RequestError("prompt", shortened(text), problem)

@@ -75,8 +75,9 @@ class TokenBytes:
         piece = cast("str | None", self._backend.id_to_token(token_id))
         if piece is None:
             return None
-        text = self._decode([token_id])
-        if previous is not None:
+        if previous is None:
+            text = self._decode([token_id])
+        else:
             before = self._decode([previous])
             text = self._decode([previous, token_id])
             text = text[len(os.path.commonprefix((before, text))) :]

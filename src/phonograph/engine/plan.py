@@ -205,9 +205,10 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
 
 
 def _check_block_size(limits: Limits, model: ModelSpec) -> None:
-    """
+    """Refuses a block of more elements than offsets of 32 bits, which kernels use within a block, can reach.
+
     Raises:
-        ConfigError: kernels, which address what lies within a block by 32 bits, could not reach all of it.
+        ConfigError: the block is too large.
     """
     slot = model.num_kv_heads * model.head_size
     most = ((1 << 31) - 1) // slot // 16 * 16

@@ -13,7 +13,7 @@ from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verify import VerifyReport, verify
 from phonograph.models.folder import model_folder
 from phonograph.models.load import weight_files
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import read_configured_model
 from phonograph.models.tied_embeddings import match_tied_embeddings
 
 
@@ -41,13 +41,7 @@ def start_engine(config: EngineConfig, progress: BuildProgress | None = None) ->
 
 def _plan(config: EngineConfig) -> EnginePlan:
     """Plan from config.json, and once more if the weights turn out to need more memory than it says."""
-    model = read_model_spec(
-        config.model,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-        hf_overrides=config.hf_overrides,
-        config_only=config.load_format == "dummy",
-    )
+    model = read_configured_model(config, config_only=config.load_format == "dummy")
     device = this_device(config.device)
     plan = make_plan(config, model, device)
     if not model.tie_word_embeddings or config.load_format == "dummy":

@@ -12,7 +12,7 @@ from phonograph.evaluation.bench import BenchProgress, Row, check_at_least
 from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput
 from phonograph.evaluation.bench_idle import bench_idle
 from phonograph.evaluation.bench_step import bench_step
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import read_configured_model
 
 Note = Callable[[str], None]
 """Called with what a person should know about the choice of cases."""
@@ -34,13 +34,7 @@ def with_published_settings(config: EngineConfig, *, mixed: bool = False) -> Eng
     if mixed:
         settings["max_num_seqs"] = cases.MIXED_SEQS
     if given.get("max_model_len") is None:
-        model = read_model_spec(
-            config.model,
-            trust_remote_code=config.trust_remote_code,
-            revision=config.revision,
-            hf_overrides=config.hf_overrides,
-            config_only=True,
-        )
+        model = read_configured_model(config, config_only=True)
         settings["max_model_len"] = min(MAX_MODEL_LEN, model.context_length)
     return config.model_copy(update={name: value for name, value in settings.items() if given.get(name) is None})
 

@@ -188,4 +188,4 @@ IGNORED_BY_TYPE: Mapping[str, Mapping[str, str]] = {
     "qwen2": {"attention_bias": _TENSORS, "mlp_bias": _TENSORS},
     "qwen3": {"mlp_bias": _TENSORS},
 }
-"""Those without effect on one model type."""
+"""Fields without effect on one model type, each with the reason."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phonograph.errors import shortened
+
 _LONGEST = 150
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
@@ -42,8 +44,7 @@ def hub_problem(error: BaseException) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """Returns the beginning of an error's text that fits into a line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return shortened(" ".join(str(error).split()) or type(error).__name__, _LONGEST)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

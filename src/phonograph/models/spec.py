@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from phonograph.config import EngineConfig
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.context_length import context_length
@@ -112,6 +113,17 @@ class ModelSpec:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+
+def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:
+    """The spec of the model that a configuration names, read with its settings; raises as `read_model_spec`."""
+    return read_model_spec(
+        config.model,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        hf_overrides=config.hf_overrides,
+        config_only=config_only,
+    )
 
 
 def read_model_spec(

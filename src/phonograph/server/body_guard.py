@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phonograph.config_server import ServerConfig
-from phonograph.server.errors import ApiError
+from phonograph.server.errors import ApiError, queue_full
 from phonograph.server.guards import error_response
 from phonograph.server.json_meter import PIECE, JsonMeter
 
@@ -73,13 +73,7 @@ class BodyGuard:
             if body.num_bytes > most:
                 raise too_large
             if self._num_bytes > self._config.max_queued_bytes:
-                raise ApiError(
-                    429,
-                    f"more than {self._config.max_queued_bytes} bytes of bodies wait (max_queued_bytes)",
-                    kind="rate_limit_error",
-                    code="queue_full",
-                    headers={"retry-after": "1"},
-                )
+                raise queue_full(f"more than {self._config.max_queued_bytes} bytes of bodies wait (max_queued_bytes)")
             for start in range(0, len(piece), PIECE):
                 if start:
                     await asyncio.sleep(0)

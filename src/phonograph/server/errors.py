@@ -65,6 +65,11 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
+def queue_full(message: str) -> ApiError:
+    """The refusal of a request for which there is no room now; clients try again after a second."""
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
+
+
 def refused(error: RequestError | RequestFailure, names: Mapping[str, str] | None = None) -> ApiError:
     """The engine's refusal, with the parameter it names; or its failure.
 

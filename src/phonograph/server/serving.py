@@ -23,7 +23,7 @@ from phonograph.server.answers import Answer
 from phonograph.server.async_engine import AsyncEngine
 from phonograph.server.calls import Call, client_gone, until_gone
 from phonograph.server.conversation import Message, read_messages
-from phonograph.server.errors import ApiError, invalid, refused
+from phonograph.server.errors import ApiError, invalid, queue_full, refused
 from phonograph.server.json_meter import JsonMeter
 from phonograph.server.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.metrics import make_registry
@@ -98,13 +98,7 @@ class Serving:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
-            raise ApiError(
-                429,
-                f"{engine.num_open} samples are in progress or wait; this server takes {room} at most",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
+            raise queue_full(f"{engine.num_open} samples are in progress or wait; this server takes {room} at most")
         return warning_headers(ignored)
 
     def encode(

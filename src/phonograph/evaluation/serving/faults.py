@@ -189,7 +189,7 @@ async def try_leavers(target: Target, *, count: int = 200, at_once: int = 64, se
 
 
 async def try_slow_readers(target: Target, *, count: int = 16, output_len: int = 400, seconds: float = 5) -> Seen:
-    """Clients that do not read what they asked for delay nobody, and get all of it when they read at last."""
+    """Clients that do not read their answers delay no other client, and get all of an answer when they read it."""
     problems: list[str] = []
     body = {"prompt": "Tom", "max_tokens": output_len, "ignore_eos": True, "stream": True, "logprobs": 5}
     content = json.dumps(body).encode()
