@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phonograph.grammar import Grammar
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.protocol import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

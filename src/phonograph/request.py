@@ -12,8 +12,8 @@ from enum import Enum
 from typing import Literal
 
 from phonograph.batch import SlotFailure, TokenLogprobs
-from phonograph.grammar import Grammar
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.protocol import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from phonograph.errors import RequestError, shortened
-from phonograph.grammar import Grammar
 from phonograph.request import Request
 from phonograph.runner.grammar_masks import bitmask_words
+from phonograph.structured.protocol import Grammar
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:

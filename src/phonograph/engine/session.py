@@ -22,10 +22,10 @@ from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError, RequestFailure, cause_text
-from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.protocol import Grammar
 
 log = logging.getLogger(__name__)
 

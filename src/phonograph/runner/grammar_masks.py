@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from phonograph.device import num_cores
-from phonograph.grammar import Grammar, Matcher
 from phonograph.kernels.sampling import mask_tokens
 from phonograph.runner.failures import SlotFailures
+from phonograph.structured.protocol import Grammar, Matcher
 
 _ALONE_SECONDS = 500e-6
 """How long bitmasks are filled one after another. Most take 3 us; waking threads costs more than ten of them."""

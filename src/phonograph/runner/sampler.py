@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from phonograph.batch import SlotFailure, TokenLogprobs
-from phonograph.grammar import Grammar
 from phonograph.kernels import sampling
 from phonograph.runner.failures import SlotFailures
 from phonograph.runner.grammar_masks import GrammarMasks
 from phonograph.runner.logprobs import token_logprobs
 from phonograph.runner.penalties import Penalties
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.protocol import Grammar
 
 # Candidates that are ranked before a whole row is sorted.
 _HEAD = 1024

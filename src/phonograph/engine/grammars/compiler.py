@@ -22,8 +22,8 @@ from phonograph.engine.grammars.schema import narrow, refusal
 from phonograph.engine.grammars.worker import Done, Job, receive, send
 from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import PhonographError, RequestError, shortened
-from phonograph.grammar import Grammar
 from phonograph.models.spec import ModelSpec
+from phonograph.structured.protocol import Grammar
 from phonograph.structured_outputs import StructuredOutputs
 
 WORKERS = 2
