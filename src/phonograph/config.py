@@ -60,6 +60,10 @@ class EngineConfig(Settings):
     scheduling_policy: Annotated[values.SchedulingPolicy, values.one_of(values.SchedulingPolicy)] = Field(
         default="fcfs", description="Who goes first: first come, or the lowest priority number."
     )
+    structured_outputs_strictness: Annotated[values.Strictness, values.one_of(values.Strictness)] = Field(
+        default="strict",
+        description="What of a JSON schema no grammar can hold: strict refuses it, relaxed leaves it out and warns.",
+    )
     num_speculative_tokens: values.Count = Field(default=0, description="Draft tokens of each decode step.")
 
     block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")

@@ -190,6 +190,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 KVCacheLayout = Literal["NHD", "HND"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Strictness = Literal["strict", "relaxed"]
 FlashAttnVersion = Literal[2, 3, 4]
 
 _text = Kind("text that is not empty", _parse_text, "TEXT")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from phonograph.errors import RequestError, shortened
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+Strictness = Literal["strict", "relaxed"]
 MAX_CHARACTERS = 200_000
 """Of a schema, an expression or a grammar: beyond that a mistake is likelier than a use."""
 
@@ -21,9 +22,13 @@ class StructuredOutputs:
     json:        a JSON schema, as an object or as text
     regex:       a regular expression that the whole output matches
     choice:      texts, one of which the output is
-    grammar:     a context-free grammar in EBNF, as GBNF has it, whose first rule is `root`
+    grammar:     a context-free grammar: in GBNF, whose first rule is `root`, or in llguidance's dialect of Lark
     json_object: any JSON object
     disable_any_whitespace: JSON on one line, instead of however the model breaks and indents it
+    disable_additional_properties: objects whose schema lists properties, and does not say whether there may be others,
+        have no others. JSON Schema would allow any, and weak models then write names for ever
+    strictness: "strict" refuses what of a JSON schema cannot be held; "relaxed" leaves it out and says so in the
+        output's warnings. None: as the engine is set
 
     `kind` and `source` say the same in a form that can be compared and sent: two outputs with the same are the same.
 
@@ -37,11 +42,15 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool = False
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    strictness: Strictness | None = None
 
     def __post_init__(self) -> None:
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "must be True or False")
+        if self.strictness not in (None, *get_args(Strictness)):
+            raise RequestError("strictness", self.strictness, "must be strict or relaxed")
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] * self.json_object
         if len(given) != 1:

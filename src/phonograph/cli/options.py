@@ -43,6 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "scheduling_policy",
+        "structured_outputs_strictness",
         "num_speculative_tokens",
     ),
     "KV cache": (

@@ -13,17 +13,20 @@ import numpy as np
 from phonograph.errors import RequestError, shortened
 from phonograph.request import Request
 from phonograph.runner.grammar_masks import bitmask_words
-from phonograph.structured.protocol import Grammar
+from phonograph.structured.protocol import Grammar, GrammarError
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:
     """What of its parameters leaves a request no token after those it has; None where something is left."""
     params, num_tokens = request.params, len(request.output_token_ids)
     allowed_V = np.ones(vocab_size, dtype=bool)
-    if request.grammar is not None:
-        allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
-        structured = params.structured_outputs
-        if structured is not None and not allowed_V.any():
+    structured = params.structured_outputs
+    if request.grammar is not None and structured is not None:
+        try:
+            allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
+        except GrammarError as error:
+            return RequestError(structured.kind, shortened(structured.source), f"after {num_tokens} tokens: {error}")
+        if not allowed_V.any():
             after = (
                 f"nothing can follow its first {num_tokens} tokens" if num_tokens else "nothing can be its beginning"
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 from phonograph.config import EngineConfig
 from phonograph.engine.build import BuildProgress, Engine
-from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.interrupts import deferred_interrupts
 from phonograph.engine.offline import answer_inputs
 from phonograph.engine.outputs import RequestOutput
@@ -23,7 +22,7 @@ from phonograph.engine.prompts import (
     prompt_list,
     refuse_unsupported,
 )
-from phonograph.engine.session import Session
+from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.start import start_engine, verify_engine
 from phonograph.engine.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError, RequestError
@@ -66,7 +65,7 @@ class LLM:
         self._engine: Engine = start_engine(self.config, progress)
         tokenizer = load_tokenizer(self.config)
         spec = self._engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
-        grammars = GrammarCompiler(lambda: tokenizer, spec)
+        grammars = grammar_compiler(lambda: tokenizer, spec, self.config)
         self._session = Session(self._engine.core, spec, tokenizer, self.config.seed, grammars)
         self.start_seconds = time.perf_counter() - start
 

@@ -32,6 +32,7 @@ class RequestOutput:
     prompt:            None where token ids were given
     prompt_logprobs:   one entry for each prompt token, the first None, where asked for
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache
+    warnings:          what of its structured output the grammar does not hold
     error:             the reason why the request was refused or failed; it then has no outputs
     """
 
@@ -41,6 +42,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    warnings: tuple[str, ...] = ()
     error: RequestError | RequestFailure | None = None
 
     @property

@@ -14,10 +14,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+from phonograph.config import EngineConfig
 from phonograph.engine.admission import admit_names, admit_parameters, admitted_text, admitted_token_ids
 from phonograph.engine.core import EngineCore
 from phonograph.engine.dead_ends import dead_end
-from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
 from phonograph.engine.tokenizer import Tokenizer
@@ -25,7 +25,9 @@ from phonograph.errors import RequestError, RequestFailure, cause_text
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.protocol import Grammar
+from phonograph.structured.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +184,7 @@ class Session:
         request = sample.request
         if request.failure is not None:
             part, problem, no_token = request.failure
-            error = dead_end(request, self._model.vocab_size) if no_token else None
+            error = dead_end(request, self._model.vocab_size) if no_token or part == "grammar" else None
             raise error or RequestFailure(sample.parent.request_id, part, problem)
         if sample.text is not None:
             self._read(sample, sample.text)
@@ -199,6 +201,8 @@ class Session:
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
         """Gives all samples of a request to the scheduler, or none."""
+        if grammar is not None:
+            samples[0].parent.warnings = grammar.warnings
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
             try:
@@ -235,7 +239,7 @@ class Session:
                 held.samples = [one for one in held.samples if one is not sample]
                 sample.request.finish_reason = "abort"
                 if not held.samples:
-                    self.grammars.leave(held.grammar)
+                    held.grammar.cancel()
         self._held = [held for held in self._held if held.samples]
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
@@ -299,6 +303,16 @@ class Session:
         # Of n samples the one that has got furthest tells.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
             output.prompt_logprobs = [None, *request.prompt_logprobs]
+
+
+def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, config: EngineConfig) -> GrammarCompiler:
+    """Returns what compiles structured outputs for a model; its tokenizer is loaded when it is needed."""
+
+    def vocabulary() -> Vocabulary | None:
+        tokenizer = load()
+        return None if tokenizer is None else Vocabulary.of_tokenizer(tokenizer, model.vocab_size, model.eos_token_ids)
+
+    return GrammarCompiler(vocabulary, tuple(model.eos_token_ids), config.structured_outputs_strictness)
 
 
 def _sample_id(output: RequestOutput, index: int) -> str:

@@ -147,6 +147,7 @@ class AsyncEngine:
             if key in self._open:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
+                prompt.warnings = facts.warnings
                 self.requests.num_prompt_tokens += len(prompt.token_ids)
         for update in report.updates:
             if update[0] not in self._open:

@@ -82,7 +82,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt and its samples. `num_cached_tokens` and `logprobs` are known once its first token has come.
+    """A prompt and its samples. `num_cached_tokens`, `logprobs` and `warnings` are known once its first token has come.
 
     opened: when it was asked for, in seconds of `time.monotonic`
     """
@@ -93,6 +93,7 @@ class Prompt:
     num_growing: int
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
+    warnings: tuple[str, ...] = ()
     opened: float = field(default_factory=time.monotonic)
 
 

@@ -130,7 +130,7 @@ class CoreLoop:
         output = opened.output
         if not opened.prompt_reported:
             opened.prompt_reported = True
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs)
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs, output.warnings)
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended

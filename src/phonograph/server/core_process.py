@@ -71,8 +71,7 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     if config.device != "cpu":
         start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
-    from phonograph.engine.grammars.compiler import GrammarCompiler
-    from phonograph.engine.session import Session
+    from phonograph.engine.session import Session, grammar_compiler
     from phonograph.engine.start import start_engine
     from phonograph.engine.tokenizer import load_tokenizer
     from phonograph.server.core_loop import CoreLoop
@@ -93,7 +92,7 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
         if begin is None:
             return
         model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
-        grammars = GrammarCompiler(lambda: load_tokenizer(config), model)
+        grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
         grammars.warm()
         session = Session(engine.core, model, None, config.seed, grammars)
         CoreLoop(session, channel, channel.send).run()

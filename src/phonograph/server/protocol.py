@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,6 +78,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    structured_outputs_strictness: Literal["strict", "relaxed"] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -156,7 +158,10 @@ class GenerationBody(Body):
             if structured is not None and asked is not None:
                 problem = "tool_choice forces a call, which contradicts the structured output asked for"
                 raise invalid("tool_choice", problem)
-            given["structured_outputs"] = structured or asked
+            found = structured or asked
+            if found is not None and self.structured_outputs_strictness is not None:
+                found = replace(found, strictness=self.structured_outputs_strictness)
+            given["structured_outputs"] = found
             return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         except RequestError as error:
             raise refused(error, names) from None

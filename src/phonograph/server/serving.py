@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ from phonograph.server.token_text import TokenTexts
 
 THREADS = 2
 """Threads that prepare large requests. Those that wait for one are bounded by the bytes of their bodies."""
+MAX_WARNING_CHARACTERS = 2000
 USUAL_CHARACTERS = 8
 """Characters of a token that few texts reach on average."""
 Result = TypeVar("Result")
@@ -263,6 +266,16 @@ def warning_headers(ignored: list[str]) -> dict[str, str]:
     return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
 
 
+def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
+    """Returns headers that also say what the grammar of a call does not hold."""
+    warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))
+    if not warnings:
+        return dict(headers)
+    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
+    told = '299 - "' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), told)))}
+
+
 async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
     """Waits for the answer, or for its beginning, and sends it.
 
@@ -272,10 +285,10 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     try:
         if body.stream:
             await call.begin()
-            return EventStream(call, answer, body, headers)
+            return EventStream(call, answer, body, _with_warnings(headers, call))
         await call.wait()
         call.close()
-        return JSONResponse(answer.whole(), headers=dict(headers))
+        return JSONResponse(answer.whole(), headers=_with_warnings(headers, call))
     except BaseException:
         call.close()
         raise

@@ -12,7 +12,13 @@ from phonograph.structured_outputs import Kind, StructuredOutputs
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
 FORMAT = "response_format"
-PARAMETERS: tuple[str, ...] = ("structured_outputs", "disable_any_whitespace", *get_args(Kind))
+PARAMETERS: tuple[str, ...] = (
+    "structured_outputs",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "strictness",
+    *get_args(Kind),
+)
 """What the engine may name in refusing it, by whichever field it came."""
 
 
@@ -79,4 +85,4 @@ def _of_format(given: dict[str, Any]) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     if not isinstance(about["schema"], dict):
         raise invalid(FORMAT, f"{FORMAT}.json_schema.schema must be an object")
-    return StructuredOutputs(json=about["schema"])
+    return StructuredOutputs(json=about["schema"], strictness="strict" if about.get("strict") is True else None)

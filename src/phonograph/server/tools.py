@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phonograph.engine.grammars.places import DATA, MAX_DEPTH, SCHEMA_MAPS, schemas
-from phonograph.engine.grammars.references import ANCHORS, KEYWORDS
-from phonograph.engine.grammars.schema import WHOLE
 from phonograph.errors import RequestError
 from phonograph.server.errors import invalid, refused
 from phonograph.structured_outputs import StructuredOutputs
@@ -53,7 +50,7 @@ class ToolChoice:
         if self.form == "named":
             assert self.function is not None
             return StructuredOutputs(json=_as_object(functions[self.function]), disable_any_whitespace=True)
-        # Each function's parameters stand at a place of their own, so that their references still find what they mean.
+        # Each function's parameters are a resource of their own, so that their references still find what they mean.
         calls = [
             {
                 "type": "object",
@@ -63,7 +60,10 @@ class ToolChoice:
             }
             for index, name in enumerate(functions)
         ]
-        places = {str(index): _placed(schema, index) for index, schema in enumerate(functions.values())}
+        places = {
+            str(index): {**_as_object(schema), "$id": f"http://tools/{index}/"}
+            for index, schema in enumerate(functions.values())
+        }
         most = MAX_FORCED_CALLS if self.parallel else 1
         array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": places}
         return StructuredOutputs(json=array, disable_any_whitespace=True)
@@ -118,42 +118,4 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether the schema says so or not; one without any is empty."""
-    return schema if WHOLE.keys() & schema.keys() else {"type": "object", **schema}
-
-
-def _placed(schema: dict[str, Any], index: int) -> dict[str, Any]:
-    """The parameters of tool `index` as they are among the definitions of all."""
-    # References within are to be found from the whole, which has no name of its own.
-    own = {key: value for key, value in _as_object(schema).items() if key != "$id"}
-    too_deep = invalid(f"tools[{index}].function.parameters", "the parameters lie too deep in each other")
-    if any(depth >= MAX_DEPTH for _, depth in schemas(own)):  # among the definitions they lie one deeper
-        raise too_deep
-    try:
-        return _moved(own, index)
-    except RecursionError:  # of what is no schema
-        raise too_deep from None
-
-
-def _moved(schema: Any, index: int, *, are_names: bool = False) -> Any:
-    """A schema with its references and anchors as they are when tool `index` is one of several.
-
-    are_names: the keys are names, of properties or definitions, not keywords
-    """
-    if isinstance(schema, list):
-        return [_moved(one, index) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if are_names:
-        return {name: _moved(one, index) for name, one in schema.items()}
-    moved: dict[str, Any] = {}
-    for key, one in schema.items():
-        if key in DATA:
-            moved[key] = one
-        elif key in KEYWORDS and isinstance(one, str) and one.startswith("#"):
-            is_place = one == "#" or one.startswith("#/")
-            moved[key] = f"#/$defs/{index}{one[1:]}" if is_place else f"{one}.{index}"
-        elif key in ANCHORS and isinstance(one, str):
-            moved[key] = f"{one}.{index}"
-        else:
-            moved[key] = _moved(one, index, are_names=key in SCHEMA_MAPS)
-    return moved
+    return schema if {"type", "$ref"} & schema.keys() else {"type": "object", **(schema or {"properties": {}})}

@@ -1,35 +1,65 @@
-"""What engine and runner say about grammars, whatever library makes them: plain types, no torch."""
+"""Interfaces between the engine and grammars, whatever library makes them: plain types, no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 
+class GrammarError(Exception):
+    """A grammar that came to a limit of its library, or a token that it does not allow. It concerns one request."""
+
+
 class Matcher(Protocol):
-    """Follows one output through a grammar."""
+    """Position of one output in a grammar."""
 
     @property
     def ended(self) -> bool:
         """Whether it has accepted an end-of-sequence token: nothing can follow."""
         ...
 
-    def accept(self, token_id: int) -> bool:
-        """Takes the next token; False, and no change, where the grammar does not allow it."""
+    def accept(self, token_id: int) -> None:
+        """Takes the next token.
+
+        Raises:
+            GrammarError: the grammar does not allow the token, and nothing has changed; or it came to a limit.
+        """
+        ...
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of the tokens the grammar allows one after another from here. Nothing changes."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens, an end-of-sequence token too."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Returns a matcher at the same position that goes its own way."""
         ...
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         """Writes which tokens may come next into a row: int32 [rows, words], token t is bit t % 32 of word t // 32.
 
         Not to be called when it has ended.
+
+        Raises:
+            GrammarError: it came to a limit.
         """
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar. It is shared by requests, and not changed by its matchers."""
+    """A compiled grammar. Requests share it, and its matchers do not change it.
+
+    warnings: what of the request it does not hold, each a short text
+    """
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
 
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of an output."""
+        """Returns a matcher at the beginning of an output."""
         ...

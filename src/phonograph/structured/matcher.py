@@ -1,0 +1,179 @@
+"""Grammars and matchers of llguidance. No other module names the library.
+
+A matcher of the library never raises: after an error its mask allows the end of the output and nothing else, which
+would cut answers off in silence. So its error is asked for after each call. A token that it refuses is an error for
+good too, so tokens are validated before it takes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from phonograph.structured.protocol import GrammarError
+from phonograph.structured.vocabulary import Vocabulary
+
+MAX_ITEMS = 20_000
+"""Ways in which a grammar may go on at one point. The library's own 2,000 end an object of 2,000 optional names."""
+MAX_LEXER_STATES = 50_000
+"""States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
+_UNKNOWN = "Unimplemented keys: "
+_ONE_OF = "oneOf is taken as anyOf"
+WHITESPACE = r"[ \n\r\t]{1,40}"
+"""White space between JSON tokens. Any indentation needs no more, and weak models would go on with it for ever."""
+
+
+class Library:
+    """The library, for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._make: Any = llguidance.LLMatcher
+        self._for_lark: Any = llguidance.regex_to_lark
+        self._eos = vocabulary.eos
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos)
+        )
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        )
+
+    def of_json_schema(self, schema: Mapping[str, Any], *, any_whitespace: bool, lenient: bool) -> LibraryGrammar:
+        """Compiles a schema. A `oneOf` that the library cannot prove disjoint is taken as `anyOf`, with a warning.
+
+        lenient: leaves out, with warnings, keywords that the library does not have
+
+        Raises:
+            GrammarError: the schema cannot be held.
+        """
+        options: dict[str, Any] = {"lenient": lenient, "whitespace_pattern": WHITESPACE}
+        if not any_whitespace:
+            options = {"lenient": lenient, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        text = json.dumps(schema)
+        try:
+            return self._compile(self._make.grammar_from_json_schema(text, overrides=options))
+        except GrammarError as error:
+            if str(error) != _ONE_OF:
+                raise
+        return self._compile(self._make.grammar_from_json_schema(text, overrides={**options, "coerce_one_of": True}))
+
+    def of_regex(self, regex: str) -> LibraryGrammar:
+        r"""Compiles a regular expression that a whole output matches; `\d` and `\w` are ASCII's.
+
+        Raises:
+            GrammarError: the library does not take it.
+        """
+        return self.of_lark(f"start: /{self._for_lark(regex, use_ascii='dw')}/")
+
+    def of_lark(self, lark: str) -> LibraryGrammar:
+        """Compiles a grammar in the library's dialect of Lark.
+
+        Raises:
+            GrammarError: the library does not take it.
+        """
+        return self._compile(self._make.grammar_from_lark(lark))
+
+    def takes_regex(self, regex: str) -> bool:
+        """Whether a schema may have it as a pattern."""
+        return not self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits)
+
+    def _compile(self, grammar: str) -> LibraryGrammar:
+        matcher = self._make(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        _check(matcher)
+        # Faults such as a rule that only refers to itself show at the first mask.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise GrammarError(f"nothing can be its beginning ({_error_of(first)}): a rule that never ends?")
+        return LibraryGrammar(matcher, self._eos)
+
+
+class LibraryGrammar:
+    """A compiled grammar: a matcher at the beginning, which is copied for each request."""
+
+    def __init__(self, matcher: Any, eos: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self.warnings: tuple[str, ...] = tuple(map(_told, matcher.get_grammar_warnings()))
+
+    def matcher(self) -> LibraryMatcher:
+        return LibraryMatcher(self._matcher.deep_copy(), self._eos, ended=False)
+
+
+class LibraryMatcher:
+    """A position in a grammar."""
+
+    def __init__(self, matcher: Any, eos: tuple[int, ...], *, ended: bool) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self.ended = ended
+
+    def accept(self, token_id: int) -> None:
+        if not self.validate([token_id]):
+            _check(self._matcher)
+            raise GrammarError(f"the token {token_id} is not allowed here")
+        self._matcher.consume_token(token_id)
+        _check(self._matcher)
+        self.ended = token_id in self._eos
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        if self.ended:
+            return 0
+        num_allowed = self._matcher.validate_tokens(list(token_ids))
+        # The library takes the end where nothing else can follow, but does not count it as valid there.
+        if num_allowed < len(token_ids) and token_ids[num_allowed] in self._eos:
+            there = self._matcher.deep_copy()
+            there.consume_tokens(list(token_ids[:num_allowed]))
+            return num_allowed + there.is_accepting()
+        return num_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        _check(self._matcher)
+        self.ended = self.ended and not num_tokens
+
+    def copy(self) -> LibraryMatcher:
+        return LibraryMatcher(self._matcher.deep_copy(), self._eos, ended=self.ended)
+
+    def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
+        words_W = bitmask_RW[row]
+        assert words_W.flags.c_contiguous and words_W.dtype == np.int32
+        # The library's own helper for arrays takes three times as long for 64 rows.
+        self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+        _check(self._matcher)
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(_error_of(matcher))
+
+
+def _error_of(matcher: Any) -> str:
+    return _told(matcher.get_error())
+
+
+def _told(text: str) -> str:
+    """What the library says, on one line and in the words of this room."""
+    if text.startswith(_UNKNOWN):
+        return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} is not held"
+    if text.startswith("oneOf"):
+        return _ONE_OF
+    return " ".join(text.replace("<non-verbose/>", "").split())[:300]
+
+
+class _Tokens:
+    """What the library asks of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.special | {*vocabulary.eos})
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)

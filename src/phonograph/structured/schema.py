@@ -1,0 +1,273 @@
+"""Pre-pass over a JSON schema: keywords that the library lacks are written in others, or named as not held.
+
+What comes out means the same, or allows less. Keywords that are not here are left to the library, which names those
+that it does not know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+from urllib.parse import urljoin
+
+from phonograph.errors import shortened
+from phonograph.structured.formats import BY_LIBRARY, PATTERNS
+from phonograph.structured.places import MAX_DEPTH, Schema, at_pointer, inner, schemas
+from phonograph.structured.protocol import GrammarError
+
+MOST_MULTIPLE = 1024
+"""What `multipleOf` may count to: the library's time to compile grows with its square, and has no limit of its own."""
+MOST_ORDERS = 400
+"""Lists that `uniqueItems` may be written as: one for each choice and order of an enum's values."""
+_EXACT = 2**53
+"""Integers up to here are exact in floating point, which the library's bounds are."""
+_NEVER = 2**31
+"""A length or a count that no output reaches."""
+_BOUNDS = {"minimum": max, "exclusiveMinimum": max, "maximum": min, "exclusiveMaximum": min}
+_MERGING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+_OPEN = _MERGING | {"$dynamicRef", "additionalProperties", "patternProperties", "propertyNames", "if"}
+_OPEN |= {"unevaluatedProperties", "dependentSchemas", "dependencies"}
+_ALONE = frozenset({"type", "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
+_ALONE |= frozenset({"id", "$anchor", "$defs", "definitions", "readOnly", "writeOnly"})
+_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
+"""pydantic's pattern of a Decimal, and what it means without looking ahead."""
+
+
+def prepared(value: Any, *, closes: bool, leaves_out: Callable[[str], bool] | None) -> tuple[Schema, list[str]]:
+    """Changes a schema in place; returns it, and a warning for each thing that it does not hold any more.
+
+    closes:     objects that only list properties get no others. JSON Schema allows any, and weak models never end them.
+    leaves_out: None where all has to be held. Else what cannot be held is left out, patterns too for which this is True
+
+    Raises:
+        GrammarError: there is something that cannot be held.
+    """
+    if value is False:
+        raise GrammarError("the schema `false` allows nothing")
+    root: Schema = {} if value is True else value
+    found = _Prepass(root, closes, leaves_out)
+    found.run()
+    return root, list(dict.fromkeys(found.warnings))
+
+
+class _Prepass:
+    def __init__(self, root: Schema, closes: bool, leaves_out: Callable[[str], bool] | None) -> None:
+        self._root = root
+        self._closes = closes
+        self._leaves_out = leaves_out
+        self.warnings: list[str] = []
+
+    def run(self) -> None:
+        found = list(schemas(self._root))
+        if found[-1][2] > MAX_DEPTH:
+            raise GrammarError(f"its schemas lie more than {MAX_DEPTH} deep in each other")
+        names = {_name_of(self._root, resource) for _, resource, _ in found}
+        merged = _merged(self._root)
+        multiples: list[int] = []
+        for schema, resource, _ in found:
+            self._write_numbers(schema, multiples)
+            self._write_texts(schema)
+            self._write_unique(schema, resource)
+            self._write_names(schema)
+            _write_conditions(schema)
+            if self._closes and id(schema) not in merged:
+                _close(schema)
+            self._check_open(schema)
+            reference = schema.get("$ref", "")
+            address = urljoin(_name_of(self._root, resource), reference) if isinstance(reference, str) else ""
+            if address.partition("#")[0] not in names:
+                self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
+        # Where schemas are merged, their multiples are counted together.
+        if merged and math.lcm(1, *multiples) > MOST_MULTIPLE:
+            raise GrammarError(f"several multipleOf whose common multiple is above {MOST_MULTIPLE} are not held")
+
+    def _drop(self, schema: Schema, key: str, what: str) -> None:
+        if self._leaves_out is None:
+            raise GrammarError(f"{what} is not held")
+        del schema[key]
+        self.warnings.append(f"{what} is not held")
+
+    def _write_numbers(self, schema: Schema, multiples: list[int]) -> None:
+        for key in ("maxLength", "maxItems", "maxProperties"):
+            if _is_number(schema.get(key)) and schema[key] >= _NEVER:
+                del schema[key]
+        for key, inner_of in _BOUNDS.items():
+            bound = schema.get(key)
+            if _is_number(bound) and abs(bound) > _EXACT:
+                if (bound > 0) == (inner_of is max):
+                    self._drop(schema, key, f"{key} beyond 2^53")
+                else:
+                    del schema[key]
+                    key, limit = ("minimum", -_EXACT) if inner_of is max else ("maximum", _EXACT)
+                    schema[key] = inner_of(limit, schema.get(key, limit))
+        for key in ("const", "enum"):
+            if any(not -(2**63) <= one < 2**64 for one in _integers(schema.get(key))):
+                raise GrammarError(f"{key} has an integer beyond 64 bits; write it as a string")
+        unit = schema.get("multipleOf")
+        if _is_number(unit) and unit > 0:
+            multiples.append(Fraction(repr(unit)).numerator)
+            if multiples[-1] > MOST_MULTIPLE:
+                self._drop(schema, "multipleOf", f"multipleOf {shortened(str(unit), 30)}, above {MOST_MULTIPLE},")
+                multiples.pop()
+
+    def _write_texts(self, schema: Schema) -> None:
+        form = schema.get("format")
+        if isinstance(form, str) and form not in BY_LIBRARY:
+            del schema["format"]  # JSON Schema defines no other: a note, not a rule
+            if form in PATTERNS:
+                together = schema.setdefault("allOf", []) if "pattern" in schema else None
+                text = {"pattern": f"^({PATTERNS[form]})$"}
+                schema.update(text) if together is None else together.append(text)
+        pattern = schema.get("pattern")
+        if pattern == _DECIMAL[0]:
+            schema["pattern"] = _DECIMAL[1]
+        elif isinstance(pattern, str) and self._leaves_out is not None and self._leaves_out(pattern):
+            self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
+        named = schema.get("patternProperties")
+        if isinstance(named, dict) and self._leaves_out is not None:
+            for name in filter(self._leaves_out, list(named)):
+                self._drop(named, name, f"the pattern {shortened(name, 100)} of names")
+
+    def _write_unique(self, schema: Schema, resource: Schema) -> None:
+        """`uniqueItems` of an enum: all lists of its values without a repetition."""
+        if not schema.get("uniqueItems") or schema.get("maxItems") in (0, 1):
+            schema.pop("uniqueItems", None)
+            return
+        items = schema.get("items")
+        if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
+            items = at_pointer(resource, items["$ref"])
+        values = _values(items) if isinstance(items, dict) and items.keys() <= _ALONE | {"enum", "const"} else None
+        if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
+            return
+        least, most = schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values))
+        if sum(math.perm(len(values), count) for count in range(least, most + 1)) <= MOST_ORDERS:
+            for key in ("uniqueItems", "items", "minItems", "maxItems"):
+                schema.pop(key, None)
+            orders = (itertools.permutations(values, count) for count in range(least, most + 1))
+            schema["enum"] = [list(order) for order in itertools.chain.from_iterable(orders)]
+
+    def _write_names(self, schema: Schema) -> None:
+        """`propertyNames` as `properties` or `patternProperties`, and no others."""
+        names = schema.get("propertyNames")
+        properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in schema:
+            return
+        said = names.keys() - _ALONE
+        if said <= {"enum", "const"} and (values := _values(names)) is not None:
+            schema["properties"] = {name: properties.get(name, more) for name in values if isinstance(name, str)}
+        elif said and said <= {"minLength", "maxLength"} or said == {"pattern"}:
+            if properties and more is not True:
+                return  # what `additionalProperties` says would be said of the properties too
+            lengths = rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+            pattern = names.get("pattern", lengths)
+            try:
+                schema["properties"] = {
+                    name: one if re.search(pattern, name) else False for name, one in properties.items()
+                }
+            except (re.error, TypeError):
+                return
+            schema["patternProperties"] = {pattern: more}
+        elif said:
+            return
+        del schema["propertyNames"]
+        if said:
+            schema["additionalProperties"] = False
+
+    def _check_open(self, schema: Schema) -> None:
+        """A name that is in no schema can come twice in the library's grammars, so such names cannot be counted."""
+        least, required = schema.get("minProperties"), schema.get("required")
+        is_open = schema.get("additionalProperties", True) is not False or "patternProperties" in schema
+        if _is_number(least) and least > (len(required) if isinstance(required, list) else 0) + 1 and is_open:
+            self._drop(schema, "minProperties", "minProperties above 1 where names are open")
+
+
+def _write_conditions(schema: Schema) -> None:
+    """Keywords that ask for names where others are: each becomes a choice between not having one and having all."""
+    choices: list[Schema] = []
+    for key in ("dependentRequired", "dependencies"):
+        asked = schema.get(key)
+        if isinstance(asked, dict) and all(isinstance(names, list) for names in asked.values()):
+            choices += [{"anyOf": [_without(name), {"required": names}]} for name, names in asked.items()]
+            del schema[key]
+    none_of = schema.get("not")
+    if isinstance(none_of, dict) and none_of.keys() == {"required"} and schema.get("type") == "object":
+        choices.append({"anyOf": [_without(name) for name in none_of["required"]]})
+        del schema["not"]
+    if choices:
+        schema["allOf"] = [*schema.get("allOf", []), *choices]
+
+
+def _without(name: str) -> Schema:
+    return {"properties": {name: False}}
+
+
+def _close(schema: Schema) -> None:
+    """Forbids other properties than those listed, where nothing needs or describes others."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or _OPEN & schema.keys() or not isinstance(required, list):
+        return
+    least = schema.get("minProperties", 0)
+    if all(name in properties for name in required) and _is_number(least) and least <= len(properties):
+        schema["additionalProperties"] = False
+
+
+def _merged(root: Schema) -> set[int]:
+    """Returns the ids of the schemas of which others say something too: to close these could leave nothing."""
+    found: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+    pending: list[tuple[Any, Schema, bool]] = [(root, root, False)]
+    while pending:
+        schema, resource, merged = pending.pop()
+        if not isinstance(schema, dict) or (id(schema), merged) in seen:
+            continue
+        seen.add((id(schema), merged))
+        if merged:
+            found.add(id(schema))
+        said, resource = schema.keys() - _ALONE, schema if "$id" in schema else resource
+        target = at_pointer(resource, schema["$ref"]) if isinstance(schema.get("$ref"), str) else None
+        for key, one in (*inner(schema), ("$ref", target)):
+            beside = key in _MERGING and (len(said) > 1 or (key == "allOf" and len(schema["allOf"]) > 1))
+            patterns = key in ("properties", "patternProperties") and {"properties", "patternProperties"} <= said
+            pending.append((one, resource, merged or beside or patterns))
+    return found
+
+
+def _name_of(root: Schema, resource: Schema) -> str:
+    """Returns the address of a resource; that of a root without one is empty."""
+    own, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
+    return urljoin(own, name).rstrip("#") if isinstance(own, str) and isinstance(name, str) else ""
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    """Returns the values of a `const` or `enum`, each once as JSON Schema compares them: 1 is 1.0, True is not 1."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return None
+    return list({_identity(one): one for one in values}.values())
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, list):
+        return "list", *map(_identity, value)
+    if isinstance(value, dict):
+        return "dict", frozenset((name, _identity(one)) for name, one in value.items())
+    return isinstance(value, bool), value
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in a value."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, list | dict):
+            pending += one if isinstance(one, list) else one.values()
+        elif isinstance(one, int):
+            yield one
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
