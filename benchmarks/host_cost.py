@@ -20,7 +20,6 @@ import numpy as np
 
 from phonograph.batch import ScheduledBatch, StepOutput
 from phonograph.engine.core import EngineCore
-from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.evaluation.output import output_file
 from phonograph.evaluation.record import provenance, write_result
@@ -36,6 +35,7 @@ from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
 from phonograph.runner.steps import CompletedStep
 from phonograph.sampling_params import SamplingParams
 from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.structured.compiler import GrammarCompiler
 
 T = TypeVar("T")
 
@@ -124,7 +124,8 @@ class Host:
             self._clock,
         )
         model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
-        session = Session(EngineCore(scheduler, self._runner), model, None, 0, GrammarCompiler(lambda: None, model))
+        grammars = GrammarCompiler(lambda: None, model.eos_token_ids)
+        session = Session(EngineCore(scheduler, self._runner), model, None, 0, grammars)
         rng = np.random.default_rng(0)
         # Unlike lengths, so that block borders spread over the steps as they do in service.
         for length in rng.integers(context_len * 7 // 8, context_len * 9 // 8, num_seqs).tolist():

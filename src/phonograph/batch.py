@@ -91,7 +91,8 @@ class SlotFailure(NamedTuple):
 
     part:     the work that failed, such as "grammar"
     problem:  what went wrong in it
-    no_token: True if the sequence's logits had no token to choose; its parameters may be the reason
+    no_token: True if the sequence's logits had no token to choose, or its grammar came to a limit; its parameters may be
+              the reason
     """
 
     part: str

@@ -32,7 +32,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_help_of_a_command_shows_every_setting_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_shows_every_setting_as_a_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # in 80, names of more than 28 characters are broken
     assert main(["config", "--help"]) == 0
     shown = capsys.readouterr().out
     flags = [f"--{name.replace('_', '-')}" for name in EngineConfig.model_fields]

@@ -49,6 +49,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_seqs": st.integers(1, 1 << 17),
     "max_num_batched_tokens": st.integers(1, 1 << 20),
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+    "structured_outputs_strictness": st.sampled_from(["strict", "relaxed"]),
     "num_speculative_tokens": st.integers(0, 8),
     "block_size": counts,
     "kv_cache_dtype": st.sampled_from(["auto", "fp8", "fp8_e4m3", "fp8_E5M2"]),

@@ -65,10 +65,10 @@ class RuledOut(Ladder):
             raise Injected("no matcher")
         return RuledOut(self.length, self.vocab, self.end)
 
-    def accept(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> None:
         if type(self).fault == "accept" and self.taken:
             raise Injected("not accepted")
-        return super().accept(token_id)
+        super().accept(token_id)
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         if type(self).fault == "fill" and self.taken:

@@ -52,10 +52,10 @@ class Broken(Ladder):
             raise ValueError("matcher")
         return Broken(self.length, self.vocab, self.end)
 
-    def accept(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> None:
         if type(self).fault == "accept" and self.taken >= type(self).begin:
             raise ValueError("accept")
-        return super().accept(token_id)
+        super().accept(token_id)
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         if type(self).fault == "fill" and self.taken >= type(self).begin:

@@ -190,7 +190,6 @@ def test_nothing_is_compiled_for_a_grammar(full: LLM) -> None:
 
 
 def test_json_is_valid_and_the_hosts(full: LLM) -> None:
-    pytest.importorskip("xgrammar")
     schema = {
         "type": "object",
         "properties": {
@@ -223,7 +222,6 @@ def test_json_is_valid_and_the_hosts(full: LLM) -> None:
 
 def test_a_grammar_without_a_way_on_fails_its_request_only(full: LLM) -> None:
     """The row without a token is found on the device, with the next step in flight."""
-    pytest.importorskip("xgrammar")
     dead = StructuredOutputs(grammar='root ::= "ab" never\nnever ::= never')
     asked = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True) for _ in range(3)]
     asked.insert(1, SamplingParams(temperature=0, max_tokens=20, n=2, structured_outputs=dead))

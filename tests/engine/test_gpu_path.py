@@ -21,7 +21,6 @@ from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine import build
 from phonograph.engine import start as engine_start
-from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
@@ -29,6 +28,7 @@ from phonograph.errors import CaptureError
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.compiler import GrammarCompiler
 
 wiring_cuda = pytest.importorskip("phonograph.engine.wiring_cuda")
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
@@ -79,7 +79,7 @@ def start(folder: Path) -> tuple[Session, Counter[str]]:
     )
     model = read_model_spec(folder)
     engine = build.build_engine(make_plan(config, model, known_device("h200")))
-    session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, model))
+    session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
 
 

@@ -9,17 +9,14 @@ from typing import Any
 import fake_flash
 import pytest
 
-from phonograph import LLM
 from phonograph.attention.flash_attn import providers
 from phonograph.cli.app import main
 from phonograph.config import EngineConfig
 from phonograph.device import known_device
 from phonograph.engine import build
 from phonograph.engine import start as engine_start
-from phonograph.errors import ConfigError, RequestError
+from phonograph.errors import ConfigError
 from phonograph.evaluation.harness.__main__ import main as harness
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured_outputs import StructuredOutputs
 
 
 def hide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,16 +96,6 @@ def test_what_flash_attention_4_is_written_in(
     for name in ("vllm", "flash_attn"):
         for loaded in [one for one in sys.modules if one.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, loaded)
-
-
-def test_the_grammar_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a grammar are answered."""
-    llm = LLM(model="demo", device="cpu", max_model_len=64, max_num_seqs=2, num_kv_blocks=8, enforce_eager=True)
-    hide("xgrammar", monkeypatch)
-    params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(regex="[ab]+"))
-    with pytest.raises(RequestError, match=r"needs xgrammar; pip install 'phonograph\[structured\]'"):
-        llm.generate("a", params)
-    assert llm.generate("a", SamplingParams(max_tokens=2))[0].finished
 
 
 @pytest.mark.parametrize("name", ["fastapi", "prometheus_client", "uvicorn", "zmq"])

@@ -43,12 +43,28 @@ FREE = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 RULED = SamplingParams(max_tokens=3, temperature=0, n=2, structured_outputs=StructuredOutputs(regex="[a-c]{3}"))
 
 
+class Later:
+    """Grammars that are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Any]] = []
+
+    def request(self, _: Any) -> Future[Any]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def set_result(self, compiled: Any) -> None:
+        for future in self.asked:
+            if not future.cancelled():
+                future.set_result(compiled)
+
+
 @pytest.fixture
-def grammar(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Future[Any], Any]:
-    """One that is compiled when the test says so, and what it then is."""
+def grammar(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Later, Any]:
+    """Those of the requests of a test, and what they then are."""
     compiled = session.grammars.request(RULED.structured_outputs).result()
-    later: Future[Any] = Future()
-    monkeypatch.setattr(session.grammars, "request", lambda asked: later)
+    later = Later()
+    monkeypatch.setattr(session.grammars, "request", later.request)
     return later, compiled
 
 
@@ -83,17 +99,13 @@ def test_abort_of_what_waits_for_its_grammar(session: Session, grammar: Any) -> 
     assert not session.has_unfinished
 
 
-def test_the_compiler_hears_of_requests_that_are_gone(
-    session: Session, grammar: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_grammar_is_compiled_for_a_request_that_is_gone(session: Session, grammar: Any) -> None:
     later, _ = grammar
-    left: list[Future[Any]] = []
-    monkeypatch.setattr(session.grammars, "leave", left.append)
     held = session.add("x", RULED)
     session.abort(held, 0)
-    assert left == []
+    assert not later.asked[0].cancelled()
     session.abort(held, 1)
-    assert left == [later]
+    assert later.asked[0].cancelled()
 
 
 def test_no_grammar_is_compiled_for_a_request_that_is_refused(
@@ -109,7 +121,7 @@ def test_no_grammar_is_compiled_for_a_request_that_is_refused(
 def test_a_refused_request_keeps_no_frames(session: Session, grammar: Any) -> None:
     later, _ = grammar
     held = session.add("x", RULED)
-    later.set_exception(RequestError("regex", "a(", "is none"))
+    later.asked[0].set_exception(RequestError("regex", "a(", "is none"))
     run(session)
     assert isinstance(held.error, RequestError) and held.error.__traceback__ is None
 
@@ -122,7 +134,7 @@ def test_abort_of_all_that_waits_leaves_nothing_to_step_for(session: Session, gr
 def test_the_id_of_a_request_whose_grammar_failed_is_free(session: Session, grammar: Any) -> None:
     later, _ = grammar
     bad = session.add("x", RULED, request_id="a")
-    later.set_exception(RequestError("structured_outputs", "x", "is none"))
+    later.asked[0].set_exception(RequestError("structured_outputs", "x", "is none"))
     run(session)
     assert bad.error is not None and bad.outputs == []
     good = session.add("x", FREE, request_id="a")

@@ -26,8 +26,8 @@ class Allowed:
     def matcher(self) -> Allowed:
         return self
 
-    def accept(self, token_id: int) -> bool:
-        return True
+    def accept(self, token_id: int) -> None:
+        pass
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         bitmask_RW[row] = self.words

@@ -16,6 +16,7 @@ from phonograph.runner import grammar_masks
 from phonograph.runner.failures import SlotFailures
 from phonograph.runner.sampler import Sampler
 from phonograph.sampling_params import SamplingParams
+from phonograph.structured.protocol import GrammarError
 from phonograph.structured_outputs import StructuredOutputs
 
 VOCAB, END = 70, 69
@@ -35,10 +36,10 @@ class InTurn:
     def ended(self) -> bool:
         return self.place == len(self.choices)
 
-    def accept(self, token_id: int) -> bool:
-        allowed = token_id in self.choices[self.place]
-        self.place += allowed
-        return allowed
+    def accept(self, token_id: int) -> None:
+        if token_id not in self.choices[self.place]:
+            raise GrammarError(f"the token {token_id} is not allowed here")
+        self.place += 1
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         bits = np.zeros(bitmask_RW.shape[1] * 32, np.uint8)

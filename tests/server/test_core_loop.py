@@ -11,7 +11,6 @@ import pytest
 
 from phonograph.config import EngineConfig
 from phonograph.engine.build import Engine
-from phonograph.engine.grammars.compiler import GrammarCompiler
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
 from phonograph.errors import RequestFailure
@@ -19,6 +18,7 @@ from phonograph.sampling_params import SamplingParams
 from phonograph.server import core_loop
 from phonograph.server.core_loop import CoreLoop
 from phonograph.server.messages import Abort, Add, Command, Report, Stop
+from phonograph.structured.compiler import GrammarCompiler
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
 
@@ -31,7 +31,7 @@ class Driven:
         self.commands: deque[Command] = deque()
         self.reports: list[Report] = []
         model = engine.plan.model
-        session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, model))
+        session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
         self.loop = CoreLoop(session, self, self.reports.append)
 
     def receive(self, *, wait: bool) -> Command | None:
@@ -125,8 +125,8 @@ def test_one_bad_prompt_refuses_its_call_and_no_other(driven: Driven) -> None:
 def test_one_prompt_whose_report_or_adding_raises_fails_alone(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     facts, add_request = core_loop.PromptFacts, Session.add
 
-    def broken_facts(num_cached_tokens: int, prompt_logprobs: Any) -> Any:
-        return facts(num_cached_tokens, prompt_logprobs) if prompt_logprobs is None else 1 / 0
+    def broken_facts(num_cached_tokens: int, prompt_logprobs: Any, *rest: Any) -> Any:
+        return facts(num_cached_tokens, prompt_logprobs, *rest) if prompt_logprobs is None else 1 / 0
 
     def broken_add(self: Session, prompt: Any, *rest: Any, **more: Any) -> Any:
         return add_request(self, prompt, *rest, **more) if prompt != [666] else 1 / 0

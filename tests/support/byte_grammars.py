@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from phonograph.engine.grammars import worker
+from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.protocol import Grammar
+from phonograph.structured.vocabulary import Vocabulary
+from phonograph.structured_outputs import StructuredOutputs
 
 END = 256
 
 
-def byte_compiler() -> Any:
-    import xgrammar
-
-    tokens = [*(bytes([byte]) for byte in range(256)), b""]
-    return xgrammar.GrammarCompiler(
-        xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
-    )
+def byte_vocabulary(*more: bytes) -> Vocabulary:
+    """The bytes, the end, and tokens of several bytes."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *more]
+    return Vocabulary(tokens, frozenset({END}), (END,), len(tokens), lambda text: list(text.encode()))
 
 
-def compiled(compiler: Any, kind: str, source: Any) -> Any:
-    text = source if isinstance(source, str) else json.dumps(source)
-    return worker._compile(compiler, worker.Job(kind, text, False))
+def byte_compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_vocabulary, (END,))
 
 
-def takes(grammar: Any, text: str) -> bool:
+def compiled(compiler: GrammarCompiler, **structured: Any) -> Grammar:
+    return compiler.request(StructuredOutputs(**{"disable_any_whitespace": True, **structured})).result()
+
+
+def takes(grammar: Grammar, text: str) -> bool:
     """Whether the text, and then the end, is what the grammar allows."""
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(grammar)
-    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(END)
+    tokens = [*text.encode(), END]
+    return grammar.matcher().validate(tokens) == len(tokens)

@@ -17,6 +17,7 @@ class Ladder:
     state: int = 1
     taken: int = 0
     ended: bool = False
+    warnings: tuple[str, ...] = ()
 
     def matcher(self) -> Ladder:
         return Ladder(self.length, self.vocab, self.end)
@@ -30,12 +31,11 @@ class Ladder:
             bits[self.end] = 0
         return bits
 
-    def accept(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> None:
         assert not self.ended and self.allowed()[token_id], "a token that the mask did not have"
         self.ended = token_id == self.end
         self.state = (self.state * 31 + token_id) % (1 << 30)
         self.taken += 1
-        return True
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         assert not self.ended

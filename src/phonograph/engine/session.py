@@ -184,7 +184,7 @@ class Session:
         request = sample.request
         if request.failure is not None:
             part, problem, no_token = request.failure
-            error = dead_end(request, self._model.vocab_size) if no_token or part == "grammar" else None
+            error = dead_end(request, self._model.vocab_size) if no_token else None
             raise error or RequestFailure(sample.parent.request_id, part, problem)
         if sample.text is not None:
             self._read(sample, sample.text)

@@ -24,6 +24,7 @@ import torch
 
 from phonograph.batch import SlotFailure
 from phonograph.errors import cause_text
+from phonograph.structured.protocol import GrammarError
 
 log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
@@ -49,7 +50,7 @@ class SlotFailures:
             raise
         except Exception as error:
             log.exception("slot %d: %s failed", slot, part)
-            self.by_slot.setdefault(slot, SlotFailure(part, cause_text(error)))
+            self.by_slot.setdefault(slot, SlotFailure(part, cause_text(error), isinstance(error, GrammarError)))
             return False
         return True
 

@@ -102,7 +102,7 @@ class GrammarCompiler:
     @staticmethod
     def _grammar(library: Library, job: _Job) -> LibraryGrammar:
         if job.kind in ("json", "json_object"):
-            leaves_out = None if job.strict else lambda pattern: not library.takes_regex(pattern)
+            leaves_out = None if job.strict else library.refuses_regex
             value = json.loads(job.source) if job.source else {"type": "object"}
             schema, warnings = prepared(value, closes=job.closes, leaves_out=leaves_out)
             grammar = library.of_json_schema(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)

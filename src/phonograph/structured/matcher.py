@@ -77,9 +77,9 @@ class Library:
         """
         return self._compile(self._make.grammar_from_lark(lark))
 
-    def takes_regex(self, regex: str) -> bool:
-        """Whether a schema may have it as a pattern."""
-        return not self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits)
+    def refuses_regex(self, regex: str) -> bool:
+        """Whether no schema may have it as a pattern."""
+        return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
 
     def _compile(self, grammar: str) -> LibraryGrammar:
         matcher = self._make(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import urljoin
 
 from phonograph.errors import shortened
@@ -29,10 +29,18 @@ _NEVER = 2**31
 """A length or a count that no output reaches."""
 _BOUNDS = {"minimum": max, "exclusiveMinimum": max, "maximum": min, "exclusiveMaximum": min}
 _MERGING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
-_OPEN = _MERGING | {"$dynamicRef", "additionalProperties", "patternProperties", "propertyNames", "if"}
-_OPEN |= {"unevaluatedProperties", "dependentSchemas", "dependencies"}
-_ALONE = frozenset({"type", "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
-_ALONE |= frozenset({"id", "$anchor", "$defs", "definitions", "readOnly", "writeOnly"})
+_OPEN = _MERGING | {
+    *("$dynamicRef", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties"),
+    *("if", "dependentSchemas", "dependencies"),
+}
+"""Keywords that describe properties, beside which an object stays open."""
+_ALONE = frozenset(
+    {
+        *("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "id", "$anchor", "$defs", "definitions"),
+    }
+)
+"""Keywords that leave a schema the only one that speaks of its values."""
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
 """pydantic's pattern of a Decimal, and what it means without looking ahead."""
 
@@ -269,5 +277,5 @@ def _integers(value: Any) -> Iterator[int]:
             yield one
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
