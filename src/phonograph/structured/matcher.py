@@ -8,6 +8,7 @@ good too, so tokens are validated before it takes them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,6 +159,7 @@ def _error_of(matcher: Any) -> str:
 
 def _told(text: str) -> str:
     """What the library says, on one line and in the words of this room."""
+    text = re.sub(r" \(\d+ times\)$", "", text)
     if text.startswith(_UNKNOWN):
         return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} is not held"
     if text.startswith("oneOf"):
