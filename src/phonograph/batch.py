@@ -91,8 +91,7 @@ class SlotFailure(NamedTuple):
 
     part:     the work that failed, such as "grammar"
     problem:  what went wrong in it
-    no_token: True if the sequence's logits had no token to choose, or its grammar came to a limit; its parameters may be
-              the reason
+    no_token: True if no token could be chosen for it, because of its logits or its grammar; its parameters may be why
     """
 
     part: str

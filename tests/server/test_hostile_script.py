@@ -30,15 +30,14 @@ def test_bodies_are_sent_beside_a_stream(server: Server, monkeypatch: pytest.Mon
 
 def test_what_is_not_as_it_has_to_be_is_found() -> None:
     fine = {"gap_above_rest_ms": 149, "seconds": 1.9, "status": 400, "message": "too long"}
-    assert hostile.problems_of("a key of 15 MB", fine) == []
+    assert hostile.problems_of(fine) == []
     for wrong, says in [
         ({"gap_above_rest_ms": 151}, "stood still 151 ms"),
         ({"seconds": 2.1}, "took 2.1 s"),
         ({"status": 500}, "was 500"),
         ({"status": None, "message": "reset"}, "was None: reset"),
     ]:
-        assert says in hostile.problems_of("a key of 15 MB", fine | wrong)[0]
-    assert hostile.problems_of("a schema of 3,000 properties", fine | {"seconds": 9}) == []
+        assert says in hostile.problems_of(fine | wrong)[0]
 
 
 def test_bodies_are_below_the_limit_of_bytes() -> None:

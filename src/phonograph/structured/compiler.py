@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from phonograph.errors import RequestError, shortened
+from phonograph.structured.gbnf import lark_from_gbnf
 from phonograph.structured.matcher import Library, LibraryGrammar
 from phonograph.structured.protocol import Grammar, GrammarError
 from phonograph.structured.schema import prepared
@@ -86,7 +87,7 @@ class GrammarCompiler:
     def _compile(self, job: _Job) -> Grammar:
         try:
             grammar = self._grammar(self._loaded(), job)
-        except GrammarError as error:
+        except (GrammarError, ValueError) as error:  # the second of GBNF
             hint = "" if job.kind != "json" or not job.strict else "; strictness='relaxed' may take it, with a warning"
             raise RequestError(job.kind, shortened(job.source), f"cannot be held: {error}{hint}") from None
         except RequestError:
@@ -112,7 +113,6 @@ class GrammarCompiler:
             return library.of_regex(job.source)
         if job.kind == "choice":
             return library.of_regex("|".join(map(_literal, json.loads(job.source))))
-        from phonograph.structured.gbnf import lark_from_gbnf
 
         return library.of_lark(lark_from_gbnf(job.source) if "::=" in job.source else job.source)
 

@@ -19,13 +19,11 @@ class HostileBody:
 
     make:    the body
     headers: beside those that every request has
-    compiles: it is a valid request whose grammar takes long to compile
     """
 
     path: str
     make: Callable[[], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    compiles: bool = False
 
 
 def _completion(**fields: Any) -> Callable[[], bytes]:
@@ -72,6 +70,38 @@ def _tools(count: int, fields: int, choice: str = "required") -> Callable[[], by
 def _schema(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(count)}}
 
+
+_SEVERAL = [{"multipleOf": unit} for unit in (97, 89, 83, 79)]
+_NESTED: dict[str, Any] = {}
+for _ in range(300):
+    _NESTED = {"items": _NESTED}
+_GRAMMARS: dict[str, dict[str, Any]] = {
+    "a thousand times a thousand": {"guided_regex": "(a{0,1000}){0,1000}"},
+    "a letter 20 before the end": {"guided_regex": ".*a.{20}"},
+    "a letter 200 before the end": {"guided_regex": "(a|b)*a(a|b){200}"},
+    "100,000 items": {"guided_json": {"type": "array", "minItems": 100_000, "maxItems": 100_000, "items": {}}},
+    "1,000,000 characters": {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 10**6}},
+    "2,000 long texts": {"guided_choice": [f"{index:090}" for index in range(2000)]},
+    "3,000 objects": {
+        "guided_json": {"anyOf": [{"type": "object", "properties": {f"p{one}": {}}} for one in range(3000)]}
+    },
+    "2,000 optional names": {"guided_json": {"type": "object", "properties": {f"p{one}": {} for one in range(2000)}}},
+    "300 schemas in each other": {"guided_json": _NESTED},
+    "a circle": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    "20 choices at once": {
+        "guided_json": {
+            "allOf": [{"anyOf": [{"required": [f"a{one}"]}, {"required": [f"b{one}"]}]} for one in range(20)]
+        }
+    },
+    "12 exclusive choices at once": {
+        "guided_json": {
+            "allOf": [{"oneOf": [{"required": [f"a{one}"]}, {"required": [f"b{one}"]}]} for one in range(12)]
+        }
+    },
+    "multiples of 1,000,003": {"guided_json": {"type": "integer", "multipleOf": 1_000_003}},
+    "multiples of 97, 89, 83 and 79": {"guided_json": {"type": "integer", "allOf": _SEVERAL}},
+    "many derivations": {"guided_grammar": 'start: e\ne: e e e e | e e e | e e | "a"'},
+}
 
 BODIES: Mapping[str, HostileBody] = {
     # Seen to stall a server.
@@ -132,7 +162,7 @@ BODIES: Mapping[str, HostileBody] = {
     "60,000 empty prompts": HostileBody(COMPLETIONS, lambda: _completion(prompt=[[]] * 60_000)()),
     "50,000 tools": HostileBody(CHAT, _raw('{"messages": [], "tools": [', "{},", "]}", 50_000)),
     "100 tools of 400 fields": HostileBody(CHAT, _tools(100, 400)),
-    "10 tools of 400 fields": HostileBody(CHAT, _tools(10, 400), compiles=True),
+    "10 tools of 400 fields": HostileBody(CHAT, _tools(10, 400)),
     "10 tools of 400 fields for the template": HostileBody(CHAT, _tools(10, 400, "auto")),
     "a schema of 60,000 properties": HostileBody(COMPLETIONS, lambda: _completion(guided_json=_schema(60_000))()),
     "a schema of 3,000 properties": HostileBody(
@@ -149,6 +179,10 @@ BODIES: Mapping[str, HostileBody] = {
         COMPLETIONS,
         lambda: _completion(guided_grammar="root ::= r0\n" + "".join(f'r{i} ::= "a"\n' for i in range(14_000)))(),
     ),
+    **{
+        f"grammar: {name}": HostileBody(COMPLETIONS, _completion(max_tokens=64, temperature=1, **fields))
+        for name, fields in _GRAMMARS.items()
+    },
     "60,000 stream options": HostileBody(
         COMPLETIONS, lambda: f'{{"prompt": "Hi", "stream": true, "stream_options": {{{_keys(60_000)}}}}}'.encode()
     ),
