@@ -167,7 +167,7 @@ def test_one_bad_grammar_of_several_prompts(llm: LLM) -> None:
     assert good.outputs[0].text == "aaa" and bad.error is not None and bad.outputs == [] and bad.finished
 
 
-NOTHING = 'root ::= "a" never\nnever ::= never'
+NOTHING = 'start: "a" never\nnever: never "x"'
 EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
 
 
@@ -175,7 +175,7 @@ EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
     "params, says",
     [
         ({"structured_outputs": {"grammar": "root ::= root"}}, "grammar='root ::= root': "),
-        ({"structured_outputs": {"grammar": NOTHING}, "n": 2}, "nothing can follow its first 1 tokens"),
+        ({"structured_outputs": {"grammar": NOTHING}, "n": 2}, "after 1 tokens nothing can come next: a rule that never ends"),
         ({"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS}, "logit_bias='...': bans every token"),
         ({"logit_bias": dict.fromkeys(range(2048), -1e300), "n": 3}, "logit_bias='...': bans every token"),
         ({"stop_token_ids": range(2048), "min_tokens": 2}, "min_tokens=2: every token that could come next"),

@@ -58,7 +58,7 @@ def test_the_other_fields(server: Server) -> None:
 def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, stream: bool) -> None:
     """Found with a request beside it, which goes on; a stream has long begun by then, so an event says it."""
     fine = {"prompt": "Tom", "max_tokens": 200, "ignore_eos": True, "n": 2}
-    grammar = f'root ::= "{"ab" * 40}" never\nnever ::= never'
+    grammar = f'start: "{"ab" * 40}" never\nnever: never "x"'
     dead = {"prompt": "Tom", "guided_grammar": grammar, "max_tokens": 200, "n": 2, "stream": stream}
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(server.post, "/v1/completions", fine)
@@ -69,7 +69,7 @@ def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, 
         assert done == "data: [DONE]"
     error = json.loads(last.removeprefix("data: ") if stream else answer.text)["error"]
     assert error["type"] == "invalid_request_error" and error["param"] == "guided_grammar"
-    assert "nothing can follow its first" in error["message"]
+    assert "nothing can come next" in error["message"]
     assert [choice["finish_reason"] for choice in beside.result().json()["choices"]] == ["length"] * 2
 
 

@@ -25,7 +25,7 @@ def dead_end(request: Request, vocab_size: int) -> RequestError | None:
         try:
             allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
         except GrammarError as error:
-            return RequestError(structured.kind, shortened(structured.source), f"after {num_tokens} tokens: {error}")
+            return RequestError(structured.kind, shortened(structured.source), f"after {num_tokens} tokens {error}")
         if not allowed_V.any():
             after = (
                 f"nothing can follow its first {num_tokens} tokens" if num_tokens else "nothing can be its beginning"

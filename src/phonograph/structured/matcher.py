@@ -88,8 +88,7 @@ class Library:
         # Faults such as a rule that only refers to itself show at the first mask.
         first = matcher.deep_copy()
         first.compute_bitmask()
-        if first.is_error():
-            raise GrammarError(f"nothing can be its beginning ({_error_of(first)}): a rule that never ends?")
+        _check(first)
         return LibraryGrammar(matcher, self._eos)
 
 
@@ -150,11 +149,7 @@ class LibraryMatcher:
 
 def _check(matcher: Any) -> None:
     if matcher.is_error():
-        raise GrammarError(_error_of(matcher))
-
-
-def _error_of(matcher: Any) -> str:
-    return _told(matcher.get_error())
+        raise GrammarError(_told(matcher.get_error()))
 
 
 def _told(text: str) -> str:
@@ -164,6 +159,8 @@ def _told(text: str) -> str:
         return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} is not held"
     if text.startswith("oneOf"):
         return _ONE_OF
+    if text.startswith("NoExtension"):
+        return "nothing can come next: a rule that never ends, or fits no token?"
     return " ".join(text.replace("<non-verbose/>", "").split())[:300]
 
 

@@ -165,15 +165,13 @@ BODIES: Mapping[str, HostileBody] = {
     "10 tools of 400 fields": HostileBody(CHAT, _tools(10, 400)),
     "10 tools of 400 fields for the template": HostileBody(CHAT, _tools(10, 400, "auto")),
     "a schema of 60,000 properties": HostileBody(COMPLETIONS, lambda: _completion(guided_json=_schema(60_000))()),
-    "a schema of 3,000 properties": HostileBody(
-        COMPLETIONS, lambda: _completion(guided_json=_schema(3000))(), compiles=True
-    ),
+    "a schema of 3,000 properties": HostileBody(COMPLETIONS, lambda: _completion(guided_json=_schema(3000))()),
     "a choice of 100,000": HostileBody(
         COMPLETIONS, lambda: _completion(guided_choice=[f"c{index}" for index in range(100_000)])()
     ),
     "a choice of 100,000 numbers": HostileBody(COMPLETIONS, lambda: _completion(guided_choice=[1] * 100_000)()),
     "a regular expression of nested repeats": HostileBody(
-        COMPLETIONS, _completion(guided_regex="((((a{1,99}){1,99}){1,99}){1,99}){1,99}"), compiles=True
+        COMPLETIONS, _completion(guided_regex="((((a{1,99}){1,99}){1,99}){1,99}){1,99}")
     ),
     "a grammar of 14,000 rules": HostileBody(
         COMPLETIONS,
