@@ -175,7 +175,10 @@ EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
     "params, says",
     [
         ({"structured_outputs": {"grammar": "root ::= root"}}, "grammar='root ::= root': "),
-        ({"structured_outputs": {"grammar": NOTHING}, "n": 2}, "after 1 tokens nothing can come next: a rule that never ends"),
+        (
+            {"structured_outputs": {"grammar": NOTHING}, "n": 2},
+            "after 1 tokens nothing can come next: a rule that never ends",
+        ),
         ({"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS}, "logit_bias='...': bans every token"),
         ({"logit_bias": dict.fromkeys(range(2048), -1e300), "n": 3}, "logit_bias='...': bans every token"),
         ({"stop_token_ids": range(2048), "min_tokens": 2}, "min_tokens=2: every token that could come next"),
