@@ -36,6 +36,7 @@ class Library:
         self._make: Any = llguidance.LLMatcher
         self._for_lark: Any = llguidance.regex_to_lark
         self._eos = vocabulary.eos
+        self._num_words = -(-vocabulary.size // 32)
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(vocabulary)), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos)
         )
@@ -87,45 +88,49 @@ class Library:
         _check(matcher)
         # Faults such as a rule that only refers to itself show at the first mask.
         first = matcher.deep_copy()
-        first.compute_bitmask()
-        _check(first)
-        return LibraryGrammar(matcher, self._eos)
+        words_W = np.zeros(self._num_words, np.int32)
+        _fill(first, words_W)
+        return LibraryGrammar(matcher, words_W, self._eos)
 
 
 class LibraryGrammar:
-    """A compiled grammar: a matcher at the beginning, which is copied for each request."""
+    """A compiled grammar: a matcher at the beginning, which is copied for each request, and its mask."""
 
-    def __init__(self, matcher: Any, eos: tuple[int, ...]) -> None:
+    def __init__(self, matcher: Any, first_W: np.ndarray, eos: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._eos = eos
+        self.first_W = first_W
+        self.eos = eos
         self.warnings: tuple[str, ...] = tuple(map(_told, matcher.get_grammar_warnings()))
 
     def matcher(self) -> LibraryMatcher:
-        return LibraryMatcher(self._matcher.deep_copy(), self._eos, ended=False)
+        return LibraryMatcher(self, self._matcher.deep_copy())
 
 
 class LibraryMatcher:
-    """A position in a grammar."""
+    """A position in a grammar, behind `num_taken` tokens."""
 
-    def __init__(self, matcher: Any, eos: tuple[int, ...], *, ended: bool) -> None:
+    def __init__(self, grammar: LibraryGrammar, matcher: Any, num_taken: int = 0, *, ended: bool = False) -> None:
+        self._grammar = grammar
         self._matcher = matcher
-        self._eos = eos
+        self._num_taken = num_taken
         self.ended = ended
 
     def accept(self, token_id: int) -> None:
-        if not self.validate([token_id]):
-            _check(self._matcher)
-            raise GrammarError(f"the token {token_id} is not allowed here")
-        self._matcher.consume_token(token_id)
+        # The library counts the end as refused where nothing else can follow, and takes it nevertheless.
+        if self.ended or not self._matcher.try_consume_tokens([token_id]):
+            if not self.validate([token_id]):
+                _check(self._matcher)
+                raise GrammarError(f"the token {token_id} is not allowed here")
+            self._matcher.consume_token(token_id)
         _check(self._matcher)
-        self.ended = token_id in self._eos
+        self._num_taken += 1
+        self.ended = token_id in self._grammar.eos
 
     def validate(self, token_ids: Sequence[int]) -> int:
         if self.ended:
             return 0
         num_allowed = self._matcher.validate_tokens(list(token_ids))
-        # The library takes the end where nothing else can follow, but does not count it as valid there.
-        if num_allowed < len(token_ids) and token_ids[num_allowed] in self._eos:
+        if num_allowed < len(token_ids) and token_ids[num_allowed] in self._grammar.eos:
             there = self._matcher.deep_copy()
             there.consume_tokens(list(token_ids[:num_allowed]))
             return num_allowed + there.is_accepting()
@@ -134,17 +139,25 @@ class LibraryMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
         _check(self._matcher)
+        self._num_taken -= num_tokens
         self.ended = self.ended and not num_tokens
 
     def copy(self) -> LibraryMatcher:
-        return LibraryMatcher(self._matcher.deep_copy(), self._eos, ended=self.ended)
+        return LibraryMatcher(self._grammar, self._matcher.deep_copy(), self._num_taken, ended=self.ended)
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         words_W = bitmask_RW[row]
-        assert words_W.flags.c_contiguous and words_W.dtype == np.int32
-        # The library's own helper for arrays takes three times as long for 64 rows.
-        self._matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-        _check(self._matcher)
+        if not self._num_taken:  # the most expensive mask of many grammars, and the same for all requests
+            words_W[:] = self._grammar.first_W
+            return
+        _fill(self._matcher, words_W)
+
+
+def _fill(matcher: Any, words_W: np.ndarray) -> None:
+    assert words_W.flags.c_contiguous and words_W.dtype == np.int32
+    # The library's own helper for arrays takes three times as long for 64 rows.
+    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+    _check(matcher)
 
 
 def _check(matcher: Any) -> None:
