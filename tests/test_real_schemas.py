@@ -63,7 +63,7 @@ def test_a_planted_fault_is_found_in_each_text_that_has_it() -> None:
 
 def test_an_overlapping_one_of_is_told_from_other_faults(measurement: SchemaMeasurement) -> None:
     record = measurement.measure(1, OVERLAP)
-    assert record["strict"]["accepted"] and "oneOf" in keywords_in(record["strict"]["warnings"])
+    assert record["strict"]["accepted"] and keywords_in(record["strict"]["warnings"]) == {"oneOf"}
     invalid = record["walks"]["invalid"]
     assert invalid and all(fault["one_of_overlap"] and 0 <= int(fault["text"]) <= 9 for fault in invalid)
     assert not judged(OVERLAP, b'"text"', frozenset({"oneOf"}))[0]["one_of_overlap"]

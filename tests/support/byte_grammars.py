@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from phonograph.evaluation.structured.walk import Walk, Walker
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
@@ -13,7 +17,7 @@ END = 256
 
 
 def byte_vocabulary(*more: bytes) -> Vocabulary:
-    """The bytes, the end, and tokens of several bytes."""
+    """Return a vocabulary of the bytes, the end, and tokens of several bytes."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *more]
     return Vocabulary(tokens, frozenset({END}), (END,), len(tokens), lambda text: list(text.encode()))
 
@@ -27,6 +31,17 @@ def compiled(compiler: GrammarCompiler, **structured: Any) -> Grammar:
 
 
 def takes(grammar: Grammar, text: str) -> bool:
-    """Whether the text, and then the end, is what the grammar allows."""
+    """Return True if the grammar allows the text, and the end after it."""
     tokens = [*text.encode(), END]
     return grammar.matcher().validate(tokens) == len(tokens)
+
+
+@cache
+def _walker() -> Walker:
+    vocabulary = byte_vocabulary()
+    return Walker(vocabulary.tokens, vocabulary.eos, vocabulary.size)
+
+
+def walk(grammar: Grammar, rng: np.random.Generator, most: int = 200) -> Walk:
+    """Draw a text byte by byte through the masks."""
+    return _walker().walk(grammar.matcher(), rng, most)

@@ -33,16 +33,17 @@ def _is_date_time(text: str) -> bool:
 def _is_hostname(text: str) -> bool:
     label = re.compile("[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
     return len(text) <= 253 and all(
-        label.fullmatch(one) and len(one) <= 63 and one[2:4] != "--" for one in text.split(".")
+        label.fullmatch(one) and len(one) <= 63 and one[:4].lower() != "xn--" for one in text.split(".")
     )
 
 
 def _is_email(text: str) -> bool:
     local, _, host = text.rpartition("@")
     atoms = local.split(".")
-    return (
-        len(local) <= 64 and _is_hostname(host) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
-    )
+    literal = re.fullmatch(r"\[(IPv6:)?([0-9a-fA-F.:]+)\]", host)
+    if literal is not None:
+        host = str(ipaddress.ip_address(literal[2]).version) if bool(literal[1]) == (":" in host[6:]) else ""
+    return _is_hostname(host) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
 
 
 def _is_duration(text: str) -> bool:
@@ -119,6 +120,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "iri": lambda text: _is_uri(_in_ascii(text)),
     "iri-reference": lambda text: _is_uri_reference(_in_ascii(text)),
     "json-pointer": _is_pointer,
+    "regex": lambda text: re.compile(text) is not None,
     "relative-json-pointer": _is_relative_pointer,
     "time": _is_time,
     "uri": _is_uri,
@@ -137,5 +139,5 @@ def checker() -> jsonschema.FormatChecker:
         def both(value: object, name: str = name, check: Callable[[str], bool] = check) -> bool:
             return not isinstance(value, str) or (check(value) and usual.conforms(value, name))
 
-        made.checks(name, raises=ValueError)(both)
+        made.checks(name, raises=(ValueError, re.error))(both)
     return made

@@ -25,6 +25,8 @@ MOST_ORDERS = 400
 """Lists that `uniqueItems` may be written as: one for each choice and order of an enum's values."""
 _EXACT = 2**53
 """Integers up to here are exact in floating point, which the library's bounds are."""
+_STEP = 1e-9
+"""Distance of a number from an exclusive bound that is taken as none."""
 _NEVER = 2**31
 """A length or a count that no output reaches."""
 _BOUNDS = {"minimum": max, "exclusiveMinimum": max, "maximum": min, "exclusiveMaximum": min}
@@ -41,6 +43,7 @@ _ALONE = frozenset(
     }
 )
 """Keywords that leave a schema the only one that speaks of its values."""
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
 """pydantic's pattern of a Decimal, and what it means without looking ahead."""
 
@@ -67,6 +70,7 @@ class _Prepass:
         self._root = root
         self._closes = closes
         self._leaves_out = leaves_out
+        self._floors: set[int] = set()
         self.warnings: list[str] = []
 
     def run(self) -> None:
@@ -74,6 +78,8 @@ class _Prepass:
         if found[-1][2] > MAX_DEPTH:
             raise GrammarError(f"its schemas lie more than {MAX_DEPTH} deep in each other")
         names = {_name_of(self._root, resource) for _, resource, _ in found}
+        bounds = [schema[key] for schema, _, _ in found for key in _BOUNDS if _is_number(schema.get(key))]
+        self._floors = {math.floor(bound) for bound in bounds if bound % 1}
         merged = _merged(self._root)
         multiples: list[int] = []
         for schema, resource, _ in found:
@@ -112,6 +118,10 @@ class _Prepass:
                     del schema[key]
                     key, limit = ("minimum", -_EXACT) if inner_of is max else ("maximum", _EXACT)
                     schema[key] = inner_of(limit, schema.get(key, limit))
+        for key, side in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+            # The library takes a whole exclusive bound itself if the other bound is less than 1 away.
+            if _is_number(bound := schema.get(key)) and bound % 1 == 0 and bound - (side < 0) in self._floors:
+                schema[key] = bound + side * max(_STEP, math.ulp(bound))
         for key in ("const", "enum"):
             if any(not -(2**63) <= one < 2**64 for one in _integers(schema.get(key))):
                 raise GrammarError(f"{key} has an integer beyond 64 bits; write it as a string")
@@ -133,12 +143,15 @@ class _Prepass:
         pattern = schema.get("pattern")
         if pattern == _DECIMAL[0]:
             schema["pattern"] = _DECIMAL[1]
-        elif isinstance(pattern, str) and self._leaves_out is not None and self._leaves_out(pattern):
-            self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
+        elif isinstance(pattern, str):
+            schema["pattern"] = _without_nul(pattern)
+            if self._leaves_out is not None and self._leaves_out(pattern):
+                self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
         named = schema.get("patternProperties")
-        if isinstance(named, dict) and self._leaves_out is not None:
-            for name in filter(self._leaves_out, list(named)):
+        if isinstance(named, dict):
+            for name in filter(self._leaves_out, list(named)) if self._leaves_out is not None else ():
                 self._drop(named, name, f"the pattern {shortened(name, 100)} of names")
+            schema["patternProperties"] = {_without_nul(name): one for name, one in named.items()}
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
         """`uniqueItems` of an enum: all lists of its values without a repetition."""
@@ -148,8 +161,11 @@ class _Prepass:
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
             items = at_pointer(resource, items["$ref"])
-        values = _values(items) if isinstance(items, dict) and items.keys() <= _ALONE | {"enum", "const"} else None
+        items = items if isinstance(items, dict) else {}
+        values = _values(items) if items.keys() <= _ALONE | {"enum", "const"} else None
         if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
+            return
+        if any(items.get("type", name) != name for name in (_TYPES.get(type(one)) for one in values)):
             return
         least, most = schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values))
         if sum(math.perm(len(values), count) for count in range(least, most + 1)) <= MOST_ORDERS:
@@ -164,6 +180,8 @@ class _Prepass:
         properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in schema:
             return
+        if "string" not in str(names.get("type", "string")):
+            return  # no name can be that
         said = names.keys() - _ALONE
         if said <= {"enum", "const"} and (values := _values(names)) is not None:
             schema["properties"] = {name: properties.get(name, more) for name in values if isinstance(name, str)}
@@ -178,7 +196,7 @@ class _Prepass:
                 }
             except (re.error, TypeError):
                 return
-            schema["patternProperties"] = {pattern: more}
+            schema["patternProperties"] = {_without_nul(pattern): more}
         elif said:
             return
         del schema["propertyNames"]
@@ -207,6 +225,17 @@ def _write_conditions(schema: Schema) -> None:
         del schema["not"]
     if choices:
         schema["allOf"] = [*schema.get("allOf", []), *choices]
+
+
+def _without_nul(pattern: str) -> str:
+    r"""Takes NUL from classes: to one that has all control characters, the library adds `"` and `\`."""
+
+    def changed(found: re.Match[str]) -> str:
+        if found[0].startswith("[^"):
+            return r"[^\x00" + found[0][2:]
+        return re.sub(r"\\(x00|u0000|0)-", r"\\x01-", found[0]) if found[0].startswith("[") else found[0]
+
+    return re.sub(r"\\.|\[(\\.|[^\]\\])*\]", changed, pattern, flags=re.DOTALL)
 
 
 def _without(name: str) -> Schema:
@@ -273,8 +302,8 @@ def _integers(value: Any) -> Iterator[int]:
         one = pending.pop()
         if isinstance(one, list | dict):
             pending += one if isinstance(one, list) else one.values()
-        elif isinstance(one, int):
-            yield one
+        elif isinstance(one, int) or (isinstance(one, float) and one.is_integer()):
+            yield int(one)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import jsonschema_specifications
 import regex
-from jsonschema import Draft202012Validator, ValidationError
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError
 from jsonschema.validators import extend, validator_for
 
 _MAX_EXPONENT = 400
-"""Exponents beyond those of a double are not expanded to fractions."""
+"""Exponents beyond those of a double count as this one, which changes no divisibility."""
 _OUTSIDE = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]", "$": r"\Z"}
 _INSIDE = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 
@@ -39,9 +39,16 @@ class Judge:
     """Judge of texts under one schema. Keywords in `without` are not judged; `oneOf` among them is taken as `anyOf`.
 
     Raises an exception of jsonschema or `regex` for a schema that they cannot read.
+
+    formats: checks of formats; by default those of the packages that are installed
     """
 
-    def __init__(self, schema: Any, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        schema: Any,
+        without: Collection[str] = (),
+        formats: FormatChecker = Draft202012Validator.FORMAT_CHECKER,
+    ) -> None:
         any_of = Draft202012Validator.VALIDATORS["anyOf"]
         checked = extend(validator_for(schema, Draft202012Validator), _EXACT)
         for name in without:
@@ -49,9 +56,7 @@ class Judge:
         if "oneOf" in without:
             checked.VALIDATORS["oneOf"] = any_of
         # With a registry of its own the validator downloads nothing.
-        self._validator = checked(
-            schema, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=jsonschema_specifications.REGISTRY
-        )
+        self._validator = checked(schema, format_checker=formats, registry=jsonschema_specifications.REGISTRY)
 
     def fault(self, text: bytes) -> Fault | None:
         """Return the first fault of a text, or None if it is valid."""
@@ -83,8 +88,8 @@ def _refuse_constant(name: str) -> None:
 
 def _fraction(number: Any) -> Fraction:
     text = number.digits if isinstance(number, _Number) else repr(number)
-    exponent = text.lower().partition("e")[2]
-    return Fraction(number) if exponent and abs(int(exponent)) > _MAX_EXPONENT else Fraction(text)
+    digits, _, exponent = text.lower().partition("e")
+    return Fraction(f"{digits}e{min(max(int(exponent or 0), -_MAX_EXPONENT), _MAX_EXPONENT)}")
 
 
 def _check_multiple(validator: Any, unit: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:

@@ -146,6 +146,6 @@ def keywords_in(texts: Collection[str]) -> frozenset[str]:
     found: set[str] = set()
     for text in texts:
         phrase = next(filter(text.startswith, _PHRASES), None)
-        words = re.findall(r"[$\w]+", text.removesuffix(" is not held"))
+        words = re.findall(r"[$\w]+", text.removesuffix(" is not held").removesuffix(" is taken as anyOf"))
         found |= _KEYWORDS.intersection(words if phrase is None else _PHRASES[phrase])
     return frozenset(found)
