@@ -21,8 +21,8 @@ from phonograph.structured.protocol import GrammarError
 
 MOST_MULTIPLE = 1024
 """What `multipleOf` may count to: the library's time to compile grows with its square, and has no limit of its own."""
-MOST_ORDERS = 400
-"""Lists that `uniqueItems` may be written as: one for each choice and order of an enum's values."""
+MOST_LISTS = 400
+"""Lists that `uniqueItems` may be written as."""
 _EXACT = 2**53
 """Integers up to here are exact in floating point, which the library's bounds are."""
 _STEP = 1e-9
@@ -83,6 +83,7 @@ class _Prepass:
         merged = _merged(self._root)
         multiples: list[int] = []
         for schema, resource, _ in found:
+            schema.pop("discriminator", None)  # OpenAPI's, beside which the library refuses references that recur
             self._write_numbers(schema, multiples)
             self._write_texts(schema)
             self._write_unique(schema, resource)
@@ -154,25 +155,23 @@ class _Prepass:
             schema["patternProperties"] = {_without_nul(name): one for name, one in named.items()}
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
-        """`uniqueItems` of an enum: all lists of its values without a repetition."""
-        if not schema.get("uniqueItems") or schema.get("maxItems") in (0, 1):
+        """`uniqueItems` of an enum: all lists of its values without a repetition, or those in the enum's order."""
+        kinds = schema.get("type", "array")
+        if not schema.get("uniqueItems") or schema.get("maxItems") in (0, 1) or "array" not in kinds:
             schema.pop("uniqueItems", None)
             return
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
             items = at_pointer(resource, items["$ref"])
-        items = items if isinstance(items, dict) else {}
-        values = _values(items) if items.keys() <= _ALONE | {"enum", "const"} else None
-        if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
+        values = _values(items) if isinstance(items, dict) else None
+        if values is None or kinds != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
             return
-        if any(items.get("type", name) != name for name in (_TYPES.get(type(one)) for one in values)):
-            return
-        least, most = schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values))
-        if sum(math.perm(len(values), count) for count in range(least, most + 1)) <= MOST_ORDERS:
-            for key in ("uniqueItems", "items", "minItems", "maxItems"):
-                schema.pop(key, None)
-            orders = (itertools.permutations(values, count) for count in range(least, most + 1))
-            schema["enum"] = [list(order) for order in itertools.chain.from_iterable(orders)]
+        counts = range(schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values)) + 1)
+        for choose, number_of in ((itertools.permutations, math.perm), (itertools.combinations, math.comb)):
+            if sum(number_of(len(values), count) for count in counts) <= MOST_LISTS:
+                schema["enum"] = [list(one) for count in counts for one in choose(values, count)]
+                del schema["uniqueItems"]
+                return
 
     def _write_names(self, schema: Schema) -> None:
         """`propertyNames` as `properties` or `patternProperties`, and no others."""
@@ -220,9 +219,12 @@ def _write_conditions(schema: Schema) -> None:
             choices += [{"anyOf": [_without(name), {"required": names}]} for name, names in asked.items()]
             del schema[key]
     none_of = schema.get("not")
-    if isinstance(none_of, dict) and none_of.keys() == {"required"} and schema.get("type") == "object":
-        choices.append({"anyOf": [_without(name) for name in none_of["required"]]})
-        del schema["not"]
+    if isinstance(none_of, dict) and none_of.keys() | {"type"} == {"type", "required"}:
+        kind = none_of.get("type")
+        if kind in (None, "object"):
+            choice: Schema = {"anyOf": [_without(name) for name in none_of["required"]]}
+            choices.append(choice if kind else {"type": "object", **choice})
+            del schema["not"]
     if choices:
         schema["allOf"] = [*schema.get("allOf", []), *choices]
 
