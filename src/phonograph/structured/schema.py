@@ -156,21 +156,27 @@ class _Prepass:
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
         """`uniqueItems` of an enum: all lists of its values without a repetition, or those in the enum's order."""
-        kinds = schema.get("type", "array")
-        if not schema.get("uniqueItems") or schema.get("maxItems") in (0, 1) or "array" not in kinds:
+        if (
+            not schema.get("uniqueItems")
+            or schema.get("maxItems") in (0, 1)
+            or "array" not in schema.get("type", "array")
+        ):
             schema.pop("uniqueItems", None)
             return
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
             items = at_pointer(resource, items["$ref"])
         values = _values(items) if isinstance(items, dict) else None
-        if values is None or kinds != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
+        if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
             return
         counts = range(schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values)) + 1)
         for choose, number_of in ((itertools.permutations, math.perm), (itertools.combinations, math.comb)):
             if sum(number_of(len(values), count) for count in counts) <= MOST_LISTS:
                 schema["enum"] = [list(one) for count in counts for one in choose(values, count)]
                 del schema["uniqueItems"]
+                kinds = {items.get("type", kind) == kind for kind in (_TYPES.get(type(one)) for one in values)}
+                if kinds <= {True} and items.keys() <= _ALONE | {"enum", "const"}:
+                    del schema["items"]  # says no more, and to hold each list against it takes long
                 return
 
     def _write_names(self, schema: Schema) -> None:
