@@ -21,6 +21,8 @@ MAX_ITEMS = 20_000
 """Ways in which a grammar may go on at one point. The library's own 2,000 end an object of 2,000 optional names."""
 MAX_LEXER_STATES = 50_000
 """States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
+_HEAD = 256
+"""Characters of a forced text that are tokenized."""
 _UNKNOWN = "Unimplemented keys: "
 _ONE_OF = "oneOf is taken as anyOf"
 WHITESPACE = r"[ \n\r\t]{1,40}"
@@ -187,5 +189,8 @@ class _Tokens:
         self.special_token_ids = sorted(vocabulary.special | {*vocabulary.eos})
         self._encode = vocabulary.encode
 
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+    def __call__(self, text: str | bytes) -> Sequence[int]:
+        # Asked for all that is left of a text, again behind each token; only the first token counts.
+        head = text[:_HEAD] if isinstance(text, str) else text[: 4 * _HEAD].decode("utf-8", "ignore")[:_HEAD]
+        ids = self._encode(head)
+        return ids if len(head) < _HEAD else ids[: max(1, len(ids) // 2)]

@@ -166,7 +166,8 @@ class _Prepass:
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
             items = at_pointer(resource, items["$ref"])
-        values = _values(items) if isinstance(items, dict) else None
+        items = items if isinstance(items, dict) else {}
+        values = _values(items)
         if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
             return
         counts = range(schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values)) + 1)
