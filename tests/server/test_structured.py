@@ -73,6 +73,21 @@ def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, 
     assert [choice["finish_reason"] for choice in beside.result().json()["choices"]] == ["length"] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_held_is_refused_or_named_in_a_warning(server: Server, stream: bool) -> None:
+    schema = {"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True, "minItems": 1, "maxItems": 9}
+    either = {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}
+    body = {"prompt": "Tom", "max_tokens": 99, "guided_json": schema, "stream": stream}
+    refused = server.post("/v1/completions", body)
+    assert refused.status_code == 400 and "uniqueItems is not held" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "guided_json"
+    taken = server.post("/v1/completions", {**body, "structured_outputs_strictness": "relaxed", "user": "x"})
+    assert taken.status_code == 200
+    assert taken.headers["warning"] == '299 - "no effect: user", 299 - "uniqueItems is not held"'
+    taken = server.post("/v1/completions", {**body, "guided_json": either})
+    assert taken.status_code == 200 and taken.headers["warning"] == '299 - "oneOf is taken as anyOf"'
+
+
 def test_any_json_object(client: OpenAI) -> None:
     answer = client.chat.completions.create(**{**BODY, "max_tokens": 8}, response_format={"type": "json_object"})
     assert (answer.choices[0].message.content or "").startswith("{")
