@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -118,31 +119,33 @@ class LibraryMatcher:
         self.ended = ended
 
     def accept(self, token_id: int) -> None:
-        # The library counts the end as refused where nothing else can follow, and takes it nevertheless.
-        if self.ended or not self._matcher.try_consume_tokens([token_id]):
-            if not self.validate([token_id]):
-                _check(self._matcher)
-                raise GrammarError(f"the token {token_id} is not allowed here")
-            self._matcher.consume_token(token_id)
+        # The end is not passed on: where nothing else can follow, the library would not count it in a rollback.
+        is_end = token_id in self._grammar.eos
+        if self.ended or not (self._matcher.is_accepting() if is_end else self._matcher.try_consume_tokens([token_id])):
+            _check(self._matcher)
+            raise GrammarError(f"the token {token_id} is not allowed here")
         _check(self._matcher)
         self._num_taken += 1
-        self.ended = token_id in self._grammar.eos
+        self.ended = is_end
 
     def validate(self, token_ids: Sequence[int]) -> int:
         if self.ended:
             return 0
-        num_allowed = self._matcher.validate_tokens(list(token_ids))
-        if num_allowed < len(token_ids) and token_ids[num_allowed] in self._grammar.eos:
+        text = list(takewhile(lambda token_id: token_id not in self._grammar.eos, token_ids))
+        num_allowed: int = self._matcher.validate_tokens(text)
+        if num_allowed == len(text) < len(token_ids):
             there = self._matcher.deep_copy()
-            there.consume_tokens(list(token_ids[:num_allowed]))
-            return num_allowed + there.is_accepting()
+            there.consume_tokens(text)
+            num_allowed += there.is_accepting()
         return num_allowed
 
     def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+        if not num_tokens:
+            return
+        self._matcher.rollback(num_tokens - self.ended)
         _check(self._matcher)
         self._num_taken -= num_tokens
-        self.ended = self.ended and not num_tokens
+        self.ended = False
 
     def copy(self) -> LibraryMatcher:
         return LibraryMatcher(self._grammar, self._matcher.deep_copy(), self._num_taken, ended=self.ended)
