@@ -26,6 +26,8 @@ _HEAD = 256
 """Characters of a forced text that are tokenized."""
 _UNKNOWN = "Unimplemented keys: "
 _ONE_OF = "oneOf is taken as anyOf"
+_ESCAPES = r"nrbtf\""
+r"""Characters after a backslash in a string, without `\u`: spelled with it, a listed name passes for another one."""
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """White space between JSON tokens. Any indentation needs no more, and weak models would go on with it for ever."""
 
@@ -55,9 +57,13 @@ class Library:
         Raises:
             GrammarError: the schema cannot be held.
         """
-        options: dict[str, Any] = {"lenient": lenient, "whitespace_pattern": WHITESPACE}
+        options: dict[str, Any] = {
+            "lenient": lenient,
+            "whitespace_pattern": WHITESPACE,
+            "json_allowed_escapes": _ESCAPES,
+        }
         if not any_whitespace:
-            options = {"lenient": lenient, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         text = json.dumps(schema)
         try:
             return self._compile(self._make.grammar_from_json_schema(text, overrides=options))
