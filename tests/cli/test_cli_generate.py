@@ -17,7 +17,6 @@ import pytest
 
 from phonograph.cli import generate as generate_module
 from phonograph.cli.app import main
-from phonograph.cli.show import mode_text
 from phonograph.errors import PhonographError
 from phonograph.graphs.modes import GraphMode
 from phonograph.sampling_params import SamplingParams
@@ -260,4 +259,4 @@ def test_the_mode_is_said_with_what_was_asked_for(capsys: pytest.CaptureFixture[
         assert line.startswith(said)
     full, pieces = GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE
     plan: Any = SimpleNamespace(resolution=SimpleNamespace(asked=full, mode=pieces))
-    assert mode_text(plan) == "mode FULL_AND_PIECEWISE (FULL was asked for)"
+    assert plan.resolution.label == "mode FULL_AND_PIECEWISE (FULL was asked for)"

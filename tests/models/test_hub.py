@@ -81,3 +81,9 @@ def test_other_errors_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as caught:
         model_folder("owner/name")
     assert len(str(caught.value)) < 300
+
+
+def test_a_name_like_those_of_the_package_is_answered_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(ConnectionError()))
+    with pytest.raises(ModelError, match=r"names like it: .*llama-3\.1-8b"):
+        model_folder("llama-3.1-9b")

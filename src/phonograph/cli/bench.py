@@ -16,7 +16,7 @@ from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_text, note, print_json, start, steps_text
+from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
 from phonograph.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
         raise
     _report({**origin, **facts}, rows, output, as_json=as_json)
     if not as_json:
-        note(mode_text(llm.plan))
+        note(llm.plan.resolution.label)
     return 0
 
 

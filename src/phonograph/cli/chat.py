@@ -17,7 +17,6 @@ from phonograph.cli.show import (
     Json,
     completion_facts,
     engine_facts,
-    mode_text,
     note,
     print_json,
     start,
@@ -48,7 +47,7 @@ def chat(
         raise ModelError(f"{config.model} has no chat template; `phonograph generate --raw` continues plain text")
     conversation = _Conversation(llm, params, system, as_json)
     if not as_json:
-        note(mode_text(llm.plan))
+        note(llm.plan.resolution.label)
     if sys.stdin.isatty():
         note(_HELP)
     while (line := _read_line()) is not None:

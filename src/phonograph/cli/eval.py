@@ -15,7 +15,7 @@ from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import OUTPUT, Json, engine_facts, mode_text, note, print_json, start, steps_text
+from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
 from phonograph.config import EngineConfig
 from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
 
@@ -88,7 +88,7 @@ def demo(
             print_json({**origin, **facts})
         else:
             _print_results(results)
-            note(f"{mode_text(llm.plan)}, {steps_text(sum((result.steps for result in results), Counter()))}")
+            note(f"{llm.plan.resolution.label}, {steps_text(sum((result.steps for result in results), Counter()))}")
     return 0
 
 

@@ -15,7 +15,6 @@ from phonograph.cli.show import (
     Json,
     completion_facts,
     engine_facts,
-    mode_text,
     note,
     print_json,
     start,
@@ -75,7 +74,7 @@ def generate(
         print_json({**engine_facts(llm), "seconds": round(seconds, 4), "steps": dict(llm.step_counts), "outputs": rows})
     else:
         _print(llm, shown, outputs)
-        note(f"{mode_text(llm.plan)}, {steps_text(llm.step_counts)}")
+        note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
     return 2 if any(output.error is not None for output in outputs) else 0
 
 
@@ -91,7 +90,7 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
     if output is not None and llm.tokenizer is None:
         print_piece(_shown_ids(output.outputs[0].token_ids))
     print()
-    note(f"{mode_text(llm.plan)}, {steps_text(llm.step_counts)}")
+    note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
     return 130 if interrupted else 0
 
 

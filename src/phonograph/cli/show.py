@@ -59,14 +59,6 @@ def start(config: EngineConfig, *, serves: bool = True) -> LLM:
         return LLM(config=config, progress=report, serves=serves)
 
 
-def mode_text(plan: EnginePlan) -> str:
-    """Returns the mode in a few words; `explain` has the reasons."""
-    resolution = plan.resolution
-    asked, mode = resolution.asked, resolution.mode
-    remark = " (default)" if asked is None else "" if asked is mode else f" ({asked.value} was asked for)"
-    return f"mode {mode.value}{remark}"
-
-
 def steps_text(steps: Counter[str]) -> str:
     """Returns the steps by what ran them, as "15 steps: 14 full decode, 1 full mixed"."""
     total = steps.total()

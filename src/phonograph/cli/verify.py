@@ -12,7 +12,7 @@ from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import Json, compact, engine_facts, mode_text, note, print_json, start
+from phonograph.cli.show import Json, compact, engine_facts, note, print_json, start
 from phonograph.config import EngineConfig
 from phonograph.errors import ConfigError
 
@@ -48,7 +48,7 @@ def verify(
         print_json({**engine_facts(llm), "seconds": round(seconds, 4), **_facts(report)})
     else:
         _print(report)
-        note(mode_text(llm.plan))
+        note(llm.plan.resolution.label)
     return 0 if report.ok else 1
 
 

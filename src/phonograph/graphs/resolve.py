@@ -43,6 +43,13 @@ class Resolution:
     support: Support
     reasons: tuple[Reason, ...]
 
+    @property
+    def label(self) -> str:
+        """The mode in a few words."""
+        if self.asked is None:
+            return f"mode {self.mode.value} (default)"
+        return f"mode {self.mode.value}" + ("" if self.asked is self.mode else f" ({self.asked.value} was asked for)")
+
 
 def without_support(reason: str, support: Support) -> str:
     """A reason without that of the support, which many repeat, for where it stands beside them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -73,4 +74,6 @@ def model_folder(
     except Exception as error:  # from the client's own tree to whatever its HTTP library raises
         at_revision = f" at revision {revision!r}" if revision else ""
         problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local folder"
-        raise ModelError(f"model {hub_id!r}{at_revision} is no local folder and {problem}") from error
+        near = difflib.get_close_matches(hub_id.lower(), HUB_IDS, n=3)
+        hint = f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
+        raise ModelError(f"model {hub_id!r}{at_revision} is no local folder and {problem}{hint}") from error

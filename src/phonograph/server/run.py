@@ -74,10 +74,9 @@ async def _serve(
             gc.freeze()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            mode = "; ".join(str(reason) for reason in engine.facts.resolution.reasons)
             # Whoever reads the line may connect at once; until uvicorn accepts, it waits in the queue.
             listener.listen(BACKLOG)
-            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1 - {mode}")
+            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1, {engine.facts.resolution.label}")
             return await http.run_until_done(listener)
 
 
