@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ import pytest
 from phonograph.cli import generate as generate_module
 from phonograph.cli.app import main
 from phonograph.errors import PhonographError
-from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.modes import GraphMode, GraphSupport, Support
+from phonograph.graphs.resolve import Resolution
 from phonograph.sampling_params import SamplingParams
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
@@ -257,6 +257,7 @@ def test_the_mode_is_said_with_what_was_asked_for(capsys: pytest.CaptureFixture[
         assert main(["generate", *demo, "--cudagraph-mode", mode, "--max-tokens", "2", QUESTION]) == 0
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(said)
-    full, pieces = GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE
-    plan: Any = SimpleNamespace(resolution=SimpleNamespace(asked=full, mode=pieces))
-    assert plan.resolution.label == "mode FULL_AND_PIECEWISE (FULL was asked for)"
+    plan = Resolution(
+        asked=GraphMode.FULL, mode=GraphMode.FULL_AND_PIECEWISE, support=Support(GraphSupport.ALWAYS, ""), reasons=()
+    )
+    assert plan.label == "mode FULL_AND_PIECEWISE (FULL was asked for)"

@@ -57,12 +57,10 @@ class Library:
         Raises:
             GrammarError: the schema cannot be held.
         """
-        options: dict[str, Any] = {
-            "lenient": lenient,
-            "whitespace_pattern": WHITESPACE,
-            "json_allowed_escapes": _ESCAPES,
-        }
-        if not any_whitespace:
+        options: dict[str, Any] = {"lenient": lenient, "json_allowed_escapes": _ESCAPES}
+        if any_whitespace:
+            options["whitespace_pattern"] = WHITESPACE
+        else:
             options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         text = json.dumps(schema)
         try:
