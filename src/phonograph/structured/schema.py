@@ -91,7 +91,7 @@ class _Prepass:
             _write_conditions(schema)
             if self._closes and id(schema) not in merged:
                 _close(schema)
-            self._check_open(schema)
+            self._check_counts(schema)
             reference = schema.get("$ref", "")
             address = urljoin(_name_of(self._root, resource), reference) if isinstance(reference, str) else ""
             if address.partition("#")[0] not in names:
@@ -209,12 +209,25 @@ class _Prepass:
         if said:
             schema["additionalProperties"] = False
 
-    def _check_open(self, schema: Schema) -> None:
-        """A name that is in no schema can come twice in the library's grammars, so such names cannot be counted."""
-        least, required = schema.get("minProperties"), schema.get("required")
+    def _check_counts(self, schema: Schema) -> None:
+        """A name that is in no schema can come twice in the library's grammars, and optional names are not counted."""
+        required, named = schema.get("required", []), schema.get("properties", {})
+        if not isinstance(required, list) or not isinstance(named, dict):
+            return
+        needed, optional = len({*map(str, required)}), named.keys() - {*map(str, required)}
         is_open = schema.get("additionalProperties", True) is not False or "patternProperties" in schema
-        if _is_number(least) and least > (len(required) if isinstance(required, list) else 0) + 1 and is_open:
-            self._drop(schema, "minProperties", "minProperties above 1 where names are open")
+        for key in ("minProperties", "maxProperties"):
+            count = schema.get(key)
+            if not _is_number(count):
+                continue
+            if count <= needed if key == "minProperties" else count >= len(named) and not is_open:
+                del schema[key]  # says no more than the names do
+            elif (
+                optional
+                and (is_open or count != needed + 1)
+                or (key == "minProperties" and is_open and count > needed + 1)
+            ):
+                self._drop(schema, key, f"{key} where names are {'open' if is_open else 'optional'}")
 
 
 def _write_conditions(schema: Schema) -> None:
@@ -228,7 +241,7 @@ def _write_conditions(schema: Schema) -> None:
     none_of = schema.get("not")
     if isinstance(none_of, dict) and none_of.keys() | {"type"} == {"type", "required"}:
         kind = none_of.get("type")
-        if kind in (None, "object"):
+        if kind in (None, "object") and isinstance(none_of.get("required"), list):
             choice: Schema = {"anyOf": [_without(name) for name in none_of["required"]]}
             choices.append(choice if kind else {"type": "object", **choice})
             del schema["not"]
@@ -285,7 +298,7 @@ def _merged(root: Schema) -> set[int]:
 def _name_of(root: Schema, resource: Schema) -> str:
     """Returns the address of a resource; that of a root without one is empty."""
     own, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
-    return urljoin(own, name).rstrip("#") if isinstance(own, str) and isinstance(name, str) else ""
+    return urljoin(own, name).partition("#")[0] if isinstance(own, str) and isinstance(name, str) else ""
 
 
 def _values(schema: Schema) -> list[Any] | None:

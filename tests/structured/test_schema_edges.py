@@ -1,0 +1,277 @@
+"""Edges of the schemas' pre-pass: refusals by name, what a relaxed request leaves out, resources, merged objects."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from byte_grammars import byte_compiler, compiled, takes
+
+from phonograph.errors import RequestError
+from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.places import MAX_DEPTH
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return byte_compiler()
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (False, "the schema `false` allows nothing"),
+        ({"enum": []}, "empty"),
+        ({"type": []}, "Unsatisfiable"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3) is greater than maximum (2)"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength (3) is greater than maxLength (2)"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
+        ({"$ref": "#/$defs/a"}, "does not exist"),
+        ({"$ref": "#"}, "never ends"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "never ends"),
+        ({"const": 2**64}, "const has an integer beyond 64 bits; write it as a string"),
+        ({"enum": [{"a": [-(2**63) - 1]}]}, "enum has an integer beyond 64 bits"),
+        ({"const": 1e22}, "const has an integer beyond 64 bits"),
+        ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}, "common multiple is above 1024"),
+        (
+            {"allOf": [{"multipleOf": 0.97}, {"properties": {"a": {"multipleOf": 1.1}}}]},
+            "common multiple is above 1024",
+        ),
+        ({"type": "nope"}, "nope"),
+        ({"required": [[]]}, "Expected string for 'required'"),
+    ],
+)
+def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) -> None:
+    for strictness in ("strict", "relaxed"):
+        with pytest.raises(RequestError) as refusal:
+            compiled(compiler, json=deepcopy(schema), strictness=strictness)
+        assert says in str(refusal.value) and len(str(refusal.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("schema", "warning", "text"),
+    [
+        (UNIQUE, "uniqueItems is not held", "[1, 1]"),
+        ({"contains": {"const": 1}, "type": "array"}, "contains is not held", "[2]"),
+        ({"not": {"const": 1}}, "not is not held", "1"),
+        ({"if": {"const": 1}, "then": False}, "if, then is not held", "1"),
+        ({"type": "string", "pattern": "^(?=a)"}, "the pattern ^(?=a) is not held", '"b"'),
+        ({"patternProperties": {"(?!a)": {"const": 1}}}, "the pattern (?!a) of names is not held", '{"b": 2}'),
+        (
+            {"$ref": "http://example.org/a"},
+            "the reference http://example.org/a, which leads elsewhere, is not held",
+            "1",
+        ),
+        ({"$ref": "other.json#/a"}, "the reference other.json#/a, which leads elsewhere, is not held", "1"),
+        ({"multipleOf": 1025}, "multipleOf 1025, above 1024, is not held", "1"),
+        ({"multipleOf": 10.27}, "multipleOf 10.27, above 1024, is not held", "1"),
+        ({"minimum": 2**53 + 2}, "minimum beyond 2^53 is not held", "1"),
+        ({"exclusiveMaximum": -(2**70)}, "exclusiveMaximum beyond 2^53 is not held", "1"),
+        ({"type": "object", "minProperties": 2}, "minProperties where names are open is not held", "{}"),
+        (
+            {"properties": {"a": {}, "b": {}}, "minProperties": 2, "type": "object"},
+            "minProperties where names are optional is not held",
+            '{"a": 1}',
+        ),
+        ({"propertyNames": {"not": {}}, "type": "object"}, "propertyNames", "{}"),
+        ({"unevaluatedProperties": False, "type": "object"}, "unevaluatedProperties is not held", '{"a": 1}'),
+    ],
+)
+def test_relaxed_leaves_out_with_a_warning(compiler: GrammarCompiler, schema: Any, warning: str, text: str) -> None:
+    nested = {"type": "array", "items": schema}
+    for whole, written in ((schema, text), (nested, f"[{text}]")):
+        with pytest.raises(RequestError, match="cannot be held.*strictness='relaxed' may take it"):
+            compiled(compiler, json=deepcopy(whole))
+        relaxed = compiled(compiler, json=deepcopy(whole), strictness="relaxed")
+        assert any(warning in one for one in relaxed.warnings), relaxed.warnings
+        assert takes(relaxed, written) and not takes(relaxed, "nope")
+
+
+CONTAINERS: list[Any] = [
+    lambda one: {"items": one},
+    lambda one: {"properties": {"a": one}},
+    lambda one: {"additionalProperties": one},
+    lambda one: {"patternProperties": {"^a": one}},
+    lambda one: {"propertyNames": one},
+    lambda one: {"prefixItems": [one]},
+    lambda one: {"anyOf": [one]},
+    lambda one: {"allOf": [one, {}]},
+    lambda one: {"oneOf": [one]},
+    lambda one: {"not": one},
+    lambda one: {"if": one},
+    lambda one: {"contains": one},
+    lambda one: {"dependentSchemas": {"a": one}},
+    lambda one: {"$defs": {"a": one}},
+    lambda one: {"x": one},
+    lambda one: {"const": one},
+    lambda one: {"enum": [[one]]},
+    lambda one: {"default": [one]},
+]
+
+
+@pytest.mark.parametrize("strictness", ["strict", "relaxed"])
+def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, strictness: str) -> None:
+    rng, refused, deep = random.Random(strictness), 0, 0
+    for number, container in enumerate([*CONTAINERS, None]):
+        for depth in (3, MAX_DEPTH, *rng.sample(range(MAX_DEPTH - 40, MAX_DEPTH + 80), 3), 200, 450):
+            schema: Any = {"type": "object"}
+            for _ in range(depth):
+                schema = (container or rng.choice(CONTAINERS[: rng.choice([4, 9, 18])]))(schema)
+            try:
+                compiled(compiler, json=schema, strictness=strictness)
+            except RequestError as error:
+                refused += depth > MAX_DEPTH
+                assert len(str(error)) < 800 and "could not be compiled" not in str(error), (number, depth)
+            deep += depth > MAX_DEPTH
+    assert refused > 0.8 * deep
+    assert takes(compiled(compiler, json={"type": "array", "items": {"type": "null"}}), "[null]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (True, ["1", '{"a": [1]}'], ["nope"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.5, "type": "number"}, ["0.1", "0.5"], ["0", "0.51", "-0.1"]),
+        ({"exclusiveMaximum": -2, "allOf": [{"minimum": -2.5}], "type": "number"}, ["-2.5", "-2.1"], ["-2", "-2.6"]),
+        ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
+        ({"type": "integer", "enum": [1, "a", 2.5, 3.0]}, ["1"], ['"a"', "2.5"]),
+        ({"type": "string", "maxLength": 10**12}, ['"aaa"'], ["1"]),
+        (
+            {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "type": "string"},
+            ['"-007.50"', '".5"', '"5."'],
+            ['"."', '""'],
+        ),
+        ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ['["b", "a"]', "[]"], ['["a", "a"]']),
+        (
+            {"type": "array", "items": {"enum": [1, 1.0, True]}, "uniqueItems": True},
+            ["[1, true]"],
+            ["[1, 1]", "[1, 1.0]"],
+        ),
+        ({"type": "array", "items": {"enum": [1, "a"], "type": "string"}, "uniqueItems": True}, ['["a"]'], ["[1]"]),
+        ({**UNIQUE, "maxItems": 1}, ["[7]", "[]"], ["[7, 7]"]),
+        ({**UNIQUE, "uniqueItems": False}, ["[7, 7]"], ["7"]),
+        (
+            {"type": "object", "dependentRequired": {"a": ["b", "c"]}, "properties": {"a": {}, "b": {}, "c": {}}},
+            ['{"a": 1, "b": 1, "c": 1}', '{"b": 1}', "{}"],
+            ['{"a": 1}', '{"a": 1, "b": 1}'],
+        ),
+        (
+            {"type": "object", "not": {"required": ["a", "b"]}, "properties": {"a": {}, "b": {}}},
+            ['{"a": 1}', '{"b": 1}', "{}"],
+            ['{"a": 1, "b": 1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 1},
+            ['{"a": 1, "b": 2}', '{"a": 1}'],
+            ['{"b": 1}', "{}", '{"a": 1, "c": 2}'],
+        ),
+        (
+            {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": {"type": "null"}},
+            ["{}", '{"ab": null, "é\\n": null}'],
+            ['{"a": null}', '{"ab": 1}'],
+        ),
+        (
+            {"properties": {"a": {"type": "null"}}, "patternProperties": {"^b": {"type": "integer"}}, "type": "object"},
+            ['{"a": null, "bc": 1, "c": "x"}'],
+            ['{"a": 1}', '{"b": null}'],
+        ),
+    ],
+)
+def test_taken_and_right(compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]) -> None:
+    grammar = compiled(compiler, json=deepcopy(schema))
+    assert grammar.warnings == ()
+    for text in (*right, *wrong):
+        assert takes(grammar, text) == (text in right), text
+
+
+def test_objects_are_closed_where_nothing_says_or_needs_others(compiler: GrammarCompiler) -> None:
+    plain: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    base = {"$defs": {"base": plain}, "properties": {"x": {"$ref": "#/$defs/base"}, "y": {"type": "null"}}}
+    for schema, text, is_closed in (
+        (plain, '{"b": 1}', True),
+        ({"properties": {"x": plain}}, '{"x": {"b": 1}}', True),
+        ({"$defs": {"p": plain}, "$ref": "#/$defs/p"}, '{"b": 1}', True),
+        ({**plain, "additionalProperties": True}, '{"b": 1}', False),
+        ({**plain, "required": ["b"]}, '{"b": 1}', False),
+        ({**plain, "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', False),
+        ({"allOf": [plain, {"type": "object", "properties": {"b": {}}}]}, '{"a": 1, "b": 1}', False),
+        ({"anyOf": [{"properties": {"b": {}}}], **plain}, '{"b": 1, "a": 1}', False),
+        ({**base, "allOf": [{"$ref": "#/$defs/base"}, {"required": ["y"]}]}, '{"x": {"a": 1}, "y": null}', False),
+        ({"type": "object"}, '{"b": 1}', False),
+    ):
+        for closes in (True, False):
+            grammar = compiled(compiler, json=deepcopy(schema), disable_additional_properties=closes)
+            assert takes(grammar, text) is not (closes and is_closed), (schema, closes)
+
+
+def test_names_of_resources_do_not_mix(compiler: GrammarCompiler) -> None:
+    """As tools have them, each a document of its own with the same names in it."""
+    kinds = {"integer": "1", "string": '"s"', "null": "null"}
+    documents: dict[str, Any] = {
+        kind: {
+            "$id": f"https://tools.example/{kind}",
+            "type": "object",
+            "properties": {
+                "pointer": {"$ref": "#/$defs/x"},
+                "anchor": {"$ref": "#n"},
+                "whole": {"$ref": "#"},
+                "list": {"type": "array", "items": {"$ref": "#/$defs/values"}, "uniqueItems": True},
+            },
+            "$defs": {"x": {"type": kind}, "y": {"$anchor": "n", "type": kind}, "values": {"enum": [kind, 1]}},
+        }
+        for kind in kinds
+    }
+    other = {"$ref": "https://tools.example/null#/$defs/x"}
+    grammar = compiled(compiler, json={"properties": {**documents, "other": other}, "type": "object"})
+    for kind, own in kinds.items():
+        for name, value in kinds.items():
+            for text in (f'{{"pointer": {value}}}', f'{{"anchor": {value}}}', f'{{"whole": {{"pointer": {value}}}}}'):
+                assert takes(grammar, f'{{"{kind}": {text}}}') == (value == own), (kind, text)
+            assert takes(grammar, f'{{"{kind}": {{"list": [1, "{name}"]}}}}') == (name == kind)
+        assert not takes(grammar, f'{{"{kind}": {{"list": ["{kind}", "{kind}"]}}}}')
+    assert takes(grammar, '{"other": null}') and not takes(grammar, '{"other": 1}')
+
+
+def test_schemas_of_wrong_types_are_a_request_error_or_taken(compiler: GrammarCompiler) -> None:
+    keywords = [
+        *("$id", "$ref", "$anchor", "$defs", "const", "enum", "format", "pattern", "type", "required", "properties"),
+        *("patternProperties", "propertyNames", "additionalProperties", "minProperties", "maxProperties", "items"),
+        *("prefixItems", "minItems", "maxItems", "uniqueItems", "minimum", "exclusiveMaximum", "multipleOf", "allOf"),
+        *("anyOf", "oneOf", "not", "if", "then", "contains", "dependentRequired", "dependencies", "maxLength"),
+    ]
+    values: list[Any] = [
+        *(
+            None,
+            True,
+            0,
+            -1,
+            2.5,
+            10**30,
+            1e300,
+            "a",
+            "#",
+            "#/",
+            "#/properties/a",
+            "#/%ff",
+            "string",
+            "array",
+            "date",
+            "(",
+        ),
+        *([], {}, [[]], [{}], [5], ["a"], {"a": {}}, {"a": 5}, {"a": [5]}, {"$ref": "#"}, {"(": {}}, {"required": 5}),
+    ]
+    rng, taken = random.Random(0), 0
+    for _ in range(1500):
+        schema = {key: deepcopy(rng.choice(values)) for key in rng.sample(keywords, rng.randint(1, 4))}
+        inner = {rng.choice(keywords): deepcopy(rng.choice(values))}
+        whole = rng.choice([schema, {"properties": {"a": schema, "b": inner}, "$defs": rng.choice([{}, 5])}])
+        try:
+            taken += bool(compiled(compiler, json=whole, strictness=rng.choice(["strict", "relaxed"])))
+        except RequestError as error:
+            assert "could not be compiled" not in str(error), (json.dumps(whole), error)
+    assert taken > 80
