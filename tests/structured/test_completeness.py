@@ -230,3 +230,13 @@ def test_valid_instances_are_taken(spaced: bool) -> None:
             assert takes(grammar, text), f"{json.dumps(schema)}: {text} at {text.encode()[:stop]}"
     compiler.close()
     assert judged == 3 * SCHEMAS
+
+
+def test_white_space_is_the_callers_choice() -> None:
+    compiler, schema = byte_compiler(), {"type": "array", "items": {"type": "object"}}
+    for spaced in (False, True):
+        grammar = compiled(compiler, json=deepcopy(schema), disable_any_whitespace=not spaced)
+        assert takes(grammar, '[{"a": 1}, {}]') and not takes(grammar, "[" + " " * 41 + "]")
+        for text in ('[ {"a": 1}, {}]', '[{"a":1}, {}]', '[{"a": 1},{}]', '[{"a": 1}, {}\n]', '[{"a"\t: 1}]', "[ ]"):
+            assert takes(grammar, text) == spaced, text
+    compiler.close()
