@@ -30,10 +30,10 @@ def _is_date_time(text: str) -> bool:
     return text[10:11] == "T" and _is_date(text[:10]) and _is_time(text[11:])
 
 
-def _is_hostname(text: str) -> bool:
+def _is_hostname(text: str, longest_label: int = 63) -> bool:
     label = re.compile("[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
-    return len(text) <= 253 and all(
-        label.fullmatch(one) and len(one) <= 63 and one[:4].lower() != "xn--" for one in text.split(".")
+    return all(
+        label.fullmatch(one) and len(one) <= longest_label and one[:4].lower() != "xn--" for one in text.split(".")
     )
 
 
@@ -43,7 +43,7 @@ def _is_email(text: str) -> bool:
     literal = re.fullmatch(r"\[(IPv6:)?([0-9a-fA-F.:]+)\]", host)
     if literal is not None:
         host = str(ipaddress.ip_address(literal[2]).version) if bool(literal[1]) == (":" in host[6:]) else ""
-    return _is_hostname(host) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
+    return _is_hostname(host, 1000) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
 
 
 def _is_duration(text: str) -> bool:
