@@ -24,23 +24,41 @@ Grammar = dict[str, Node]
 def random_grammar(rng: random.Random, alphabet: str) -> Grammar:
     """Return up to four rules, of few characters: ambiguity, recursion, empty rules and endless ones are frequent."""
     names = ["root", "x", "some-rule", "y_2"][: rng.randint(1, 4)]
+    bounds = [(0, 1), (0, None), (0, None), (1, None), (1, None), (2, 3), (0, 2), (2, 2), (3, None), (0, 0)]
+
+    def repeated(node: Node) -> Node:
+        low, high = rng.choice(bounds)
+        return Node("repeat", "", (node,), low, high)
+
+    def characters(limit: int) -> Node:
+        return Node("class", "".join(sorted(rng.sample(alphabet, rng.randint(1, limit)))))
 
     def node(depth: int) -> Node:
         kind = rng.choice(["text", "text", "class", "rule", "rule", *["sequence", "choice", "repeat"] * (depth > 0)])
         if kind == "text":
             return Node(kind, "".join(rng.choices(alphabet, k=rng.choice([0, 1, 1, 1, 2, 3]))))
         if kind == "class":
-            return Node(kind, "".join(sorted(rng.sample(alphabet, rng.randint(1, len(alphabet))))))
+            return characters(len(alphabet))
         if kind == "rule":
             return Node(kind, rng.choice(names))
         if kind == "repeat":
-            low, high = rng.choice(
-                [(0, 1), (0, None), (0, None), (1, None), (1, None), (2, 3), (0, 2), (2, 2), (3, None), (0, 0)]
-            )
-            return Node(kind, "", (node(depth - 1),), low, high)
+            return repeated(node(depth - 1))
         return Node(kind, "", tuple(node(depth - 1) for _ in range(rng.randint(1, 3))))
 
-    return {name: node(rng.choice([1, 2, 2, 3])) for name in names}
+    def paths(depth: int) -> Node:
+        """Alternatives of short sequences of small classes, many of which repeat and do not overlap."""
+
+        def step() -> Node:
+            if rng.random() < 0.1:
+                return Node("rule", rng.choice(names))
+            return rng.choice([repeated, lambda one: one])(characters(2 if len(alphabet) > 2 else 1))
+
+        ways = [Node("sequence", "", tuple(step() for _ in range(rng.randint(1, 4)))) for _ in range(rng.randint(1, 3))]
+        whole = Node("choice", "", tuple(ways))
+        return repeated(whole) if rng.random() < 0.4 else whole
+
+    maker = rng.choice([node, paths])
+    return {name: maker(rng.choice([1, 2, 2, 3])) for name in names}
 
 
 def languages(grammar: Grammar, alphabet: str, length: int) -> tuple[set[str], set[str]]:

@@ -1,17 +1,17 @@
 """Conversion of GBNF, llama.cpp's grammar format, to llguidance's Lark without a change of the language.
 
 llguidance matches lexemes greedily. UTF-8 is prefix-free, so a lexeme of one character cannot be extended to another:
-every terminal becomes such a lexeme, rules do the rest, and the Earley parser follows all alternatives.
+every terminal becomes such a lexeme, rules do the rest, and the Earley parser follows all alternatives. Classes that
+repeat become longer lexemes where that changes nothing (`runs.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from phonograph.errors import quoted
+from phonograph.structured.runs import Item, Rules, deriving, with_runs
 
 MAX_COUNT = 1_000_000
 """The largest count of a repetition."""
@@ -28,25 +28,13 @@ _CONTROL = {"n": "\n", "r": "\r", "t": "\t"}
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
-class Item(NamedTuple):
-    """A rule's name, or a character class as Lark writes it, and how often it comes."""
-
-    symbol: str
-    low: int = 1
-    high: int | None = 1
-
-
-Rules = dict[str, list[list[Item]]]
-"""Alternatives of each rule by its name."""
-
-
 def lark_from_gbnf(source: str) -> str:
     """Return a Lark grammar of exactly the texts that a GBNF grammar derives from its rule `root`.
 
     Raises:
         ValueError: the text is not GBNF, a rule is missing, or `root` derives no text. The message names the line.
     """
-    rules = _finite(_parse(source))
+    rules = with_runs(_finite(_parse(source)))
     names = {name: f"r{index}" for index, name in enumerate(rules)}
     lines = [f"start: {names['root']}"]
     for name, alternatives in rules.items():
@@ -61,21 +49,7 @@ def _lark(item: Item, symbol: str) -> str:
 
 def _finite(rules: Rules) -> Rules:
     """Leave out what derives no text, so that each prefix that the parser accepts can be completed."""
-    finite: set[str] = set()
-    waiting: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
-    found: list[str] = []
-    for name, alternatives in rules.items():
-        for items in alternatives:
-            needs = {item.symbol for item in items if item.low and item.symbol in rules}
-            for need in needs:
-                waiting[need].append((name, needs))
-            found += [] if needs else [name]
-    while found:
-        if (name := found.pop()) not in finite:
-            finite.add(name)
-            for user, needs in waiting[name]:
-                needs.discard(name)
-                found += [] if needs else [user]
+    finite = deriving(rules, empty=False)
     if "root" not in finite:
         raise ValueError("line 1: the rule 'root' derives no text, because its recursion has no end")
     endless = rules.keys() - finite
@@ -149,7 +123,7 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
     elif kind == "class":
         items.append(Item(f"/[{token['not']}{''.join(_ranges(list(_characters(token['class'])), text))}]/"))
     elif kind == "literal":
-        rules[place] = [[Item(rf"/[\u{{{code:x}}}]/") for code, _ in _characters(token["literal"])]]
+        rules[place] = [[Item(rf"/[\u{{{code:x}}}-\u{{{code:x}}}]/") for code, _ in _characters(token["literal"])]]
         items.append(Item(place))
     elif not items:
         raise ValueError(f"{text} follows nothing that it could repeat")
