@@ -36,7 +36,8 @@ def check(schema: Any, compiler: Any, seed: int, counts: Counter[str], **how: An
     counts["schemas"] += 1
     try:
         grammar = compiled(compiler, json=deepcopy(schema), **how)
-    except RequestError:
+    except RequestError as error:
+        assert "wrong type" not in str(error) and "could not be compiled" not in str(error), json.dumps(schema)
         return
     without = keywords_in(grammar.warnings)
     assert without <= {"oneOf"} or how["strictness"] == "relaxed", (json.dumps(schema), grammar.warnings)

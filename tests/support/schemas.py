@@ -70,7 +70,7 @@ VALUES: list[Any] = [
 """Values that random schemas of any keywords often allow."""
 _NUMBERS = [0, 1, 3, 4, 5, 7, 10, 99.99, 2.5, 2.25, 1.05, 0.5, 0.75, 0.1, 1e-7, 0.05, -0.125, -1.5, -2, -5]
 _NAMES = [["a"], ["b"], ["a", "b"], ["c", "a"], []]
-_CHOICES: dict[str, Any] = {
+CHOICES: dict[str, Any] = {
     "pattern": [
         "^a$", "^[ab]+$", "a", "b$", "^a|b$", "^(a|é){2,3}$", r'^[^"]$', r"^\\?a", r"^\d+$", r"^\w*$", "^.$", "^$",
     ],
@@ -85,8 +85,8 @@ _CHOICES: dict[str, Any] = {
     "const": [1, "a", None, {"a": 1}, [1, 2], {"$ref": "#"}, '"\\/\n', 2**70, 1e22], "contains": [{"const": 1}],
     "$ref": ["#", "#/$defs/d", "#/$defs/a~1b", "#/$defs/d/items", "#n", "#/properties/a", "https://example.org/r", "r"],
 }
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = {"properties": ["a", "b", "ab", "c"], "patternProperties": ["^a", "b$", "^[a-c]$", "."]}
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+MAPS = {"properties": ["a", "b", "ab", "c"], "patternProperties": ["^a", "b$", "^[a-c]$", "."]}
 _SINGLE = ("items", "additionalProperties", "not", "propertyNames")
 _REFUSED = ("contains", "minProperties", "maxProperties", "not", "uniqueItems")
 """Keywords for which most schemas are refused."""
@@ -114,17 +114,17 @@ def any_schema(rng: random.Random, formats: Sequence[str], depth: int = 2) -> Sc
     schema: Schema = {}
     if rng.random() < 0.3:
         schema = {"type": "object", "properties": {name: inner() for name in rng.sample(["a", "b", "ab", "c"], 2)}}
-    for key in rng.sample(sorted({*_CHOICES, *_LISTS, *_MAPS, *_SINGLE, "format"}), rng.choice([0, 1, 1, 2, 2, 3])):
+    for key in rng.sample(sorted({*CHOICES, *LISTS, *MAPS, *_SINGLE, "format"}), rng.choice([0, 1, 1, 2, 2, 3])):
         if key in _REFUSED and rng.random() < 0.7:
             continue
-        if key in _LISTS:
+        if key in LISTS:
             schema[key] = [inner() for _ in range(rng.randint(1, 3))]
-        elif key in _MAPS:
-            schema[key] = {name: inner() for name in rng.sample(_MAPS[key], rng.randint(1, 2))}
+        elif key in MAPS:
+            schema[key] = {name: inner() for name in rng.sample(MAPS[key], rng.randint(1, 2))}
         elif key == "items" or (key in _SINGLE and rng.random() < 0.3):
             schema[key] = inner()
         else:
-            schema[key] = rng.choice([*formats, "int32"] if key == "format" else _CHOICES[key])
+            schema[key] = rng.choice([*formats, "int32"] if key == "format" else CHOICES[key])
     choice = rng.random()
     if "type" not in schema and choice < 0.7:
         schema["type"] = rng.choice(TYPES) if choice < 0.6 else rng.sample(TYPES, rng.randint(1, 3))

@@ -6,6 +6,7 @@ that it does not know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -61,7 +62,10 @@ def prepared(value: Any, *, closes: bool, leaves_out: Callable[[str], bool] | No
         raise GrammarError("the schema `false` allows nothing")
     root: Schema = {} if value is True else value
     found = _Prepass(root, closes, leaves_out)
-    found.run()
+    try:
+        found.run()
+    except (AttributeError, TypeError) as error:
+        raise GrammarError(f"a keyword of the schema has a value of a wrong type ({error})") from None
     return root, list(dict.fromkeys(found.warnings))
 
 
@@ -92,9 +96,8 @@ class _Prepass:
             if self._closes and id(schema) not in merged:
                 _close(schema)
             self._check_counts(schema)
-            reference = schema.get("$ref", "")
-            address = urljoin(_name_of(self._root, resource), reference) if isinstance(reference, str) else ""
-            if address.partition("#")[0] not in names:
+            reference = schema.get("$ref")
+            if isinstance(reference, str) and _name_of(self._root, resource, reference) not in names:
                 self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
         # Where schemas are merged, their multiples are counted together.
         if merged and math.lcm(1, *multiples) > MOST_MULTIPLE:
@@ -295,10 +298,11 @@ def _merged(root: Schema) -> set[int]:
     return found
 
 
-def _name_of(root: Schema, resource: Schema) -> str:
-    """Returns the address of a resource; that of a root without one is empty."""
+def _name_of(root: Schema, resource: Schema, reference: str = "") -> str:
+    """Returns the address of a resource, or of what a reference in it leads to; that of a root without one is empty."""
     own, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
-    return urljoin(own, name).partition("#")[0] if isinstance(own, str) and isinstance(name, str) else ""
+    known = [one for one in (own, name, reference) if isinstance(one, str)]
+    return functools.reduce(urljoin, known, "").partition("#")[0]
 
 
 def _values(schema: Schema) -> list[Any] | None:
