@@ -130,6 +130,10 @@ def test_random_grammars_keep_their_language() -> None:
         ('root ::= item item\nitem ::= ([ab] | "-")+', ["ab", "a-b", "bbbb"], ["a"]),
         ('root ::= x x\nx ::= [ab] x | "-"', ["--", "ab-b-"], ["ab-", "-"]),
         ('root ::= [é]+ "è"', ["éè", "ééè"], ["é", "è"]),
+        ('root ::= [^é]+ "é"', ["aé", "aèé"], ["é", "éa"]),
+        ('root ::= [ab]+ x "a"\nx ::= "x" | ""', ["aa", "abxa", "aba"], ["a", "xa"]),
+        ('root ::= [ab]+ x\nx ::= y "a"\ny ::= "x" | ""', ["aa", "abxa", "aba"], ["a", "xa"]),
+        ('root ::= [ab]+ [ab]{2} "c"', ["aaac", "ababac"], ["aac", "aaa"]),
         ('root ::= x\nx ::= x "," [a-c]+ | [a-b] | x x "."', ["a,cc", "ab."], ["ab", "c"]),
     ],
 )

@@ -143,7 +143,10 @@ def written(grammar: Grammar, rng: random.Random, alphabet: str) -> str:
         if node.kind == "repeat":
             counts = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((node.low, node.high))
             high = "" if node.low == node.high else f", {'' if node.high is None else node.high}"
-            return f"({write(node.parts[0])}){counts or f'{{{node.low}{high}}}'}"
+            part = write(node.parts[0])
+            if not part or node.parts[0].kind == "repeat" or rng.random() < 0.5:
+                part = f"({part})"
+            return f"{part}{counts or f'{{{node.low}{high}}}'}"
         joint = f"{space()}|{space()}" if node.kind == "choice" else space()
         return f"({space()}{joint.join(map(write, node.parts))})"
 
