@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_grammars import byte_compiler, byte_vocabulary
 
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.protocol import Grammar, GrammarError, Matcher
@@ -167,3 +168,28 @@ def test_a_limit_of_the_library_is_an_error_and_no_end(compiler: GrammarCompiler
     for call in (lambda: allowed(matcher), lambda: matcher.accept(ord("a")), lambda: matcher.accept(ENDS[0])):
         with pytest.raises(GrammarError):
             call()
+
+
+def test_the_grammar_of_a_user_forces_tokens_only_where_it_is_exact() -> None:
+    own = byte_vocabulary(b"ab", b"abc")
+    compiler = GrammarCompiler(lambda: own, own.eos)
+    for grammar, tokens in (('root ::= "abc"', [97]), ('start: "abc"', [97, 257, 258])):
+        bitmask = np.zeros((1, -(-own.size // 32)), np.int32)
+        compiler.request(StructuredOutputs(grammar=grammar)).result().matcher().fill(bitmask, 0)
+        assert np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist() == tokens
+    # Else the library looks for the end of this text until the memory is full.
+    endless = compiler.request(StructuredOutputs(grammar='start: /a+/ "a"')).result(60).matcher()
+    assert endless.validate([97] * 50) == 50
+    compiler.close()
+
+
+def test_an_ambiguous_grammar_ends_with_an_error_before_it_is_slow() -> None:
+    compiler = byte_compiler()
+    structured = StructuredOutputs(grammar="root ::= root [ab] root | [ab]")
+    matcher = compiler.request(structured).result().matcher()
+    bitmask = np.zeros((1, 9), np.int32)
+    with pytest.raises(GrammarError, match="max is 500"):
+        for _ in range(1000):
+            matcher.fill(bitmask, 0)
+            matcher.accept(97)
+    compiler.close()

@@ -20,8 +20,13 @@ from phonograph.structured.vocabulary import Vocabulary
 
 MAX_ITEMS = 20_000
 """Ways in which a grammar may go on at one point. The library's own 2,000 end an object of 2,000 optional names."""
+GRAMMAR_ITEMS = 500
+"""The same of a user's grammar. An ambiguous one takes 60 ms a mask at 500 of 49,152 tokens, and 400 ms at 1,000."""
+GRAMMAR_STEP_ITEMS = 200_000
+"""Those of all tokens together. Many terminals of one character need more than the library's 50,000."""
 MAX_LEXER_STATES = 50_000
 """States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _HEAD = 256
 """Characters of a forced text that are tokenized."""
 _UNKNOWN = "Unimplemented keys: "
@@ -45,8 +50,10 @@ class Library:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(vocabulary)), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos)
         )
-        self._limits = llguidance.LLParserLimits(
-            max_items_in_row=MAX_ITEMS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        limits: dict[str, Any] = {"max_lexer_states": MAX_LEXER_STATES, "verbose_errors": False}
+        self._limits = llguidance.LLParserLimits(max_items_in_row=MAX_ITEMS, **limits)
+        self._grammar_limits = llguidance.LLParserLimits(
+            max_items_in_row=GRAMMAR_ITEMS, step_max_items=GRAMMAR_STEP_ITEMS, **limits
         )
 
     def of_json_schema(self, schema: Mapping[str, Any], *, any_whitespace: bool, lenient: bool) -> LibraryGrammar:
@@ -64,11 +71,13 @@ class Library:
             options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         text = json.dumps(schema)
         try:
-            return self._compile(self._make.grammar_from_json_schema(text, overrides=options))
+            return self._compile(self._make.grammar_from_json_schema(text, overrides=options), self._limits)
         except GrammarError as error:
             if str(error) != _ONE_OF:
                 raise
-        return self._compile(self._make.grammar_from_json_schema(text, overrides={**options, "coerce_one_of": True}))
+        return self._compile(
+            self._make.grammar_from_json_schema(text, overrides={**options, "coerce_one_of": True}), self._limits
+        )
 
     def of_regex(self, regex: str) -> LibraryGrammar:
         r"""Compiles a regular expression that a whole output matches; `\d` and `\w` are ASCII's.
@@ -76,22 +85,27 @@ class Library:
         Raises:
             GrammarError: the library does not take it.
         """
-        return self.of_lark(f"start: /{self._for_lark(regex, use_ascii='dw')}/")
+        lark = f"start: /{self._for_lark(regex, use_ascii='dw')}/"
+        return self._compile(self._make.grammar_from_lark(lark), self._limits)
 
-    def of_lark(self, lark: str) -> LibraryGrammar:
+    def of_lark(self, lark: str, *, forcing: bool) -> LibraryGrammar:
         """Compiles a grammar in the library's dialect of Lark.
+
+        forcing: masks allow only the tokenizer's own tokens of a text that must follow. The library looks for its end,
+            so the grammar must have one everywhere: with `start: /a+/ "a"`, of which the terminal takes each a, it
+            would search until the memory is full.
 
         Raises:
             GrammarError: the library does not take it.
         """
-        return self._compile(self._make.grammar_from_lark(lark))
+        return self._compile(self._make.grammar_from_lark(lark + _NO_FORCING * (not forcing)), self._grammar_limits)
 
     def refuses_regex(self, regex: str) -> bool:
         """Whether no schema may have it as a pattern."""
         return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
 
-    def _compile(self, grammar: str) -> LibraryGrammar:
-        matcher = self._make(self._tokenizer, grammar, log_level=0, limits=self._limits)
+    def _compile(self, grammar: str, limits: Any) -> LibraryGrammar:
+        matcher = self._make(self._tokenizer, grammar, log_level=0, limits=limits)
         _check(matcher)
         # Faults such as a rule that only refers to itself show at the first mask.
         first = matcher.deep_copy()
