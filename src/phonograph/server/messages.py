@@ -110,7 +110,7 @@ class PromptFacts:
 
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
