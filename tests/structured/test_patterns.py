@@ -113,16 +113,7 @@ def test_expressions_that_no_grammar_can_hold_are_refused(pattern: str) -> None:
 def test_classes_hold_quotes_and_backslashes_only_where_they_say_so() -> None:
     compiler, characters = byte_compiler(), ['"', "\\", "\n", "a", "]", "^", "é"]
     classes = [
-        r'[^"]',
-        r"[^\\]",
-        r'[^"\\]',
-        r'[^\]"]',
-        r"[\x00-\x1f]",
-        r"[\u0000-!]",
-        r"[\0-\x1f\\]",
-        "[^ -~]",
-        r'[^^"]',
-        r'\[[^"]',
+        *(r'[^"]', r"[^\\]", r'[^"\\]', r'[^\]"]', r"[\x00-\x1f]", r"[\u0000-!]", r"[\0-\x1f\\]", "[^ -~]", r'[^^"]')
     ]
     for one in classes:
         expression = re.compile(rf"^{one}\Z")

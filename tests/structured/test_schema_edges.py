@@ -147,31 +147,6 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         ({"type": "array", "items": {"enum": [1, "a"], "type": "string"}, "uniqueItems": True}, ['["a"]'], ["[1]"]),
         ({**UNIQUE, "maxItems": 1}, ["[7]", "[]"], ["[7, 7]"]),
         ({**UNIQUE, "uniqueItems": False}, ["[7, 7]"], ["7"]),
-        (
-            {"type": "object", "dependentRequired": {"a": ["b", "c"]}, "properties": {"a": {}, "b": {}, "c": {}}},
-            ['{"a": 1, "b": 1, "c": 1}', '{"b": 1}', "{}"],
-            ['{"a": 1}', '{"a": 1, "b": 1}'],
-        ),
-        (
-            {"type": "object", "not": {"required": ["a", "b"]}, "properties": {"a": {}, "b": {}}},
-            ['{"a": 1}', '{"b": 1}', "{}"],
-            ['{"a": 1, "b": 1}'],
-        ),
-        (
-            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 1},
-            ['{"a": 1, "b": 2}', '{"a": 1}'],
-            ['{"b": 1}', "{}", '{"a": 1, "c": 2}'],
-        ),
-        (
-            {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": {"type": "null"}},
-            ["{}", '{"ab": null, "é\\n": null}'],
-            ['{"a": null}', '{"ab": 1}'],
-        ),
-        (
-            {"properties": {"a": {"type": "null"}}, "patternProperties": {"^b": {"type": "integer"}}, "type": "object"},
-            ['{"a": null, "bc": 1, "c": "x"}'],
-            ['{"a": 1}', '{"b": null}'],
-        ),
     ],
 )
 def test_taken_and_right(compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]) -> None:

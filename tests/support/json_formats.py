@@ -26,10 +26,6 @@ def _is_time(text: str) -> bool:
     )
 
 
-def _is_date_time(text: str) -> bool:
-    return text[10:11] == "T" and _is_date(text[:10]) and _is_time(text[11:])
-
-
 def _is_hostname(text: str, longest_label: int = 63) -> bool:
     label = re.compile("[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
     return all(
@@ -46,13 +42,7 @@ def _is_email(text: str) -> bool:
     return _is_hostname(host, 1000) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
 
 
-def _is_duration(text: str) -> bool:
-    if re.fullmatch(r"P\d+W", text):
-        return True
-    day, _, time = text.partition("T")
-    ways = [r"P(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)?", r"\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S"]
-    whole = re.fullmatch(ways[0], day) is not None and (re.fullmatch(ways[1], time) is not None or "T" not in text)
-    return whole and text not in ("P", "PT")
+_DAYS, _HOURS = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)", r"(T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S))"
 
 
 def _is_uri_reference(text: str) -> bool:
@@ -94,39 +84,29 @@ def _is_pointer(text: str) -> bool:
     return text == "" or (text[0] == "/" and re.search("~(?![01])", text) is None)
 
 
-def _is_relative_pointer(text: str) -> bool:
-    match = re.fullmatch("(0|[1-9][0-9]*)(.*)", text, re.DOTALL)
-    return match is not None and (match[2] == "#" or _is_pointer(match[2]))
-
-
-def _is_uuid(text: str) -> bool:
-    return str(uuid.UUID(text)) == text.lower()
-
-
-def _is_ip(version: int) -> Callable[[str], bool]:
-    return lambda text: ipaddress.ip_address(text).version == version
-
-
 CHECKS: dict[str, Callable[[str], bool]] = {
     "date": _is_date,
-    "date-time": _is_date_time,
-    "duration": _is_duration,
+    "date-time": lambda text: text[10:11] == "T" and _is_date(text[:10]) and _is_time(text[11:]),
+    "duration": lambda text: re.fullmatch(rf"P(\d+W|{_DAYS}{_HOURS}?|{_HOURS})", text) is not None,
     "email": _is_email,
     "hostname": _is_hostname,
     "idn-email": _is_email,
     "idn-hostname": lambda text: _is_hostname(text) and text == text.lower(),
-    "ipv4": _is_ip(4),
-    "ipv6": _is_ip(6),
+    "ipv4": lambda text: ipaddress.ip_address(text).version == 4,
+    "ipv6": lambda text: ipaddress.ip_address(text).version == 6,
     "iri": lambda text: _is_uri(_in_ascii(text)),
     "iri-reference": lambda text: _is_uri_reference(_in_ascii(text)),
     "json-pointer": _is_pointer,
     "regex": lambda text: re.compile(text) is not None,
-    "relative-json-pointer": _is_relative_pointer,
+    "relative-json-pointer": lambda text: (
+        (match := re.fullmatch("(0|[1-9][0-9]*)(.*)", text, re.DOTALL)) is not None
+        and (match[2] == "#" or _is_pointer(match[2]))
+    ),
     "time": _is_time,
     "uri": _is_uri,
     "uri-reference": _is_uri_reference,
     "uri-template": _is_uri_template,
-    "uuid": _is_uuid,
+    "uuid": lambda text: str(uuid.UUID(text)) == text.lower(),
 }
 
 

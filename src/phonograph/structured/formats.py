@@ -51,7 +51,7 @@ PATTERNS = {
     "iri": _uri(_OTHER_SCRIPTS),
     "iri-reference": _uri(_OTHER_SCRIPTS, relative=True),
     "json-pointer": _POINTER,
-    "regex": rf"\^?{_REGEX_ATOM}[*+?]?({_REGEX_ATOM}[*+?]?|\|)*\$?",
+    "regex": rf"\^?({_REGEX_ATOM}[*+?]?({_REGEX_ATOM}[*+?]?|\|)*)?\$?",
     "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
     "time": _TIME,
     "uri-reference": _uri(relative=True),
