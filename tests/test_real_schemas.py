@@ -16,9 +16,7 @@ from phonograph.structured.vocabulary import Vocabulary
 from phonograph.structured_outputs import StructuredOutputs
 
 EOS = 256
-BYTES = Vocabulary(
-    [*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({EOS}), (EOS,), 257, lambda text: list(text.encode())
-)
+BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({EOS}), (EOS,), 257)
 TOOL = {
     "type": "object",
     "properties": {

@@ -81,7 +81,7 @@ def test_any_failure_is_the_requests_alone(monkeypatch: pytest.MonkeyPatch, erro
     def of_regex(library: Library, regex: str) -> Any:
         if regex == "bad":
             raise error
-        return library.of_lark(f"start: /{regex}/", forcing=True)
+        return library.of_lark(f"start: /{regex}/")
 
     monkeypatch.setattr(compiler_module.Library, "of_regex", of_regex)
     compiler = byte_compiler()

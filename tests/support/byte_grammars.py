@@ -19,7 +19,7 @@ END = 256
 def byte_vocabulary(*more: bytes) -> Vocabulary:
     """Return a vocabulary of the bytes, the end, and tokens of several bytes."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *more]
-    return Vocabulary(tokens, frozenset({END}), (END,), len(tokens), lambda text: list(text.encode()))
+    return Vocabulary(tokens, frozenset({END}), (END,), len(tokens))
 
 
 def byte_compiler() -> GrammarCompiler:

@@ -113,9 +113,7 @@ class GrammarCompiler:
             return library.of_regex(job.source)
         if job.kind == "choice":
             return library.of_regex("|".join(map(_literal, json.loads(job.source))))
-        if "::=" in job.source:
-            return library.of_lark(lark_from_gbnf(job.source), forcing=True)
-        return library.of_lark(job.source, forcing=False)
+        return library.of_lark(lark_from_gbnf(job.source) if "::=" in job.source else job.source)
 
     def _loaded(self) -> Library:
         with self._loading:

@@ -27,8 +27,9 @@ GRAMMAR_STEP_ITEMS = 200_000
 MAX_LEXER_STATES = 50_000
 """States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_HEAD = 256
-"""Characters of a forced text that are tokenized."""
+"""Else the library asks the tokenizer for the tokens of a text that must follow, and allows no others: at each mask, while
+it holds Python's lock, wrongly where the tokenizer puts a space before a text, and without an end for `/a+/ "a"`."""
+_PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _UNKNOWN = "Unimplemented keys: "
 _ONE_OF = "oneOf is taken as anyOf"
 _ESCAPES = r"nrbtf\""
@@ -69,15 +70,12 @@ class Library:
             options["whitespace_pattern"] = WHITESPACE
         else:
             options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        text = json.dumps(schema)
         try:
-            return self._compile(self._make.grammar_from_json_schema(text, overrides=options), self._limits)
+            return self._compile(_json_lark(schema, options), self._limits)
         except GrammarError as error:
             if str(error) != _ONE_OF:
                 raise
-        return self._compile(
-            self._make.grammar_from_json_schema(text, overrides={**options, "coerce_one_of": True}), self._limits
-        )
+        return self._compile(_json_lark(schema, {**options, "coerce_one_of": True}), self._limits)
 
     def of_regex(self, regex: str) -> LibraryGrammar:
         r"""Compiles a regular expression that a whole output matches; `\d` and `\w` are ASCII's.
@@ -85,26 +83,22 @@ class Library:
         Raises:
             GrammarError: the library does not take it.
         """
-        lark = f"start: /{self._for_lark(regex, use_ascii='dw')}/"
-        return self._compile(self._make.grammar_from_lark(lark), self._limits)
+        return self._compile(f"start: /{self._for_lark(regex, use_ascii='dw')}/", self._limits)
 
-    def of_lark(self, lark: str, *, forcing: bool) -> LibraryGrammar:
+    def of_lark(self, lark: str) -> LibraryGrammar:
         """Compiles a grammar in the library's dialect of Lark.
-
-        forcing: masks allow only the tokenizer's own tokens of a text that must follow. The library looks for its end,
-            so the grammar must have one everywhere: with `start: /a+/ "a"`, of which the terminal takes each a, it
-            would search until the memory is full.
 
         Raises:
             GrammarError: the library does not take it.
         """
-        return self._compile(self._make.grammar_from_lark(lark + _NO_FORCING * (not forcing)), self._grammar_limits)
+        return self._compile(lark, self._grammar_limits)
 
     def refuses_regex(self, regex: str) -> bool:
         """Whether no schema may have it as a pattern."""
         return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
 
-    def _compile(self, grammar: str, limits: Any) -> LibraryGrammar:
+    def _compile(self, lark: str, limits: Any) -> LibraryGrammar:
+        grammar = self._make.grammar_from_lark(lark + _NO_FORCING)
         matcher = self._make(self._tokenizer, grammar, log_level=0, limits=limits)
         _check(matcher)
         # Faults such as a rule that only refers to itself show at the first mask.
@@ -190,6 +184,7 @@ def _check(matcher: Any) -> None:
 
 def _told(text: str) -> str:
     """What the library says, on one line and in the words of this room."""
+    text = _PLACE.sub("", text).partition("\n   1 | ")[0]
     text = re.sub(r" \(\d+ times\)$", "", text)
     if text.startswith(_UNKNOWN):
         return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} is not held"
@@ -208,10 +203,10 @@ class _Tokens:
         self.bos_token_id = None
         self.tokens = vocabulary.tokens
         self.special_token_ids = sorted(vocabulary.special | {*vocabulary.eos})
-        self._encode = vocabulary.encode
 
-    def __call__(self, text: str | bytes) -> Sequence[int]:
-        # Asked for all that is left of a text, again behind each token; only the first token counts.
-        head = text[:_HEAD] if isinstance(text, str) else text[: 4 * _HEAD].decode("utf-8", "ignore")[:_HEAD]
-        ids = self._encode(head)
-        return ids if len(head) < _HEAD else ids[: max(1, len(ids) // 2)]
+    def __call__(self, _: object) -> list[int]:
+        raise NotImplementedError("nothing is forced")
+
+
+def _json_lark(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
