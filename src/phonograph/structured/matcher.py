@@ -27,8 +27,8 @@ GRAMMAR_STEP_ITEMS = 200_000
 MAX_LEXER_STATES = 50_000
 """States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Else the library asks the tokenizer for the tokens of a text that must follow, and allows no others: at each mask, with
-Python's lock held, wrongly where the tokenizer puts a space before a text, and without an end for `/a+/ "a"`."""
+"""Else the library asks the tokenizer for the tokens of a text that must follow, and allows no others: at each mask,
+with Python's lock held, wrongly where the tokenizer puts a space before a text, and without an end for `/a+/ "a"`."""
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _UNKNOWN = "Unimplemented keys: "
 _ONE_OF = "oneOf is taken as anyOf"
