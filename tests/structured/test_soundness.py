@@ -46,7 +46,8 @@ def check(schema: Any, compiler: Any, seed: int, counts: Counter[str], **how: An
     escaped = [text.replace('"a', r'"\u0061') for several in texts for text in several]
     taken = [text for text in itertools.chain(*texts, escaped) if takes(grammar, text)]
     counts.update(accepted=1, walks=len(walks), ended=sum(one.ended for one in walks), taken=len(taken))
-    judge = Judge(schema, without, FORMATS)
+    # A branch that was closed can be disjoint from one that it overlapped.
+    judge = Judge(schema, without | ({"oneOf"} if how["disable_additional_properties"] else set()), FORMATS)
     try:
         for text in {*taken, *(one.text.decode() for one in walks if one.ended)}:
             fault = judge.fault(text.encode())
@@ -65,7 +66,7 @@ def test_grammars_are_as_wide_as_their_schemas(strictness: str) -> None:
     for seed in range(SCHEMAS):
         rng = random.Random(f"{strictness} {seed}")
         how = {"strictness": strictness, "disable_additional_properties": rng.random() < 0.5}
-        schema = random_root(rng, list(CHECKS))
+        schema = random_root(rng, [form for form in CHECKS if form != "regex"])  # which allows a part of its texts
         check(schema, compiler, seed, counts, disable_any_whitespace=rng.random() < 0.8, **how)
     compiler.close()
     assert counts["accepted"] > 0.4 * SCHEMAS and counts["unjudged"] < 0.1 * SCHEMAS and counts["valid"] > SCHEMAS
