@@ -234,3 +234,21 @@ def test_schemas_of_wrong_types_are_a_request_error_or_taken(compiler: GrammarCo
         except RequestError as error:
             assert "could not be compiled" not in str(error), (json.dumps(whole), error)
     assert taken > 80
+
+
+def test_patterns_that_meet_are_bounded() -> None:
+    merged = {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}c"} for count in range(3, 17)]}
+    compiler = byte_compiler()
+    with pytest.raises(RequestError, match="more than 10 patterns in schemas that are merged is not held"):
+        compiled(compiler, json=merged)
+    assert "more than 10 patterns" in compiled(compiler, json=merged, strictness="relaxed").warnings[0]
+    compiler.close()
+
+
+def test_a_one_of_that_is_disjoint_only_because_it_was_closed_says_so() -> None:
+    compiler = byte_compiler()
+    kinds = [{"type": "object", "properties": {"k": {"const": kind}}, "required": ["k"]} for kind in "ab"]
+    overlapping = [{"type": "object", "properties": {"a": {}}}, {"required": ["b"]}]
+    for branches, warnings in ((kinds, ()), (overlapping, ("oneOf is taken as anyOf",))):
+        assert compiled(compiler, json={"oneOf": branches}).warnings == warnings
+    compiler.close()

@@ -104,10 +104,13 @@ class GrammarCompiler:
     def _grammar(library: Library, job: _Job) -> LibraryGrammar:
         if job.kind in ("json", "json_object"):
             leaves_out = None if job.strict else library.refuses_regex
-            value = json.loads(job.source) if job.source else {"type": "object"}
-            schema, warnings = prepared(value, closes=job.closes, leaves_out=leaves_out)
+            source = job.source or '{"type": "object"}'
+            schema, warnings = prepared(json.loads(source), closes=job.closes, leaves_out=leaves_out)
+            # Branches of a oneOf that overlap may look disjoint once they are closed.
+            if job.closes and '"oneOf"' in source:
+                warnings += library.overlaps(prepared(json.loads(source), closes=False, leaves_out=leaves_out)[0])
             grammar = library.of_json_schema(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
-            grammar.warnings = (*warnings, *grammar.warnings)
+            grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
             return grammar
         if job.kind == "regex":
             return library.of_regex(job.source)

@@ -93,6 +93,12 @@ class Library:
         """
         return self._compile(lark, self._grammar_limits)
 
+    def overlaps(self, schema: Mapping[str, Any]) -> list[str]:
+        """Returns the warning of a schema with a `oneOf` that cannot be proved disjoint, if there is one."""
+        grammar = self._make.grammar_from_lark(_json_lark(schema, {"lenient": True}))
+        _, said = self._make.validate_grammar_with_warnings(grammar, limits=self._limits)
+        return [_ONE_OF] if _ONE_OF in map(_told, said) else []
+
     def refuses_regex(self, regex: str) -> bool:
         """Whether no schema may have it as a pattern."""
         return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
