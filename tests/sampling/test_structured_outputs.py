@@ -193,3 +193,14 @@ def test_parameters_that_leave_no_token_fail_their_request_only(llm: LLM, params
     assert llm.engine.core.scheduler.stats.blocks_used == 0
     with pytest.raises(RequestError, match=re.escape(says)):
         llm.generate("Tom has", SamplingParams(temperature=0, **params))
+
+
+def test_a_grammar_that_comes_to_a_limit_is_the_fault_of_its_request(llm: LLM) -> None:
+    """Found as its matcher takes a token, or at the next mask."""
+    many = {"grammar": 'start: e\ne: e e e e e | e e e | e e | "a"'}
+    ends = dict.fromkeys(llm.plan.model.eos_token_ids, -100.0)
+    params = SamplingParams(temperature=0, max_tokens=400, structured_outputs=many, logit_bias=ends)
+    free = SamplingParams(temperature=0, max_tokens=12)
+    bad, good = llm.generate(["Tom has"] * 2, [params, free])
+    assert isinstance(bad.error, RequestError) and re.search("after [0-9]+ tokens .*items", str(bad.error))
+    assert len(good.outputs[0].token_ids) == 12 and llm.engine.core.scheduler.stats.blocks_used == 0

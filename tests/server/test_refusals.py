@@ -80,7 +80,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"suffix": "."}, "suffix", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"guided_regex": ""}, "guided_regex", "not empty"),
-    ({"guided_regex": "a("}, "guided_regex", "not closed"),
+    ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "contradicts guided_regex"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"rgex": "a"}}, "structured_outputs", "is no field of it"),

@@ -13,7 +13,7 @@ import numpy as np
 from phonograph.errors import RequestError, shortened
 from phonograph.request import Request
 from phonograph.runner.grammar_masks import bitmask_words
-from phonograph.structured.protocol import Grammar, GrammarError
+from phonograph.structured.protocol import Grammar
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:
@@ -22,10 +22,7 @@ def dead_end(request: Request, vocab_size: int) -> RequestError | None:
     allowed_V = np.ones(vocab_size, dtype=bool)
     structured = params.structured_outputs
     if request.grammar is not None and structured is not None:
-        try:
-            allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
-        except GrammarError as error:
-            return RequestError(structured.kind, shortened(structured.source), f"after {num_tokens} tokens {error}")
+        allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
         if not allowed_V.any():
             after = (
                 f"nothing can follow its first {num_tokens} tokens" if num_tokens else "nothing can be its beginning"

@@ -21,7 +21,7 @@ from phonograph.engine.dead_ends import dead_end
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.engine.text import TextBuilder
 from phonograph.engine.tokenizer import Tokenizer
-from phonograph.errors import RequestError, RequestFailure, cause_text
+from phonograph.errors import RequestError, RequestFailure, cause_text, shortened
 from phonograph.models.spec import ModelSpec
 from phonograph.request import Request
 from phonograph.sampling_params import SamplingParams
@@ -184,6 +184,10 @@ class Session:
         request = sample.request
         if request.failure is not None:
             part, problem, no_token = request.failure
+            structured = request.params.structured_outputs
+            if no_token and part == "grammar" and structured is not None:
+                problem = f"after {len(request.output_token_ids)} tokens {problem}"
+                raise RequestError(structured.kind, shortened(structured.source), problem)
             error = dead_end(request, self._model.vocab_size) if no_token else None
             raise error or RequestFailure(sample.parent.request_id, part, problem)
         if sample.text is not None:

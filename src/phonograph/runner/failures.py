@@ -48,9 +48,12 @@ class SlotFailures:
             work(*args, **kwargs)
         except torch.AcceleratorError:
             raise
+        except GrammarError as error:  # the request's own doing
+            self.by_slot.setdefault(slot, SlotFailure("grammar", str(error), no_token=True))
+            return False
         except Exception as error:
             log.exception("slot %d: %s failed", slot, part)
-            self.by_slot.setdefault(slot, SlotFailure(part, cause_text(error), isinstance(error, GrammarError)))
+            self.by_slot.setdefault(slot, SlotFailure(part, cause_text(error)))
             return False
         return True
 
