@@ -121,7 +121,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs=-1"),
     ({"max_tokens": 1024}, "max_tokens", "context holds 1024 tokens"),
-    ({"response_format": FORMAT_NOT}, "response_format", "response_format='{\"not\": {}}': cannot be held: not is not held"),
+    (
+        {"response_format": FORMAT_NOT},
+        "response_format",
+        "response_format='{\"not\": {}}': cannot be held: not is not held",
+    ),
     ({"response_format": FORMAT_DEEP}, "response_format", "120 deep"),
     (
         {
