@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,7 +13,7 @@ from phonograph.sampling_params import SamplingParams
 from phonograph.server.errors import invalid, refused
 from phonograph.server.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
 from phonograph.server.structured import PARAMETERS, field_of, structured_outputs
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.structured_outputs import Strictness, StructuredOutputs
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI has it. A chat's answer may fill the context."""
@@ -78,7 +78,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    structured_outputs_strictness: Literal["strict", "relaxed"] | None = None
+    structured_outputs_strictness: Strictness | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None

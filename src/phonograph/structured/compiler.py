@@ -24,7 +24,7 @@ KEPT = 128
 
 
 class _Job(NamedTuple):
-    """What a grammar depends on."""
+    """All that a grammar depends on beside the vocabulary."""
 
     kind: str
     source: str
@@ -87,7 +87,7 @@ class GrammarCompiler:
     def _compile(self, job: _Job) -> Grammar:
         try:
             grammar = self._grammar(self._loaded(), job)
-        except (GrammarError, ValueError) as error:  # the second of GBNF
+        except (GrammarError, ValueError) as error:  # the conversion of GBNF raises ValueError
             hint = "" if job.kind != "json" or not job.strict else "; strictness='relaxed' may take it, with a warning"
             raise RequestError(job.kind, shortened(job.source), f"cannot be held: {error}{hint}") from None
         except RequestError:

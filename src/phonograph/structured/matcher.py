@@ -100,7 +100,7 @@ class Library:
         return [_ONE_OF] if _ONE_OF in map(_told, said) else []
 
     def refuses_regex(self, regex: str) -> bool:
-        """Whether no schema may have it as a pattern."""
+        """Returns True if the library cannot take it as the pattern of a schema."""
         return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
 
     def _compile(self, lark: str, limits: Any) -> LibraryGrammar:
@@ -189,7 +189,7 @@ def _check(matcher: Any) -> None:
 
 
 def _told(text: str) -> str:
-    """What the library says, on one line and in the words of this room."""
+    """Returns a message of the library on one line, in the words of this room."""
     text = _PLACE.sub("", text).partition("\n   1 | ")[0]
     text = re.sub(r" \(\d+ times\)$", "", text)
     if text.startswith(_UNKNOWN):
@@ -202,7 +202,7 @@ def _told(text: str) -> str:
 
 
 class _Tokens:
-    """What the library asks of a tokenizer."""
+    """Tokenizer with the attributes that the library reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.eos[0]

@@ -17,7 +17,7 @@ class Matcher(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether it has accepted an end-of-sequence token: nothing can follow."""
+        """True once it has accepted an end-of-sequence token: nothing can follow."""
         ...
 
     def accept(self, token_id: int) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jsonschema import Draft202012Validator
@@ -24,10 +24,9 @@ from phonograph.evaluation.structured.walk import Walker
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.structured_outputs import Strictness, StructuredOutputs
 
 Record = dict[str, Any]
-Strictness = Literal["strict", "relaxed"]
 _PHRASES = {
     "the reference ": ("$ref",),
     "the pattern ": ("pattern", "patternProperties"),
