@@ -95,7 +95,8 @@ class Library:
 
     def overlaps(self, schema: Mapping[str, Any]) -> list[str]:
         """Returns the warning of a schema with a `oneOf` that cannot be proved disjoint, if there is one."""
-        grammar = self._make.grammar_from_lark(_json_lark(schema, {"lenient": True}))
+        # Not within Lark, which takes 1 ms more: nothing is forced where there is no matcher.
+        grammar = self._make.grammar_from_json_schema({**schema, "x-guidance": {"lenient": True}})
         _, said = self._make.validate_grammar_with_warnings(grammar, limits=self._limits)
         return [_ONE_OF] if _ONE_OF in map(_told, said) else []
 
