@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.evaluation.serving import load
-from phonograph.evaluation.serving.connection import Target
-from phonograph.evaluation.serving.events import Reply
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
+from phonograph.bench.serving import load
+from phonograph.bench.serving.connection import Target
+from phonograph.bench.serving.events import Reply
 
 CHUNK = (
     'data: {"id":"cmpl-8f3a1c0d2b6e4f7a9c1d3e5f7a9b1c3d","object":"text_completion","created":1790000000,'

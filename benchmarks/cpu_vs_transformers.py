@@ -27,11 +27,11 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from phonograph import LLM, SamplingParams
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
+from phonograph.bench.run import run_requests
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.evaluation.run import run_requests
 
 Answer = Callable[[list[list[int]], int | None], list[list[int]]]
 """Prompts and a number of output tokens (None: each to its own end) -> the output tokens of each."""

@@ -18,23 +18,23 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phonograph.batch import ScheduledBatch, StepOutput
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
+from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.core import EngineCore
 from phonograph.engine.session import Session
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.request import Request
-from phonograph.runner.failures import SlotFailures
+from phonograph.runner.cpu_inputs import SlotTable, blocks_for, fill_buffers
 from phonograph.runner.model_runner import shape_of
-from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
 from phonograph.runner.steps import CompletedStep
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.sampling.failures import SlotFailures
+from phonograph.scheduling.scheduler import Scheduler, SchedulerLimits
 from phonograph.structured.compiler import GrammarCompiler
 
 T = TypeVar("T")

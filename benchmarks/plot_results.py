@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phonograph.evaluation.bench import read_records
-from phonograph.evaluation.bench_floor import H200
-from phonograph.evaluation.bench_plots import bar_chart, line_chart, roofline_chart, stacked_chart
-from phonograph.evaluation.bench_step import PARTS
+from checks.bench_plots import bar_chart, line_chart, roofline_chart, stacked_chart
+from phonograph.bench.floor import H200
+from phonograph.bench.results import read_records
+from phonograph.bench.step_trace import PARTS
 
 PLOTS = Path("docs/plots")
 CAP = 4.0

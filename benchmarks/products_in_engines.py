@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from sweep_products import Settings, applied
 
+from phonograph.bench.cases import DecodeCase
+from phonograph.bench.engine import bench_decode
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.evaluation.bench_cases import DecodeCase
-from phonograph.evaluation.bench_engine import bench_decode
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.product_rules import ProductConfig, RingConfig
-from phonograph.kernels.triton.row_tiles import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.tuning import ProductConfig, RingConfig
 
 KINDS = {kind.__name__: kind for kind in (FewRowsConfig, RingConfig, LinearConfig)}
 

@@ -2,7 +2,7 @@
 
     python benchmarks/serve_vs_vllm.py --model DIR --peer-site SITE OURS --folder RUNS --output RESULT.json --checks
 
-DIR needs a config.json only: weights are random, the tokenizer is made here (`evaluation/serving/generated.py`).
+DIR needs a config.json only: weights are random, the tokenizer is made here (`benchmarks/checks/serving/generated.py`).
 --peer-site are folders that become vLLM's PYTHONPATH: itself first, then whatever else it needs (uvloop, say).
 --peer-command has any other server in its place, with {model} and {port} in it.
 
@@ -35,14 +35,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
+from checks.serving import faults, versus
+from checks.serving.generated import make_model_folder
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
+from phonograph.bench.results import read_records
+from phonograph.bench.serving import load
+from phonograph.bench.serving.connection import Target
 from phonograph.errors import EndpointError
-from phonograph.evaluation.bench import read_records
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.evaluation.serving import faults, load, versus
-from phonograph.evaluation.serving.connection import Target
-from phonograph.evaluation.serving.generated import make_model_folder
 
 OURS, PEER = "ours", "peer"
 CLIENT = "--client"

@@ -4,7 +4,8 @@
     python benchmarks/structured_outputs.py --model-config DIR --rows 1 8 32 128
 
 With a DIR that holds a config.json only the cost is measured, of that model with random weights and a tokenizer made
-here (`evaluation/serving/generated.py`). Prints a table, then one line of JSON. Exit code 1 where an output is invalid.
+here (`benchmarks/checks/serving/generated.py`). Prints a table, then one line of JSON. Exit code 1 where an output is
+invalid.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 
 import jsonschema
 
+from checks.serving.generated import make_model_folder
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.evaluation.serving.generated import make_model_folder
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from schemas import random_schema

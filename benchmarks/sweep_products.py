@@ -12,7 +12,7 @@ long enough each, there and back, since the last ones run on a warmer chip. Up t
 products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
 is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
 found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
-kernels/triton/product_rules.py.
+kernels/triton/gemm/tuning.py.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any
 
 import torch
 
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.record import provenance, write_result
-from phonograph.kernels.triton import product_rules
-from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.pdl import gluon_usable
-from phonograph.kernels.triton.precompile import compile_only
-from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.product_rules import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
-from phonograph.kernels.triton.rope_kv import rope_and_write_kv
-from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
+from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
+from phonograph.kernels.triton.gemm import tuning as product_rules
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.gemm.tuning import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
+from phonograph.kernels.triton.launch.pdl import gluon_usable
+from phonograph.kernels.triton.launch.precompile import compile_only
+from phonograph.kernels.triton.launch.preload import load_kernels
 
 SHARED = 229_000, 113_000
 """Bytes of shared memory of a program that has a multiprocessor to itself, and of one of two."""

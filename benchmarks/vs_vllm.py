@@ -36,11 +36,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from phonograph.evaluation.bench import read_records
-from phonograph.evaluation.bench_versus import OURS, backend_of, compare, summarise
-from phonograph.evaluation.output import output_file
-from phonograph.evaluation.processes import end_group, gpu_uuid, portable
-from phonograph.evaluation.record import provenance, write_result
+from checks.bench_versus import OURS, backend_of, compare, summarise
+from checks.processes import end_group, gpu_uuid, portable
+from phonograph.bench.output import output_file
+from phonograph.bench.record import provenance, write_result
+from phonograph.bench.results import read_records
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}

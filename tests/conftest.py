@@ -29,6 +29,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from quick_interpreter import make_quick  # noqa: E402
 
 pytest_plugins = ["suite_rules"]

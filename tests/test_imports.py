@@ -13,57 +13,33 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 
-# Who may import whom, lowest first. A part is what follows `phonograph.`; `graphs.modes` is apart from `graphs` because
-# it is a vocabulary that others speak, and ROOT is the package's own file.
+# Who may import whom, lowest first. A room is the folder below `phonograph`; `graphs.modes` is apart from `graphs`
+# because it is a vocabulary that others speak, and ROOT is the package's own file.
 ROOT = "(root)"
-LEAVES = frozenset(
-    {
-        "errors",
-        "sampling_params",
-        "structured_outputs",
-        "structured",
-        "batch",
-        "device",
-        "request",
-        "demo",
-        "frames",
-        "graphs.modes",
-    }
-)
-CONFIG = frozenset({"config", "config_model", "config_server", "config_sources", "config_values"})
-COMMON = LEAVES | CONFIG
-BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models"}
-BELOW_ENGINE = BELOW_RUNNER | {"cache", "scheduler", "scheduler_limits", "runner"}
+COMMON = frozenset({"errors", "graphs.modes", "core", "config", "demo"})
+BELOW_RUNNER = COMMON | {"kernels", "graphs", "attention", "models", "sampling"}
+BELOW_ENGINE = BELOW_RUNNER | {"kv_cache", "scheduling", "runner", "text", "structured"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "demo": frozenset(),
-    "frames": frozenset(),
     "graphs.modes": frozenset({"errors"}),
-    "device": frozenset({"errors"}),
-    "structured_outputs": frozenset({"errors"}),
-    "sampling_params": frozenset({"errors", "structured_outputs"}),
-    "structured": frozenset({"errors", "structured_outputs"}),
-    "batch": frozenset({"errors", "sampling_params", "structured"}),
-    "request": frozenset({"errors", "sampling_params", "structured", "batch"}),
-    "config_values": frozenset({"errors", "graphs.modes"}),
-    "config_sources": frozenset({"errors"}),
-    "config_model": frozenset({"errors", "config_sources", "config_values"}),
-    "config_server": frozenset({"errors", "config_model", "config_sources", "config_values"}),
-    "config": frozenset({"errors", "graphs.modes"}) | CONFIG,
+    "core": frozenset({"errors"}),
+    "config": frozenset({"errors", "graphs.modes"}),
     "kernels": COMMON,
-    "graphs": COMMON | {"kernels"},
+    "graphs": COMMON,
     "attention": COMMON | {"kernels"},
     "models": COMMON - {"graphs.modes"} | {"kernels"},
-    "cache": COMMON,
-    "scheduler_limits": frozenset({"errors"}),
-    "scheduler": COMMON | {"cache", "scheduler_limits"},
+    "sampling": COMMON | {"kernels"},
+    "text": COMMON | {"models"},
+    "structured": COMMON | {"text"},
+    "kv_cache": COMMON,
+    "scheduling": COMMON | {"kv_cache"},
     "runner": BELOW_RUNNER,
-    "early_start": frozenset({"kernels"}),
-    "engine": BELOW_ENGINE | {"early_start"},
-    "server": BELOW_ENGINE | {"early_start", "engine", ROOT},
-    "evaluation": BELOW_ENGINE | {"engine", ROOT},
+    "engine": BELOW_ENGINE,
+    "server": BELOW_ENGINE | {"engine", ROOT},
+    "bench": BELOW_ENGINE | {"engine", ROOT},
     "testing": BELOW_RUNNER | {"engine"},
-    "cli": BELOW_ENGINE | {"early_start", "engine", "server", "evaluation", ROOT},
+    "cli": BELOW_ENGINE | {"engine", "server", "bench", ROOT},
     "__main__": frozenset({"cli"}),
     ROOT: BELOW_ENGINE | {"engine"},
 }
@@ -71,7 +47,7 @@ SERVER_PACKAGES = frozenset({"fastapi", "httptools", "prometheus_client", "starl
 """What only the extra `server` installs, and only the server may import."""
 BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
 """Those of them that the extra `bench` installs too, for the client that loads servers."""
-WITHOUT_TORCH = COMMON | {"cache", "scheduler", "scheduler_limits"}
+WITHOUT_TORCH = COMMON | {"kv_cache", "scheduling", "structured"}
 
 MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
 
@@ -127,7 +103,8 @@ def violations(package: Path) -> list[str]:
             if name.split(".")[0] == "torch" and part in WITHOUT_TORCH:
                 found.append(f"{where}: {part} must do without torch")
             package_name = name.split(".")[0]
-            served = part == "server" or (part == "evaluation" and package_name in BENCH_PACKAGES)
+            served = part == "server" or (part == "bench" and package_name in BENCH_PACKAGES)
+            served |= package_name == "zmq" and module.startswith("phonograph.engine.process.")
             if package_name in SERVER_PACKAGES and not served:
                 found.append(f"{where}: only server may import {name}")
             if name.split(".")[0] != "phonograph":
@@ -161,17 +138,21 @@ def test_layers_have_no_cycle() -> None:
             "graphs must not import runner",
         ),
         ("graphs/cuda.py", "if TYPE_CHECKING:\n    from phonograph import models", "graphs must not import models"),
-        ("attention/select.py", "from ..graphs import resolve", "attention must not import graphs"),
+        ("attention/selection.py", "from ..graphs import resolve", "attention must not import graphs"),
         ("kernels/norm.py", "from phonograph import LLM", "kernels must not import (root)"),
         ("engine/llm.py", "importlib.import_module('phonograph.cli.app')", "engine must not import cli"),
-        ("evaluation/tasks.py", "LAZY = {'app': 'phonograph.server.app:make'}", "evaluation must not import server"),
-        ("scheduler.py", "from phonograph.runner import sampler", "scheduler must not import runner"),
-        ("runner/__init__.py", "from .. import scheduler", "runner must not import scheduler"),
-        ("cache/pool.py", "def late():\n    from torch import empty", "cache must do without torch"),
+        (
+            "bench/tasks.py",
+            "LAZY = {'app': 'phonograph.server.http.app:make'}",
+            "bench must not import server",
+        ),
+        ("scheduling/limits.py", "from phonograph.runner import steps", "scheduling must not import runner"),
+        ("runner/__init__.py", "from .. import scheduling", "runner must not import scheduling"),
+        ("kv_cache/pool.py", "def late():\n    from torch import empty", "kv_cache must do without torch"),
         ("graphs/modes.py", "from .resolve import resolve", "graphs.modes must not import graphs"),
         ("telemetry.py", "import json", "'telemetry'"),
         ("engine/llm.py", "def late():\n    from zmq.asyncio import Context", "only server may import zmq.asyncio"),
-        ("evaluation/load.py", "import fastapi", "only server may import fastapi"),
+        ("bench/load.py", "import fastapi", "only server may import fastapi"),
         ("engine/llm.py", "import uvloop", "only server may import uvloop"),
     ],
 )
@@ -181,7 +162,13 @@ def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, 
         target = package / name.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
-    for name in ("graphs/resolve.py", "runner/model_runner.py", "runner/sampler.py", "server/app.py", "scheduler.py"):
+    for name in (
+        "graphs/resolve.py",
+        "runner/model_runner.py",
+        "sampling/sampler.py",
+        "server/http/app.py",
+        "scheduling/scheduler.py",
+    ):
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).touch()
     assert violations(package) == []
@@ -196,17 +183,17 @@ def test_an_import_downwards_is_no_violation(tmp_path: Path) -> None:
     for name in (
         "graphs/modes.py",
         "graphs/__init__.py",
-        "attention/select.py",
+        "attention/selection.py",
         "errors.py",
         "cli/serve.py",
-        "server/app.py",
+        "server/http/app.py",
     ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
-    (package / "attention/select.py").write_text(
+    (package / "attention/selection.py").write_text(
         "import torch\nfrom ..graphs.modes import Support\nfrom .. import errors"
     )
-    (package / "cli/serve.py").write_text("from phonograph.server.app import make")
+    (package / "cli/serve.py").write_text("from phonograph.server.http.app import make")
     assert violations(package) == []
 
 

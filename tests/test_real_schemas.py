@@ -7,13 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from phonograph.evaluation.structured.judge import Judge, ecma_pattern
-from phonograph.evaluation.structured.measure import SchemaMeasurement, judged, keywords_in
-from phonograph.evaluation.structured.summary import bars, summarize
-from phonograph.evaluation.structured.walk import Walker
+from checks.structured.judge import Judge, ecma_pattern
+from checks.structured.measure import SchemaMeasurement, judged, keywords_in
+from checks.structured.summary import bars, summarize
+from checks.structured.walk import Walker
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
 
 EOS = 256
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({EOS}), (EOS,), 257)

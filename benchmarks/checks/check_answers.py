@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from checks.checks import Result
+from checks.near_ties import logit_gaps
+from phonograph.bench.compare import Divergence, TaskComparison, compare, read_items
 from phonograph.engine.llm import LLM
-from phonograph.evaluation.checks import Result
-from phonograph.evaluation.compare import Divergence, TaskComparison, compare, read_items
-from phonograph.evaluation.near_ties import logit_gaps
 
 NEAR_TIE = 0.5
 """Logits in float32: tokens further apart than this are not confused by rounding to bfloat16."""

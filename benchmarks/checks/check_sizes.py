@@ -1,6 +1,6 @@
 """Whether an engine starts and answers at each of several max_num_seqs: where peers hung after the capture.
 
-    python -m phonograph.evaluation.check_sizes '{"attention_backend": "flashinfer"}' 1,2,4
+    python -m checks.check_sizes '{"attention_backend": "flashinfer"}' 1,2,4
 
 Engines of the demo model follow each other in one process; the last line is JSON.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import PROBLEM_TOKENS, problems
 from phonograph.engine.llm import LLM
-from phonograph.sampling_params import SamplingParams
 
 PROBLEMS = 60
 """Above the largest max_num_seqs asked for, so that each runs full, and partly filled at the end."""

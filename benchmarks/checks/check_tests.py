@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from phonograph.evaluation.checks import Result
+from checks.checks import Result
 
 COMBINATIONS = 1500
 """Of attention kernels' models, windows and batches; fewer do not prove enough."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phonograph.bench.compare import Divergence
+from phonograph.bench.demo_eval import Item
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems, recalls
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation.compare import Divergence
-from phonograph.evaluation.demo import Item
-from phonograph.sampling_params import SamplingParams
 
 
 def logit_gaps(

@@ -19,10 +19,10 @@ from phonograph.attention.backend import (
     BatchLimits,
     Capabilities,
 )
-from phonograph.attention.declaration import Declaration
+from phonograph.attention.capabilities import Declaration
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.select import Registered
-from phonograph.device import DeviceSpec
+from phonograph.attention.selection import Registered
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 
 SPLIT = 128

@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phonograph.config import EngineConfig
+    from phonograph.config.engine_config import EngineConfig
+    from phonograph.core.sampling_params import SamplingParams
+    from phonograph.core.structured_outputs import StructuredOutputs
     from phonograph.engine.llm import LLM
-    from phonograph.sampling_params import SamplingParams
-    from phonograph.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "LLM": "phonograph.engine.llm",
-    "EngineConfig": "phonograph.config",
-    "SamplingParams": "phonograph.sampling_params",
-    "StructuredOutputs": "phonograph.structured_outputs",
+    "EngineConfig": "phonograph.config.engine_config",
+    "SamplingParams": "phonograph.core.sampling_params",
+    "StructuredOutputs": "phonograph.core.structured_outputs",
 }
 
 

@@ -9,6 +9,7 @@
     │   └── WeightError             a weight file or tensor is missing, truncated, corrupt or of the wrong shape
     ├── RequestError           one request is refused; the others go on
     ├── RequestFailure         one request could not be completed, by no fault of its own; the others go on
+    ├── EngineUnavailable      the engine takes no requests: its process has ended, or it shuts down
     ├── BackendError           an attention backend cannot serve this configuration, or is not there
     ├── CaptureError           something a graph capture cannot hold was done while capturing
     ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
@@ -82,6 +83,21 @@ class RequestFailure(PhonographError):
 
     def __reduce__(self) -> tuple[type[RequestFailure], tuple[str, str, str]]:
         return type(self), (self.request_id, self.part, self.problem)
+
+
+class EngineUnavailable(PhonographError):
+    """The engine takes no requests, now or later.
+
+    code: `engine_died` or `shutting_down`
+    """
+
+    def __init__(self, problem: str, code: str) -> None:
+        self.problem = problem
+        self.code = code
+        super().__init__(problem)
+
+    def __reduce__(self) -> tuple[type[EngineUnavailable], tuple[str, str]]:
+        return type(self), (self.problem, self.code)
 
 
 class BackendError(PhonographError):

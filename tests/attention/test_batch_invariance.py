@@ -14,12 +14,12 @@ import torch
 from alone import FEATURES, LLAMA, Sequences, batches, check_real_sizes, unlike
 
 from phonograph.attention.backend import AttentionSpec
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape
 
 pytest.importorskip("triton")
 
-from phonograph.attention.triton import TritonBackend
+from phonograph.attention.triton.backend import TritonBackend
 
 FULL = (-1, -1)
 TINY = AttentionSpec(

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.composite.selection import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention2Capabilities, FlashAttention3Capabilities
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
-from phonograph.attention.reference import ReferenceCapabilities
-from phonograph.attention.split import SplitCapabilities
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.config import EngineConfig
-from phonograph.device import DeviceSpec, known_device
+from phonograph.attention.reference.backend import ReferenceCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.models.spec import read_model_spec
@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 
 from phonograph.attention.flash_attn.backend import FlashAttention3Backend
 from phonograph.attention.flashinfer.backend import FlashInferBackend
-from phonograph.attention.triton import _INTERPRETER_SMS, TritonBackend
+from phonograph.attention.triton.backend import _INTERPRETER_SMS, TritonBackend
 
 CPU = torch.device("cpu")
 H200 = known_device("h200")

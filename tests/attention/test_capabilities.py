@@ -14,9 +14,9 @@ from phonograph.attention.flash_attn.capabilities import (
     FlashAttention4Capabilities,
 )
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
-from phonograph.attention.reference import ReferenceCapabilities
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import known_device
+from phonograph.attention.reference.backend import ReferenceCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphSupport
 
 FA2, FA3, FA4 = FlashAttention2Capabilities(), FlashAttention3Capabilities(), FlashAttention4Capabilities()

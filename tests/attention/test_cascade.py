@@ -14,22 +14,22 @@ from fake_flash import CALLS
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout, MakeBackend
-from phonograph.attention.cascade import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_refusals
-from phonograph.attention.cascade_backend import CascadeBackend, CascadeMetadata
+from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_refusals
 from phonograph.attention.metadata import AttentionMetadata
-from phonograph.attention.reference import ReferenceBackend
-from phonograph.attention.select import load, select
-from phonograph.device import known_device
+from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.attention.selection import load, select
+from phonograph.core.device import known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.cascade import PrefixCut
-from phonograph.kernels.reference import cascade as in_torch
+from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.torch.attention import cascade as in_torch
 
 pytest.importorskip("triton")
 
-from phonograph.attention.split_backend import SplitMetadata
-from phonograph.attention.triton import TritonBackend
-from phonograph.kernels.triton import cascade as in_triton
+from phonograph.attention.composite.backend import SplitMetadata
+from phonograph.attention.triton.backend import TritonBackend
+from phonograph.kernels.triton.attention import cascade as in_triton
 
 Installed = Callable[..., Path]
 H200 = known_device("h200")

@@ -15,13 +15,13 @@ from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionSpec, KVLayout
 from phonograph.attention.flash_attn.providers import missing, provider_of
-from phonograph.attention.select import BUILT_IN, load, select
-from phonograph.device import DeviceSpec
+from phonograph.attention.selection import BUILT_IN, load, select
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 pytest.importorskip("triton")
 
-from phonograph.attention.cascade_backend import CascadeBackend
+from phonograph.attention.cascade.backend import CascadeBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -180,9 +180,9 @@ def test_nothing_waits_for_the_device(version: str) -> None:
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
 def test_the_engine(version: str, mode: str) -> None:
     """A hundred requests share 2048 tokens; their answers begin as they do without cascade."""
+    from phonograph.core.sampling_params import SamplingParams
     from phonograph.demo.tasks import problems
     from phonograph.engine.llm import LLM
-    from phonograph.sampling_params import SamplingParams
 
     absent = missing(version) or kernel_missing(version, 64, "bfloat16", torch.device("cuda"))
     if absent is not None:

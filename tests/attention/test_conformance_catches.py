@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.reference import ReferenceBackend, ReferenceMetadata
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceMetadata
+from phonograph.testing.conformance import check_backend
 
 SPEC = AttentionSpec(
     num_query_heads=4,

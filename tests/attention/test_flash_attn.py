@@ -16,17 +16,17 @@ import torch
 from fake_flash import CALLS
 from flash_kernels import kernel_missing
 
-from phonograph.attention import select as select_module
+from phonograph.attention import selection as select_module
 from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape, batch_shapes, make_layer
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.select import load, select
-from phonograph.device import known_device
+from phonograph.attention.selection import load, select
+from phonograph.core.device import known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape, batch_shapes, make_layer
 
 pytest.importorskip("triton")
 
@@ -117,7 +117,7 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Non
 
     if device.type == "cpu":
         monkeypatch.setattr("phonograph.attention.flash_attn.backend.quantize_queries", rounded)
-        monkeypatch.setattr("phonograph.attention.gpu_backend.write_kv", _write_kv)
+        monkeypatch.setattr("phonograph.attention.kv_write.write_kv", _write_kv)
 
 
 def _write_kv(

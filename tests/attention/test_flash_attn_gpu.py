@@ -20,21 +20,21 @@ from flash_kernels import kernel_missing
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import batch_shapes
 from phonograph.attention.flash_attn.providers import missing, provider_of
-from phonograph.attention.select import BUILT_IN, load, select
-from phonograph.device import DeviceSpec
+from phonograph.attention.selection import BUILT_IN, load, select
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import batch_shapes
 
 pytest.importorskip("triton")
 
+from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flash_attn.backend import (
     FlashAttention2Backend,
     FlashAttention3Backend,
     FlashAttentionBackend,
 )
-from phonograph.attention.split_backend import SplitBackend
 
 FULL = (-1, -1)
 BACKENDS: dict[str, type[FlashAttentionBackend]] = {"2": FlashAttention2Backend, "3": FlashAttention3Backend}

@@ -11,23 +11,23 @@ import pytest
 import torch
 from paged import Arena, Batch
 
-from phonograph.attention import gpu_backend
+from phonograph.attention import kv_write as gpu_backend
 from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.select import load, select
-from phonograph.device import known_device
+from phonograph.attention.selection import load, select
+from phonograph.core.device import known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape
 
 pytest.importorskip("triton")
 
+from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flashinfer import backend as module
 from phonograph.attention.flashinfer import planner, staging
 from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
-from phonograph.attention.split_backend import SplitBackend
 
 CPU = torch.device("cpu")
 FULL = (-1, -1)

@@ -13,14 +13,14 @@ import torch
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
-from phonograph.attention.conformance import check_backend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance import check_backend
 
 pytest.importorskip("triton")
 
+from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
-from phonograph.attention.split_backend import SplitBackend
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from phonograph.attention.backend import AttentionLayer
-from phonograph.attention.oracle import dense_attention
+from phonograph.testing.oracle import dense_attention
 
 
 def layer(**changes: object) -> AttentionLayer:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape
-from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
-from phonograph.device import known_device
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
+from phonograph.core.device import known_device
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape
 
 CPU = torch.device("cpu")
 FULL = (-1, -1)

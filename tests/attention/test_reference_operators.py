@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionLayer
-from phonograph.attention.oracle import dense_attention
-from phonograph.graphs.tape import TapeRuntime
-from phonograph.kernels import reference
-from phonograph.kernels.reference.schedule import held
+from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.kernels.torch.attention import paged as reference
+from phonograph.kernels.torch.attention.schedule import held
+from phonograph.testing.oracle import dense_attention
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
 SCALE = 0.3
@@ -116,7 +116,7 @@ def test_lengths_that_fall_into_several_buckets() -> None:
 
 def decode_module() -> object:
     """The module, which the package's function of the same name hides."""
-    return sys.modules["phonograph.kernels.reference.decode"]
+    return sys.modules["phonograph.kernels.torch.attention.decode"]
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 64])

@@ -7,12 +7,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from phonograph.attention import select as module
+from phonograph.attention import selection as module
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities
 from phonograph.attention.flash_attn import providers
-from phonograph.attention.reference import ReferenceBackend
-from phonograph.attention.select import Registered, load, select
-from phonograph.device import DeviceSpec, known_device
+from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.attention.selection import Registered, load, select
+from phonograph.core.device import DeviceSpec, known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphSupport, Support
 

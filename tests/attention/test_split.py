@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape
+from phonograph.attention.composite.selection import SplitCapabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.select import load, select
-from phonograph.attention.split import SplitCapabilities
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import known_device
+from phonograph.attention.selection import load, select
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape
 
 pytest.importorskip("triton")
 
-from phonograph.attention.split_backend import SplitBackend, SplitMetadata
-from phonograph.attention.triton import TritonBackend, TritonMetadata
+from phonograph.attention.composite.backend import SplitBackend, SplitMetadata
+from phonograph.attention.triton.backend import TritonBackend, TritonMetadata
 
 H100 = known_device("h100")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionKind, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.conformance import check_backend
-from phonograph.attention.conformance_batch import BatchShape
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.select import load, select
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import known_device
+from phonograph.attention.selection import load, select
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
+from phonograph.testing.conformance import check_backend
+from phonograph.testing.conformance_batch import BatchShape
 
 pytest.importorskip("triton")
 
-from phonograph.attention.triton import TritonBackend
+from phonograph.attention.triton.backend import TritonBackend
 
 H100 = known_device("h100")
 FULL = (-1, -1)
@@ -71,7 +71,7 @@ def test_small(spec: AttentionSpec, device: torch.device) -> None:
 )
 def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where both launches run at the same time, which these small GPUs of the interpreter do not."""
-    monkeypatch.setattr("phonograph.attention.triton.takes_part", lambda _: True)
+    monkeypatch.setattr("phonograph.attention.triton.backend.takes_part", lambda _: True)
     more = BatchShape(
         name="more", query_lens=(1, 2, 40, 17, 1), seq_lens=(300, 50, 40, 90, 17), padded_reqs=1, padded_tokens=4
     )
@@ -94,8 +94,8 @@ def test_when_both_launches_run_at_the_same_time(
         return launch
 
     for name in ("prefill_attention", "decode_attention", "merge_prefill"):
-        monkeypatch.setattr(f"phonograph.attention.triton.{name}", note(name))
-    monkeypatch.setattr("phonograph.kernels.triton.attention_prefill.pdl_usable", lambda: True)
+        monkeypatch.setattr(f"phonograph.attention.triton.backend.{name}", note(name))
+    monkeypatch.setattr("phonograph.kernels.triton.attention.prefill.pdl_usable", lambda: True)
     limits = BatchLimits(max_num_seqs=32, max_num_tokens=4096, max_model_len=4096)
     backend = TritonBackend(TINY, torch.device("cpu"), limits)
     metadata = backend.make_builder().build(common(query_lens), key=None)

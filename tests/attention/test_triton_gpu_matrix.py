@@ -18,14 +18,14 @@ from covering import pairwise
 from paged import Arena, Batch, attend
 
 from phonograph.attention.backend import AttentionSpec, KVLayout
-from phonograph.attention.conformance_batch import make_layer
-from phonograph.attention.oracle import dense_attention
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import known_device
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import known_device
+from phonograph.testing.conformance_batch import make_layer
+from phonograph.testing.oracle import dense_attention
 
 pytest.importorskip("triton")
 
-from phonograph.attention.triton import TritonBackend
+from phonograph.attention.triton.backend import TritonBackend
 
 FULL = (-1, -1)
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.cache.block_pool import BlockPool
+from phonograph.kv_cache.block_pool import BlockPool
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["open", "open", "grow", "name", "name", "share", "close"]), st.integers(0, 999)),

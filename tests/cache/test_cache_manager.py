@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.cache.manager import BlockTable, CacheManager
+from phonograph.kv_cache.manager import BlockTable, CacheManager
 
 SIZE = 3
 

@@ -16,10 +16,10 @@ import pytest
 
 from phonograph.cli import generate as generate_module
 from phonograph.cli.app import main
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import PhonographError
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Resolution
-from phonograph.sampling_params import SamplingParams
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 

@@ -16,8 +16,8 @@ STALE = """
 from dataclasses import replace
 
 from phonograph.attention.metadata import MetadataBuilder
-from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
-from phonograph.attention.select import Registered
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
+from phonograph.attention.selection import Registered
 
 
 class Capabilities(ReferenceCapabilities):

@@ -10,7 +10,7 @@ import pytest
 
 from phonograph.cli import chat, eval, generate, verify
 from phonograph.cli.app import main
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import PhonographError
 
 
@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (chat, generate, verify, eval):
         monkeypatch.setattr(module, "start", start)
-    monkeypatch.setattr("phonograph.server.run.serve", start)
+    monkeypatch.setattr("phonograph.server.http.run.serve", start)
     monkeypatch.setattr("phonograph.cli.bench.start", start)
     return models
 

@@ -13,7 +13,7 @@ import pytest
 from phonograph import __version__
 from phonograph.cli.app import COMMANDS, main
 from phonograph.cli.options import GROUPS
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 
 
 @pytest.fixture(autouse=True)

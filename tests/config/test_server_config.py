@@ -9,8 +9,8 @@ import pytest
 from cyclopts import App
 
 from phonograph.cli.options import SERVER_GROUPS, takes_serve_config
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError
 
 VALUES: dict[str, tuple[str, Any]] = {

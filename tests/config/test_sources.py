@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phonograph.cli.options import takes_engine_config
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
-from phonograph.config_sources import OTHER_VARIABLES
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
+from phonograph.config.sources import OTHER_VARIABLES
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from alone_in_engine import GREEDY, LIMITS, PARAMS, ROOMY, TIGHT, bits, differing, logits_of, make_llm, prompts
 
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.errors import BackendError, ConfigError
 from phonograph.models.spec import read_model_spec

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE, make_checkpoint
 
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphMode
 from phonograph.models.spec import read_model_spec
-from phonograph.sampling_params import SamplingParams
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def test_every_cascade_graph_equals_eager(folder: str) -> None:
 @pytest.mark.parametrize("fault", ["prefix", "suffix"])
 def test_verification_finds_a_frozen_cut(fault: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut made of the captured batch's host numbers, instead of what lies on the device."""
-    from phonograph.kernels.reference import cascade
+    from phonograph.kernels.torch.attention import cascade
 
     cut_prefix = cascade.cut_prefix
 

@@ -1,6 +1,6 @@
 """Work for one request that raises ends that request alone: an exception is injected at each place of such work.
 
-The places are those that `phonograph.runner.failures` lists, and the work of the session for a request. The GPU's
+The places are those that `phonograph.sampling.failures` lists, and the work of the session for a request. The GPU's
 runner is in test_containment_gpu_path.py. The server's processes are in tests/server: test_core_loop.py and
 test_async_engine.py.
 """
@@ -21,13 +21,13 @@ from phonograph import LLM, SamplingParams, StructuredOutputs
 from phonograph.engine import session as session_module
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
-from phonograph.engine.text import TextBuilder
 from phonograph.errors import RequestError, RequestFailure
-from phonograph.kernels import sampling
-from phonograph.runner import logprobs, sampler
-from phonograph.runner.penalties import Penalties
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.slots import SlotTable
+from phonograph.kernels.torch import sampling
+from phonograph.runner.cpu_inputs import SlotTable
+from phonograph.sampling import logprobs, sampler
+from phonograph.sampling.penalties import Penalties
+from phonograph.sampling.sampler import Sampler
+from phonograph.text.output_text import TextBuilder
 
 VICTIM = 4321
 """Its seed, by which injections know it."""

@@ -13,10 +13,10 @@ import torch
 from ladders import Ladder
 from scheduling import request
 
+from phonograph.core.request import Request
 from phonograph.graphs.modes import GraphMode
-from phonograph.request import Request
-from phonograph.runner import logprobs
-from phonograph.runner.sampler import Sampler
+from phonograph.sampling import logprobs
+from phonograph.sampling.sampler import Sampler
 
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
 

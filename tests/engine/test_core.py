@@ -14,16 +14,17 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.core import EngineCore
 from phonograph.engine.llm import LLM
-from phonograph.engine.step_record import StepRecord
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphMode
-from phonograph.request import Request
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 
 EOS, NOT_A_NUMBER = 0, 1
 DECISION = Decision(mode=GraphMode.NONE, key=None, num_tokens=16, cause="a test", reason="a test of 16 tokens")

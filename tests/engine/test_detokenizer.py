@@ -19,12 +19,12 @@ import pytest
 from sentencepiece_like import sentencepiece_like
 from tokenizers_made import MAKERS
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.logprobs import CompletionLogprobs
-from phonograph.server.token_text import TokenTexts
+from phonograph.server.openai.logprobs import CompletionLogprobs
+from phonograph.server.openai.token_text import TokenTexts
+from phonograph.text.output_text import TextBuilder
+from phonograph.text.tokenizer import Tokenizer
 
 CASES = 150
 """Cases of each test and tokenizer; 20,000 by hand."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.server.run import running_engine
+from phonograph.server.http.run import running_engine
 
 MESSAGES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does Tom have?"}]
 GREEDY = SamplingParams(max_tokens=200, temperature=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import (
     BackendError,
@@ -19,7 +20,6 @@ from phonograph.errors import (
     RequestFailure,
 )
 from phonograph.graphs.modes import GraphMode
-from phonograph.sampling_params import SamplingParams
 
 LABELS = {
     GraphMode.NONE: {"eager"},

@@ -6,8 +6,8 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
-from phonograph.sampling_params import SamplingParams
 
 OUTPUT_TOKENS = 128
 

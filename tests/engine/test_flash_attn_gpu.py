@@ -8,9 +8,9 @@ from alone_in_engine import LIMITS, PARAMS, differing, make_llm
 from flash_kernels import kernel_missing
 
 from phonograph.attention.flash_attn.providers import missing
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
-from phonograph.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.attention.select import select
-from phonograph.config import EngineConfig
+from phonograph.attention.selection import select
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems
-from phonograph.device import known_device
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import resolve_attention
 from phonograph.errors import BackendError
 from phonograph.models.spec import read_model_spec
-from phonograph.sampling_params import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from phonograph.frames import framed, read_frame
+from phonograph.kernels.triton.launch.frames import framed, read_frame
 
 MESSAGES = [b"", b"one", bytes(range(256)) * 1000]
 

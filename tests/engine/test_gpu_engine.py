@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.step_record import StepRecord
-from phonograph.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

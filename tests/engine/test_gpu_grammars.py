@@ -9,12 +9,12 @@ import pytest
 import torch
 from ladders import Ladder
 
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
-from phonograph.engine.step_record import StepRecord
-from phonograph.request import Request
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.engine.metrics.step_record import StepRecord
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,9 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from host_runtime import CallRuntime, HostRing
 
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine import build
 from phonograph.engine import start as engine_start
 from phonograph.engine.outputs import RequestOutput
@@ -27,12 +28,11 @@ from phonograph.engine.session import Session
 from phonograph.errors import CaptureError
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
-from phonograph.sampling_params import SamplingParams
 from phonograph.structured.compiler import GrammarCompiler
 
 wiring_cuda = pytest.importorskip("phonograph.engine.wiring_cuda")
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
-core_process = pytest.importorskip("phonograph.server.core_process")
+core_process = pytest.importorskip("phonograph.engine.process.main")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU, on which tests/engine run all of this"

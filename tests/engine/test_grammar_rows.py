@@ -10,13 +10,13 @@ import pytest
 import torch
 from ladders import Ladder
 
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphMode
-from phonograph.request import Request
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.grammar_masks import GrammarMasks
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.grammar_masks import GrammarMasks
+from phonograph.sampling.sampler import Sampler
 
 pytest.importorskip("phonograph.runner.cuda_runner")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phonograph.device import known_device
+from phonograph.core.device import known_device
 from phonograph.engine.matrix import BATCHES, DOCUMENTED, make_matrix, markdown
 from phonograph.graphs.modes import GraphMode, GraphSupport
 

@@ -10,13 +10,13 @@ import fake_flash
 import pytest
 
 from phonograph.attention.flash_attn import providers
+from phonograph.bench.harness.__main__ import main as harness
 from phonograph.cli.app import main
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
 from phonograph.engine import build
 from phonograph.engine import start as engine_start
 from phonograph.errors import ConfigError
-from phonograph.evaluation.harness.__main__ import main as harness
 
 
 def hide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from phonograph.attention.cascade import MIN_REQUESTS, cascade_bytes
-from phonograph.config import EngineConfig
-from phonograph.device import GIB, known_device
+from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import read_model_spec
-from phonograph.models.workspace import Workspace
-from phonograph.runner.grammar_masks import bitmask_words
+from phonograph.sampling.grammar_masks import bitmask_words
 
 DEMO = read_model_spec("demo")
 

@@ -11,8 +11,8 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from phonograph import LLM
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.start import start_engine
 from phonograph.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phonograph import LLM, SamplingParams
-from phonograph.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch
 
 SLOTS = 3
 

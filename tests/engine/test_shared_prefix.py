@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scheduling import limits, output_of, request
 
-from phonograph.batch import BlockAppend, ScheduledBatch
+from phonograph.attention.cascade.shared_prefix import SharedPrefixes
+from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.runner.model_runner import shape_of
-from phonograph.runner.shared_prefix import SharedPrefixes
-from phonograph.scheduler import Scheduler
+from phonograph.scheduling.scheduler import Scheduler
 
 SIZE = 4
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch
+from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.slots import SlotTable, fill_buffers, most_step_tokens
-from phonograph.sampling_params import SamplingParams
+from phonograph.runner.cpu_inputs import SlotTable, fill_buffers, most_step_tokens
+from phonograph.sampling.failures import SlotFailures
 
 
 def new(slot: int, token_ids: list[int], num_computed: int = 0) -> NewSequence:

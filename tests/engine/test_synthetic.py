@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.slots import blocks_for, most_step_tokens
-from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.cpu_inputs import blocks_for, most_step_tokens
+from phonograph.runner.synthetic_batches import SyntheticBatches
 
 
 @example(block_size=32, max_model_len=64, max_num_seqs=3, more_blocks=0, share=1.0, seed=0)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece_like import END, sentencepiece_like
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import ModelError, RequestError
-from phonograph.sampling_params import SamplingParams
+from phonograph.text.output_text import TextBuilder
+from phonograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(MODEL_DIRECTORY)
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.engine import tokenizer as module
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.text import tokenizer as module
+from phonograph.text.tokenizer import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
@@ -67,7 +67,7 @@ def test_the_demo_starts_without_what_auto_tokenizer_imports() -> None:
     code = (
         "import sys\n"
         "from phonograph.demo import MODEL_DIRECTORY\n"
-        "from phonograph.engine.tokenizer import Tokenizer\n"
+        "from phonograph.text.tokenizer import Tokenizer\n"
         "Tokenizer.load(MODEL_DIRECTORY).encode('a')\n"
         "assert not {'torch._dynamo', 'transformers.models.auto'} & sys.modules.keys()"
     )

@@ -15,11 +15,11 @@ from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.admission import admitted_token_ids
-from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
 from phonograph.errors import ModelError, RequestError
+from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def of_demo() -> Any:

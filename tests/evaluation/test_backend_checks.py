@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from phonograph.evaluation.checks import Finished, Result
+from checks.checks import Finished, Result
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "backend-checks"
 BACKENDS = ["triton", "flash_attn:2", "prefill=flash_attn,decode=triton"]

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from phonograph import LLM, SamplingParams
+from phonograph.bench import cases as bench_cases
+from phonograph.bench import engine as bench_engine
+from phonograph.bench.cases import DecodeCase, LatencyCase, Lengths, MixedCase, cases_that_fit, parse_size
+from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
+from phonograph.bench.results import Row, append_record, read_records, summary
+from phonograph.bench.run import Answer, run_requests
 from phonograph.errors import ConfigError, RequestError
-from phonograph.evaluation import bench_cases, bench_engine
-from phonograph.evaluation.bench import Row, append_record, read_records, summary
-from phonograph.evaluation.bench_cases import DecodeCase, LatencyCase, Lengths, MixedCase, cases_that_fit, parse_size
-from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
-from phonograph.evaluation.run import Answer, run_requests
 
 
 def _quiet(*_: object) -> None:

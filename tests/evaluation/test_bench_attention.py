@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from phonograph.attention.backend import KVLayout
-from phonograph.attention.reference import ReferenceBackend
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
-from phonograph.engine.plan import EnginePlan, make_plan
-from phonograph.errors import ConfigError
-from phonograph.evaluation.bench_attention import (
+from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.bench.attention import (
     CASES,
     Case,
     bench_attention,
@@ -23,6 +19,10 @@ from phonograph.evaluation.bench_attention import (
     make_inputs,
     parse_case,
 )
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.models.spec import read_model_spec
 
@@ -109,7 +109,7 @@ def test_a_shared_prefix_with_cascade_and_without() -> None:
 
 
 def test_a_cascade_that_computes_something_else_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phonograph.kernels.reference.cascade.merge_by_lse", lambda *_: None)
+    monkeypatch.setattr("phonograph.kernels.torch.attention.cascade.merge_by_lse", lambda *_: None)
     whole, cascade = bench_attention(_plan(cascade_attention=True), ["9*1@90^70"], _quiet)
     assert "us" in whole.facts
     assert "us" not in cascade.facts and "computes something else" in cascade.facts["error"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from phonograph.attention.backend import AttentionSpec
-from phonograph.evaluation.bench_attention import CASES
-from phonograph.evaluation.bench_floor import H200, attention_work, decode_floor, this_chip
+from phonograph.bench.attention import CASES
+from phonograph.bench.floor import H200, attention_work, decode_floor, this_chip
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 HEADS = AttentionSpec(

@@ -11,12 +11,12 @@ from types import ModuleType
 import pytest
 from kernel_entries import kernel_entries
 
+from phonograph.bench.cases import DecodeCase
+from phonograph.bench.floor import H200, decode_floor, decode_work
+from phonograph.bench.idle_trace import Activity
+from phonograph.bench.step_trace import PARTS, bench_step, step_parts
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, PhonographError
-from phonograph.evaluation.bench_cases import DecodeCase
-from phonograph.evaluation.bench_floor import H200, decode_floor, decode_work
-from phonograph.evaluation.bench_idle import Activity
-from phonograph.evaluation.bench_step import PARTS, bench_step, step_parts
 from phonograph.kernels.kernel_parts import KERNEL_PARTS, kernel_part
 
 # 2 us of prepare, a gap of 1, a product of 10, attention from within it to 4 after it, a copy, 3 us of nothing.

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phonograph.evaluation.bench_plots import bar_chart, line_chart
+from checks.bench_plots import bar_chart, line_chart
 
 Load = Callable[[str], ModuleType]
 

@@ -50,8 +50,8 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
 
 def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     pytest.importorskip("triton")
-    from phonograph.kernels.triton.few_rows import FewRowsConfig
-    from phonograph.kernels.triton.product_rules import choose, choose_silu
+    from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+    from phonograph.kernels.triton.gemm.tuning import choose, choose_silu
 
     script = benchmark_script("products_in_engines")
     wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)

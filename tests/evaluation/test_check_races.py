@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phonograph.evaluation.check_races import CONTROL, races_of_kernels, read_races
+from checks.check_races import CONTROL, races_of_kernels, read_races
 
 REPORT = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at {kernel}+0x120 in own.py:1

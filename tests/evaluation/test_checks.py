@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phonograph.evaluation.check_tests import COMBINATIONS, read_report, report_result
-from phonograph.evaluation.checks import Result, evaluated, outcome_of, run_json, run_step, verified
+from checks.check_tests import COMBINATIONS, read_report, report_result
+from checks.checks import Result, evaluated, outcome_of, run_json, run_step, verified
 
 PASSED = f"""<testcase classname="tests.attention.test_triton_gpu_matrix" name="a"><properties>
 <property name="combinations" value="{COMBINATIONS}"/><property name="largest_error" value="bfloat16 0.003"/>

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from phonograph.bench import engine as bench_engine
+from phonograph.bench.output import check_output, output_file
+from phonograph.bench.record import write_result
+from phonograph.bench.results import append_record
 from phonograph.cli.app import main
 from phonograph.errors import ConfigError
-from phonograph.evaluation import bench_engine
-from phonograph.evaluation.bench import append_record
-from phonograph.evaluation.output import check_output, output_file
-from phonograph.evaluation.record import write_result
 
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 
@@ -161,7 +161,7 @@ def test_output_that_cannot_be_written_is_refused_before_the_work(
     def work(*arguments: Any, **keywords: Any) -> Any:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("phonograph.evaluation.record.provenance", work)
+    monkeypatch.setattr("phonograph.bench.record.provenance", work)
     assert main([*command, "--output", str(tmp_path)]) == 2
     assert f"output='{tmp_path}': cannot be written: [Errno 21] Is a directory" in capsys.readouterr().err
 

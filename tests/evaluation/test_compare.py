@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from phonograph.bench.compare import compare, read_items
+from phonograph.bench.demo_eval import Item
 from phonograph.errors import ConfigError
-from phonograph.evaluation.compare import compare, read_items
-from phonograph.evaluation.demo import Item
 
 
 def _item(index: int, correct: bool = True, token_ids: tuple[int, ...] = (5, 6, 7), task: str = "problems") -> Item:

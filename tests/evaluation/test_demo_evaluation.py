@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from phonograph import LLM, SamplingParams
+from phonograph.bench.compare import compare
+from phonograph.bench.demo_eval import TaskResult, evaluate_demo
 from phonograph.demo.tasks import PROBLEM_TOKENS, RECALL_TOKENS, problems, recalls
 from phonograph.errors import ConfigError
-from phonograph.evaluation.compare import compare
-from phonograph.evaluation.demo import TaskResult, evaluate_demo
 from phonograph.graphs.modes import GraphMode
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_asked(demo_llm: LLM, asked: dict[str, int], named: str) 
 
 def test_standard_error_is_that_of_a_share() -> None:
     def result(num_right: int, count: int) -> TaskResult:
-        from phonograph.evaluation.demo import Item
+        from phonograph.bench.demo_eval import Item
 
         items = [
             Item(task="t", index=i, correct=i < num_right, expected="", text="", num_prompt_tokens=1, token_ids=[])

@@ -8,10 +8,10 @@ import random
 import pytest
 from byte_grammars import byte_vocabulary
 
-from phonograph.evaluation.structured import fuzz
-from phonograph.evaluation.structured.fuzz import Trial, problem, shrunk
-from phonograph.evaluation.structured.fuzz_cases import random_case
-from phonograph.structured_outputs import StructuredOutputs
+from checks.structured import fuzz
+from checks.structured.fuzz import Trial, problem, shrunk
+from checks.structured.fuzz_cases import random_case
+from phonograph.core.structured_outputs import StructuredOutputs
 
 
 def test_cases_are_valid_and_follow_from_their_seed() -> None:

@@ -13,9 +13,9 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ph
 from harness import evaluate
 
 from phonograph import LLM, SamplingParams
+from phonograph.bench.harness.__main__ import main
+from phonograph.bench.harness.adapter import PhonographLM
 from phonograph.errors import ConfigError, RequestError
-from phonograph.evaluation.harness.__main__ import main
-from phonograph.evaluation.harness.adapter import PhonographLM
 from phonograph.graphs.modes import GraphMode
 
 LIMIT = 4

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from checks.near_ties import logit_gaps
 from phonograph import LLM
+from phonograph.bench.compare import compare
+from phonograph.bench.demo_eval import evaluate_demo
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems
 from phonograph.errors import ConfigError
-from phonograph.evaluation.compare import compare
-from phonograph.evaluation.demo import evaluate_demo
-from phonograph.evaluation.near_ties import logit_gaps
-from phonograph.sampling_params import SamplingParams
 
 
 def test_gaps_are_those_of_the_logits(demo_llm: LLM) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from phonograph.config import EngineConfig
-from phonograph.engine.tokenizer import load_tokenizer
+from checks.processes import ServerProcess, free_port, portable
+from checks.serving import faults, versus
+from checks.serving.generated import make_model_folder, make_tokenizer
+from phonograph.bench.serving import load
+from phonograph.bench.serving.connection import Recording, Target
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import EndpointError, ModelError
-from phonograph.evaluation.processes import ServerProcess, free_port, portable
-from phonograph.evaluation.serving import faults, load, versus
-from phonograph.evaluation.serving.connection import Recording, Target
-from phonograph.evaluation.serving.generated import make_model_folder, make_tokenizer
+from phonograph.text.tokenizer import load_tokenizer
 
 Load = Callable[[str], ModuleType]
 

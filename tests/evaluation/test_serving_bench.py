@@ -18,17 +18,17 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from checks.serving.generated import make_tokenizer
+from phonograph.bench.serving.arrivals import arrival_times
+from phonograph.bench.serving.events import Reply, Sample
+from phonograph.bench.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
+from phonograph.bench.serving.load import Load
+from phonograph.bench.serving.metrics import details, serving_metrics
+from phonograph.bench.serving.workload import random_prompts, read_requests
 from phonograph.cli.app import main
-from phonograph.config import EngineConfig
-from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
-from phonograph.evaluation.serving.arrivals import arrival_times
-from phonograph.evaluation.serving.events import Reply, Sample
-from phonograph.evaluation.serving.generated import make_tokenizer
-from phonograph.evaluation.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
-from phonograph.evaluation.serving.load import Load
-from phonograph.evaluation.serving.metrics import details, serving_metrics
-from phonograph.evaluation.serving.workload import random_prompts, read_requests
+from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import DONE, OK, Script, events, plain, scripted, token, usage
 
+from phonograph.bench.serving import load
+from phonograph.bench.serving.connection import Recording, Target
+from phonograph.bench.serving.events import read_reply
 from phonograph.errors import ConfigError, EndpointError
-from phonograph.evaluation.serving import load
-from phonograph.evaluation.serving.connection import Recording, Target
-from phonograph.evaluation.serving.events import read_reply
 
 WHOLE = events(token("a"), token("b"), token("ü"), token("", "length"), usage(7, 4)) + DONE
 

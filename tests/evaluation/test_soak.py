@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from scripted_server import DONE, events, usage
 
-from phonograph.evaluation.serving.connection import Recording
-from phonograph.evaluation.serving.mixture import CHAT, COMPLETIONS, Choice, Mixture, Stream, problem_of
-from phonograph.evaluation.serving.soak import MIB, MOST_GROWTH, growth
+from checks.serving.mixture import CHAT, COMPLETIONS, Choice, Mixture, Stream, problem_of
+from checks.serving.soak import MIB, MOST_GROWTH, growth
+from phonograph.bench.serving.connection import Recording
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak"
 

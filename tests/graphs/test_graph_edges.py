@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import BatchShape, Dispatcher

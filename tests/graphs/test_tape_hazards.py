@@ -11,7 +11,7 @@ import torch
 from phonograph.errors import CaptureError, ReplayError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.graphs.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime
 
 REPEATS = torch.ones(5, dtype=torch.int64)
 START = torch.tensor(1)

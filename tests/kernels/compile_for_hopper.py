@@ -31,15 +31,13 @@ from far_gpu import FarGpu
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import (
-    attention_decode,
-    attention_plan,
-    attention_prefill,
-    attention_prefill_hopper,
-    ring,
-)
-from phonograph.kernels.triton.linear import make_scratch
-from phonograph.kernels.triton.product_rules import RingConfig
+from phonograph.kernels.triton.attention import decode as attention_decode
+from phonograph.kernels.triton.attention import decode_plan as attention_plan
+from phonograph.kernels.triton.attention import prefill as attention_prefill
+from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from phonograph.kernels.triton.gemm import gemm_ring as ring
+from phonograph.kernels.triton.gemm.linear import make_scratch
+from phonograph.kernels.triton.gemm.tuning import RingConfig
 
 _MORE = {
     "_ring_kernel": {"UTMALDG": "ask"},

@@ -24,7 +24,9 @@ from far_gpu import FarGpu
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import attention_decode, attention_plan, attention_prefill
+from phonograph.kernels.triton.attention import decode as attention_decode
+from phonograph.kernels.triton.attention import decode_plan as attention_plan
+from phonograph.kernels.triton.attention import prefill as attention_prefill
 
 _BYTES = {80: 163 * 1024, 86: 99 * 1024, 120: 99 * 1024}
 _BFLOAT16, _FP8 = torch.bfloat16, torch.float8_e5m2

@@ -31,10 +31,11 @@ from triton.runtime.build import platform_key
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import attention_prefill, compile_helper, precompile
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.linear import linear
-from phonograph.kernels.triton.sampling import make_sample_scratch, sample
+from phonograph.kernels.triton.attention import prefill as attention_prefill
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.linear import linear
+from phonograph.kernels.triton.launch import compile_helper, precompile
+from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 
 
 def attend() -> None:
@@ -99,7 +100,9 @@ def main() -> None:
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))
         linear(x, weight, None, out, config=FewRowsConfig(8, 16, 128, 2, 1, 4, 1, programs=4))
         there = compile_helper.helper(1)
-        job = compile_helper.Job("phonograph.kernels.triton.gemv", "_no_kernel", "", {}, {}, {}, ("cuda", 90, 32), {})
+        job = compile_helper.Job(
+            "phonograph.kernels.triton.gemm.gemv", "_no_kernel", "", {}, {}, {}, ("cuda", 90, 32), {}
+        )
         if there is not None:
             there.ask(job)
     problems = [(name, future.result()) for name, future in asked]

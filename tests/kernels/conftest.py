@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.kernels.triton.pdl import gluon_usable
+from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from product_problem import check_linear, poisoned
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
-from phonograph.kernels.triton.pdl import gluon_usable
+from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 FOR_HOPPER = ("attention_prefill_hopper._prefill_kernel", "ring._ring_kernel")
 

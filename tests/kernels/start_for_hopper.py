@@ -27,18 +27,19 @@ import triton
 from far_gpu import FarGpu
 from triton.runtime.jit import JITFunction
 
-from phonograph.attention import triton as triton_backend
-from phonograph.config import EngineConfig
-from phonograph.device import known_device
+from phonograph.attention.triton import backend as triton_backend
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
 from phonograph.engine import build, wiring_cuda
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.precompile import filed_under
+from phonograph.kernels.triton.launch.precompile import filed_under
 from phonograph.models.decoder import Decoder
-from phonograph.models.load import Loading
 from phonograph.models.spec import read_model_spec
-from phonograph.runner import cuda_runner, sampler
+from phonograph.models.weights.load import Loading
+from phonograph.runner import cuda_runner
 from phonograph.runner.cuda_runner import CudaRunner
+from phonograph.sampling import sampler
 
 H200 = known_device("h200")
 EAGER_TOKENS = (2049, 3000, 3333, 5000, 7777, 8190, 8192)

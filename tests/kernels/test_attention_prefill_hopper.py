@@ -11,9 +11,9 @@ import pytest
 import torch
 from prefill_problem import Batch, Case, make_plan, run
 
-from phonograph.kernels.triton import attention_prefill
+from phonograph.kernels.triton.attention import prefill as attention_prefill
 
-hopper = pytest.importorskip("phonograph.kernels.triton.attention_prefill_hopper")
+hopper = pytest.importorskip("phonograph.kernels.triton.attention.prefill_hopper")
 
 PLAIN = Case(head_size=64, block_size=64)
 LONG = ((1, 9), (20, 1100), (33, 150), (0, 0))

@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.triton import rope_kv, sampling
-from phonograph.kernels.triton.linear import (
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
+from phonograph.kernels.triton.gemm.linear import (
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
 )
-from phonograph.kernels.triton.product_rules import BATCH_INVARIANT
+from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT
+from phonograph.kernels.triton.sampling import sample as sampling
 from phonograph.models.decoder import Decoder
 from phonograph.models.fused import FusedDecoder
 from phonograph.models.spec import read_model_spec
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.sampling.sampler import Sampler
 
 EPS = 1e-5
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.cascade import PrefixCut
-from phonograph.kernels.reference import cascade as in_torch
+from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.torch.attention import cascade as in_torch
 
 pytest.importorskip("triton")
 
-from phonograph.kernels.triton import cascade as in_triton
+from phonograph.kernels.triton.attention import cascade as in_triton
 
 KERNELS = pytest.mark.parametrize("kernels", [in_triton, in_torch], ids=["triton", "torch"])
 

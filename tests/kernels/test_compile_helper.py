@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.build import compile_module_from_src
 
-from phonograph.kernels.triton import compile_helper, precompile
+from phonograph.kernels.triton.launch import compile_helper, precompile
 
 KERNELS = {
     "_plan_kernel", "_attention_kernel", "_prefill_kernel", "_merge_kernel", "_few_rows_kernel", "scan_kernel",

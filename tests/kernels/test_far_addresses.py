@@ -14,20 +14,25 @@ import torch
 from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
 from kernel_entries import kernel_entries
 
-from phonograph.kernels.cascade import PrefixCut
-from phonograph.kernels.triton import attention_prefill, few_rows, gemv, layers, rope_kv, row_tiles
-from phonograph.kernels.triton.attention_decode import decode_attention, make_decode_plan, plan_decode
-from phonograph.kernels.triton.attention_prefill import make_prefill_plan, merge_prefill, prefill_attention
-from phonograph.kernels.triton.bitmask import mask_logits
-from phonograph.kernels.triton.cascade import cut_prefix, merge_by_lse
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.page_indices import page_indices
-from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
-from phonograph.kernels.triton.product_rules import RingConfig
-from phonograph.kernels.triton.quantize import quantize_queries
-from phonograph.kernels.triton.row_squares import NextNorm, RowSquares
-from phonograph.kernels.triton.row_tiles import LinearConfig
-from phonograph.kernels.triton.sampling import make_sample_scratch, sample
+from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.triton.attention import prefill as attention_prefill
+from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
+from phonograph.kernels.triton.attention.cascade import cut_prefix, merge_by_lse
+from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.page_indices import page_indices
+from phonograph.kernels.triton.attention.prefill import make_prefill_plan, merge_prefill, prefill_attention
+from phonograph.kernels.triton.attention.quantize_query import quantize_queries
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
+from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
+from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.sampling.bitmask import mask_logits
+from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
 
 Place = Callable[..., torch.Tensor]
 """Copies a tensor: as it is, or with its rows far apart."""
@@ -107,7 +112,7 @@ def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 
 def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton import ring
+    from phonograph.kernels.triton.gemm import gemm_ring as ring
 
     (x, weight, out), norm = operands(place, device)
     config = RingConfig(16, 64, 64, 1, 2)
@@ -225,12 +230,12 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
-    "few rows": (walk_few_rows, ("few_rows._few_rows_kernel",)),
-    "row tiles": (walk_row_tiles, ("row_tiles._rows_kernel",)),
-    "ring": (walk_ring, ("ring._ring_kernel",)),
+    "few rows": (walk_few_rows, ("gemm_small_m._few_rows_kernel",)),
+    "row tiles": (walk_row_tiles, ("gemm_tiled._rows_kernel",)),
+    "ring": (walk_ring, ("gemm_ring._ring_kernel",)),
     "sampling": (
         walk_sampling,
-        ("sampling_scan.scan_kernel", "sampling_filter.filter_kernel", "bitmask._mask_kernel"),
+        ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
     ),
     "gathers": (walk_gathers, ("layers._gather_kernel",)),
     "block tables": (
@@ -239,23 +244,23 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
-    "KV writes": (walk_kv_writes, ("rope_kv._rope_kernel", "rope_kv._write_kernel")),
+    "KV writes": (walk_kv_writes, ("rope_and_kv_write._rope_kernel", "rope_and_kv_write._write_kernel")),
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 OTHER_TESTS = {
-    "attention_decode._attention_kernel",
-    "attention_prefill._attention_kernel",
-    "attention_prefill._merge_kernel",
-    "attention_prefill_hopper._prefill_kernel",
+    "decode._attention_kernel",
+    "prefill._attention_kernel",
+    "prefill._merge_kernel",
+    "prefill_hopper._prefill_kernel",
     "layers._norm_kernel",
     "layers._silu_kernel",
-    "quantize._quantize_kernel",
+    "quantize_query._quantize_kernel",
 }
 WITHOUT_ROWS = {
-    "attention_plan._plan_kernel",
-    "attention_prefill_plan._plan_kernel",
+    "decode_plan._plan_kernel",
+    "prefill_plan._plan_kernel",
     "split_batch._split_kernel",
-    "words._copy_kernel",
+    "pinned_words._copy_kernel",
 }
 """Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""
 
@@ -269,7 +274,7 @@ def test_every_kernel_is_here() -> None:
 def test_rows_far_apart(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, _ = WALKS[name]
     if name == "ring":
-        on_threads("ring", "_ring_kernel", device, monkeypatch)
+        on_threads("gemm.gemm_ring", "_ring_kernel", device, monkeypatch)
     places = Places()
     torch.manual_seed(1)
     expected = walk(places, device)

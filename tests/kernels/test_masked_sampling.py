@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.sampling import mask_tokens
-from phonograph.kernels.triton.bitmask import mask_logits
-from phonograph.kernels.triton.sampling import make_sample_scratch, sample
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.torch.sampling import mask_tokens
+from phonograph.kernels.triton.sampling.bitmask import mask_logits
+from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.sampling.sampler import Sampler
 
 
 class Allowed:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.triton import page_indices as pages
-from phonograph.kernels.triton.page_indices import page_indices
+from phonograph.kernels.triton.attention import page_indices as pages
+from phonograph.kernels.triton.attention.page_indices import page_indices
 
 
 @pytest.mark.parametrize("block", [16, 1024])  # with the first, rows and columns take several turns

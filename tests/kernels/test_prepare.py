@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.slots import SlotTable, blocks_for, fill_buffers
+from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
+from phonograph.runner.cpu_inputs import SlotTable, blocks_for, fill_buffers
+from phonograph.sampling.failures import SlotFailures
 
 POISON = -77
 

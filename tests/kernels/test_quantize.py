@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.kernels.triton.quantize import quantize_queries
+from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from product_problem import Case, check_linear, poisoned, random_tensor
 
-from phonograph.kernels.triton.linear import linear, make_scratch
-from phonograph.kernels.triton.product_rules import RingConfig
+from phonograph.kernels.triton.gemm.linear import linear, make_scratch
+from phonograph.kernels.triton.gemm.tuning import RingConfig
 
-ring = pytest.importorskip("phonograph.kernels.triton.ring")
+ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
 
 SIZES = [
     (9, 128, 256, RingConfig(16, 64, 64, 1, 2)),

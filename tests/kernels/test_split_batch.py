@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
+from phonograph.kernels.triton.attention.split_batch import SplitBatch, split_batch
 
 
 def cut(query_lens: list[int], seq_lens: list[int], query_len: int) -> tuple[list[list[int]], int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.kernels.layers import rms_norm as reference_norm
-from phonograph.kernels.layers import rope as reference_rope
-from phonograph.kernels.triton import layers, rope_kv
+from phonograph.kernels.torch.layers import rms_norm as reference_norm
+from phonograph.kernels.torch.layers import rope as reference_rope
+from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
+from phonograph.kernels.triton.elementwise import layers
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 EPS = 1e-5

@@ -12,10 +12,12 @@ import torch
 from product_problem import EPS, Case, check_linear, poisoned, random_tensor, silu_of
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton import few_rows, gemv
-from phonograph.kernels.triton import product_rules as products
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.linear import (
+from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
+from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm import tuning as products
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.linear import (
     MAX_PARTIALS,
     linear,
     linear_add,
@@ -23,10 +25,9 @@ from phonograph.kernels.triton.linear import (
     linear_silu,
     make_scratch,
 )
-from phonograph.kernels.triton.precompile import compile_only
-from phonograph.kernels.triton.preload import load_kernels
-from phonograph.kernels.triton.product_rules import RingConfig, choose, choose_silu, rows_class, takes_squares
-from phonograph.kernels.triton.row_tiles import LinearConfig
+from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class, takes_squares
+from phonograph.kernels.triton.launch.precompile import compile_only
+from phonograph.kernels.triton.launch.preload import load_kernels
 
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
@@ -271,7 +272,7 @@ def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) 
 def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has more outputs than the kernel for one row is good for."""
     case = Case(1, 40, 96, torch.float16, device)
-    monkeypatch.setattr("phonograph.kernels.triton.linear.HEAD", 40)
+    monkeypatch.setattr("phonograph.kernels.triton.gemm.linear.HEAD", 40)
     monkeypatch.delattr(gemv, "gemv")
     linear(case.x, case.weight, None, case.out)
     case.check(case.product(case.x, bias=False))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.kernels.triton.sampling import SampleScratch, make_sample_scratch, sample
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.triton.sampling.sample import SampleScratch, make_sample_scratch, sample
+from phonograph.sampling.sampler import Sampler
 
 POISON = -77
 FILTERS: list[dict[str, Any]] = [

@@ -10,11 +10,11 @@ import pytest
 
 from phonograph import EngineConfig
 from phonograph.cli.app import main
-from phonograph.engine.tokenizer import load_tokenizer
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
-from phonograph.models.folder import model_folder
 from phonograph.models.spec import read_model_spec
+from phonograph.models.weights.model_files import model_folder
+from phonograph.text.tokenizer import load_tokenizer
 
 # Parameters of the published checkpoints, as the hub counts them in their safetensors files, tied embeddings once.
 PARAMETERS = {

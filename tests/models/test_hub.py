@@ -8,10 +8,10 @@ import httpx
 import pytest
 from huggingface_hub import errors
 
-import phonograph.engine.tokenizer as tokenizers
-from phonograph.engine.tokenizer import Tokenizer
+import phonograph.text.tokenizer as tokenizers
 from phonograph.errors import ModelError
-from phonograph.models.folder import model_folder
+from phonograph.models.weights.model_files import model_folder
+from phonograph.text.tokenizer import Tokenizer
 
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from phonograph.kernels.layers import rms_norm, rope, silu_and_mul
+from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
 
 SHAPES = [(1, 2), (3, 64), (17, 5, 26), (130, 96)]
 

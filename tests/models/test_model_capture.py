@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, load_model, make_checkpoint
 
-from phonograph.graphs.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.models.spec import read_model_spec
 
 

@@ -11,10 +11,10 @@ import torch
 from checkpoints import make_checkpoint
 
 from phonograph.errors import WeightError
-from phonograph.models import load, staging
 from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
-from phonograph.models.staging import Copies, Staging
+from phonograph.models.weights import load, staging
+from phonograph.models.weights.staging import Copies, Staging
 
 SHAPES = [(), (1,), (7,), (33, 5), (5, 1000), (3, 40, 9), (0, 4), (1, 2049)]
 

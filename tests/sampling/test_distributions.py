@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.sampling.sampler import Sampler
 
 ROWS = 500
 CALLS = 30

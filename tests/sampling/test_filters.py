@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from phonograph.kernels.sampling import (
+from phonograph.kernels.torch.sampling import (
     Rows,
     draw_keys,
     filter_ranked,

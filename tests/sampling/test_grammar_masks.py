@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from phonograph.core.grammar import GrammarError
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.kernels.sampling import mask_tokens
-from phonograph.runner import grammar_masks
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured.protocol import GrammarError
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.kernels.torch.sampling import mask_tokens
+from phonograph.sampling import grammar_masks
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import Sampler
 
 VOCAB, END = 70, 69
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.batch import TokenLogprobs
-from phonograph.runner.logprobs import prompt_logprobs, token_logprobs
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.sampling.logprobs import prompt_logprobs, token_logprobs
+from phonograph.sampling.sampler import Sampler
 
 
 def check(found: TokenLogprobs, logits: torch.Tensor, token_id: int, top: int) -> None:

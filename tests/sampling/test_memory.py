@@ -9,9 +9,9 @@ import torch
 from ladders import Ladder
 from torch.profiler import ProfilerActivity, profile
 
-from phonograph.runner import sampler as sampler_module
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.sampling import sampler as sampler_module
+from phonograph.sampling.sampler import Sampler
 
 SLOTS, VOCAB = 12, 40_000
 KINDS: list[dict[str, Any]] = [

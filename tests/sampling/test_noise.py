@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from phonograph.kernels.sampling import draw_keys, gumbel_noise, mix64, stream_key
+from phonograph.kernels.torch.sampling import draw_keys, gumbel_noise, mix64, stream_key
 
 MASK = 2**64 - 1
 

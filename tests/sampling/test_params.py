@@ -10,8 +10,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import RequestError
-from phonograph.sampling_params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.runner.sampler import Sampler
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from scheduling import add, limits, output_of, request, step
 
-from phonograph.batch import ScheduledBatch, SlotFailure, StepOutput
-from phonograph.request import Request, RequestState
-from phonograph.scheduler import Scheduler
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.request import Request, RequestState
+from phonograph.scheduling.scheduler import Scheduler
 
 FAILURE = SlotFailure("sampling", "a test")
 

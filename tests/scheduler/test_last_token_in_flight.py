@@ -7,9 +7,9 @@ from collections import deque
 import pytest
 from scheduling import EOS, add, limits, output_of, request
 
-from phonograph.batch import ScheduledBatch, SlotFailure, StepOutput, TokenLogprobs
-from phonograph.request import Request, RequestState
-from phonograph.scheduler import Scheduler
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput, TokenLogprobs
+from phonograph.core.request import Request, RequestState
+from phonograph.scheduling.scheduler import Scheduler
 
 
 def take(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> list[Request]:

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from phonograph.batch import StepOutput
-from phonograph.request import Request
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.core.batch import StepOutput
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 
 NUM_SEQS = 256
 

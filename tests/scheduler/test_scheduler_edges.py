@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scheduling import add, limits, output_of, request, step
 
-from phonograph.batch import TokenLogprobs
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.request import RequestState
 from phonograph.errors import RequestError
-from phonograph.request import RequestState
-from phonograph.scheduler import Scheduler
+from phonograph.scheduling.scheduler import Scheduler
 
 
 def test_a_prompt_that_fills_all_blocks_and_one_more_is_refused() -> None:

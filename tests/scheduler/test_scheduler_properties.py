@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from phonograph.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
-from phonograph.request import Request, RequestState
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.core.request import Request, RequestState
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 
 VOCAB = 7
 EOS = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scheduling import EOS, add, limits, output_of, request, step
 
-from phonograph.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.core.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.core.request import RequestState
 from phonograph.errors import ConfigError, RequestError
-from phonograph.request import RequestState
-from phonograph.scheduler import Scheduler
+from phonograph.scheduling.scheduler import Scheduler
 
 # Batches and budgets
 

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from servers import EngineThread, Server, serving
 
-from phonograph.config_server import ServerConfig
+from phonograph.config.server_config import ServerConfig
 
 
 @pytest.fixture(scope="session")

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.errors import RequestError, RequestFailure
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.process.calls import Call, Sample
+from phonograph.engine.process.messages import Abort, Add, EngineFacts, PromptFacts, Report, SampleUpdate
+from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.models.folder import model_folder
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler_limits import SchedulerStats
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.calls import Call, Sample
-from phonograph.server.errors import ApiError
-from phonograph.server.graphs import graphs
-from phonograph.server.messages import Abort, Add, EngineFacts, PromptFacts, Report, SampleUpdate
-from phonograph.server.metrics import make_registry
+from phonograph.models.weights.model_files import model_folder
+from phonograph.scheduling.limits import SchedulerStats
+from phonograph.server.http.errors import ApiError, api_error
+from phonograph.server.observe.graphs import graphs
+from phonograph.server.observe.metrics import make_registry
+from phonograph.text.tokenizer import Tokenizer
 
 STATS = SchedulerStats(
     num_running=0,
@@ -167,10 +167,15 @@ def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest
         )
         await calls[2].wait()
         assert calls[2].finished and calls[2].prompts[0].num_cached_tokens == 1
-        for place, status, says in ((0, 500, "not be turned into text"), (1, 500, "not finite"), (3, 400, "is bad")):
-            with pytest.raises(ApiError, match=says) as caught:
+        failures = (
+            (0, RequestFailure, 500, "not be turned into text"),
+            (1, RequestFailure, 500, "not finite"),
+            (3, RequestError, 400, "is bad"),
+        )
+        for place, kind, status, says in failures:
+            with pytest.raises(kind, match=says) as caught:
                 await calls[place].wait()
-            assert caught.value.status == status
+            assert api_error(caught.value).status == status
         assert bench.engine.num_open == 0
         assert [command.key for command in bench.process.sent[4:]] == [keys[1], keys[3], keys[0]]
 
@@ -199,9 +204,9 @@ def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:
         calls = [bench.open(), bench.open(streams=False)]
         bench.process.die()
         for call in calls:
-            with pytest.raises(ApiError, match="it ended"):
+            with pytest.raises(EngineUnavailable, match="it ended"):
                 await call.wait()
-        with pytest.raises(ApiError, match="it ended"):
+        with pytest.raises(EngineUnavailable, match="it ended"):
             bench.open()
         assert bench.engine.died.is_set() and bench.engine.num_open == 0
 
@@ -209,9 +214,9 @@ def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:
         call = bench.open()
         ending = asyncio.create_task(bench.engine.drain(0.05))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="shutting down"):
+        with pytest.raises(EngineUnavailable, match="shutting down"):
             bench.open()
-        with pytest.raises(ApiError, match="before the answer was complete"):
+        with pytest.raises(EngineUnavailable, match="before the answer was complete"):
             await call.wait()
         await ending
 
@@ -232,7 +237,7 @@ def test_a_report_that_cannot_be_taken_is_no_silence(tokenizer: Tokenizer) -> No
         call = bench.open()
         broken: Any = None
         bench.process.report(broken)
-        with pytest.raises(ApiError, match="lost track"):
+        with pytest.raises(EngineUnavailable, match="lost track"):
             await call.wait()
         assert bench.engine.died.is_set() and bench.engine.problem is not None
 
@@ -245,9 +250,9 @@ def test_an_update_that_fits_no_sample_fails_its_call_alone(tokenizer: Tokenizer
         keys = [next(iter(add.prompts)) for add in bench.process.sent]
         bench.process.report((keys[0], 7, [5], None, None, None), (keys[1], 0, [5], None, "stop", None))
         await calls[1].wait()
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(RequestFailure):
             await calls[0].wait()
-        assert caught.value.status == 500 and bench.engine.num_open == 0 and bench.engine.problem is None
+        assert bench.engine.num_open == 0 and bench.engine.problem is None
 
     in_loop(tokenizer, body)
 

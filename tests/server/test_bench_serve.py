@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from servers import Server
 
-from phonograph.evaluation.bench_cases import Lengths
-from phonograph.evaluation.serving.bench import CHAT, ServingBench, bench_serving
-from phonograph.evaluation.serving.workload import PromptFormat
+from phonograph.bench.cases import Lengths
+from phonograph.bench.serving.bench import CHAT, ServingBench, bench_serving
+from phonograph.bench.serving.workload import PromptFormat
 
 
 def measure(server: Server, **settings: Any) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.build import Engine
+from phonograph.engine.process import core_loop
+from phonograph.engine.process.core_loop import CoreLoop
+from phonograph.engine.process.messages import Abort, Add, Command, Report, Stop
 from phonograph.engine.session import Session
 from phonograph.engine.start import start_engine
 from phonograph.errors import RequestFailure
-from phonograph.sampling_params import SamplingParams
-from phonograph.server import core_loop
-from phonograph.server.core_loop import CoreLoop
-from phonograph.server.messages import Abort, Add, Command, Report, Stop
 from phonograph.structured.compiler import GrammarCompiler
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)

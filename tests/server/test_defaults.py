@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError, ModelError
-from phonograph.models.folder import model_folder
-from phonograph.server.defaults import chat_template, sampling_defaults
-from phonograph.server.run import serve, try_chat
+from phonograph.models.weights.model_files import model_folder
+from phonograph.server.http.run import serve, try_chat
+from phonograph.server.openai.defaults import chat_template, sampling_defaults
+from phonograph.text.tokenizer import Tokenizer
 
 
 def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:

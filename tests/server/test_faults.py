@@ -150,8 +150,8 @@ def test_the_engine_ends_with_a_server_that_is_killed() -> None:
     """However far its start has come. A server without HTTP starts sooner, and dies the same."""
     program = """if __name__ == "__main__":
     import asyncio
-    from phonograph.config import EngineConfig
-    from phonograph.server.engine_process import EngineProcess
+    from phonograph.config.engine_config import EngineConfig
+    from phonograph.engine.process.client import EngineProcess
 
     async def start():
         process = EngineProcess(EngineConfig(model="demo", enforce_eager=True))

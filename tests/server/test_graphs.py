@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from servers import Server
 
-from phonograph.engine.step_record import StepRecord
-from phonograph.server.step_log import KEPT, StepLog
+from phonograph.engine.metrics.step_log import KEPT, StepLog
+from phonograph.engine.metrics.step_record import StepRecord
 
 
 def steps_after(server: Server, number: int) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ph
 from harness import evaluate
 from servers import SMALL, Server
 
+from phonograph.bench.harness.adapter import PhonographLM
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.evaluation.harness.adapter import PhonographLM
 
 LIMIT = 4
 

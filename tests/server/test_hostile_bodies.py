@@ -17,7 +17,7 @@ import httpx
 import pytest
 from servers import Server
 
-from phonograph.server.serving import Serving
+from phonograph.server.openai.serving import Serving
 
 ServeWith = Callable[..., Server]
 USER = {"role": "user", "content": "Hi"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from servers import Server
 
-from phonograph.evaluation.serving import hostile
-from phonograph.evaluation.serving.hostile_bodies import BODIES
+from checks.serving import hostile
+from checks.serving.hostile_bodies import BODIES
 
 
 def test_bodies_are_sent_beside_a_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from phonograph.config_server import ServerConfig
-from phonograph.server.errors import ApiError
-from phonograph.server.json_meter import MAX_NUMBER, JsonMeter
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.http.errors import ApiError
+from phonograph.server.http.json_meter import MAX_NUMBER, JsonMeter
 
 
 def metered(text: bytes, *, size: int | None = None, seed: int = 0, **limits: int) -> ApiError | None:

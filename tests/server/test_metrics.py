@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
-from phonograph.server.histogram import Histogram
+from phonograph.engine.metrics.histogram import Histogram
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "phonograph.json"
 NAMES = {

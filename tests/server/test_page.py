@@ -12,7 +12,7 @@ import httpx
 import pytest
 from servers import Server
 
-from phonograph.server.page import FILES, FOLDER
+from phonograph.server.http.page import FILES, FOLDER
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.models.folder import model_folder
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.answers import AnswerHead
-from phonograph.server.calls import Call, Delta, Prompt, Sample
-from phonograph.server.errors import invalid
-from phonograph.server.protocol import CompletionBody
-from phonograph.server.stream import SERVERS_SEND, EventStream
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
+from phonograph.models.weights.model_files import model_folder
+from phonograph.server.http.errors import invalid
+from phonograph.server.http.stream import SERVERS_SEND, EventStream
+from phonograph.server.openai.answers import AnswerHead
+from phonograph.server.openai.protocol import CompletionBody
+from phonograph.text.tokenizer import Tokenizer
 
 
 class Client:

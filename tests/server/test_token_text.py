@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from sentencepiece_like import sentencepiece_like
 
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.models.folder import model_folder
-from phonograph.server.logprobs import CompletionLogprobs
-from phonograph.server.token_text import TokenTexts
+from phonograph.models.weights.model_files import model_folder
+from phonograph.server.openai.logprobs import CompletionLogprobs
+from phonograph.server.openai.token_text import TokenTexts
+from phonograph.text.tokenizer import Tokenizer
 
 TEXTS = ["Tom has 12 apples.", "é😀 ﷺ\n\tx", "  two  spaces ", "\ufffd?", "a", "👨‍👩‍👧"]
 

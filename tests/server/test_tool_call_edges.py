@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phonograph.server.tool_answers import CallReader
-from phonograph.server.tool_calls import Hermes
-from phonograph.server.tools import ToolChoice
+from phonograph.server.openai.tool_answers import CallReader
+from phonograph.server.openai.tool_calls import Hermes
+from phonograph.server.openai.tools import ToolChoice
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
 AUTO = ToolChoice(form="parsed", tools=TOOLS)

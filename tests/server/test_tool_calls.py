@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from byte_grammars import byte_compiler, compiled, takes
 
-from phonograph.config_server import ServerConfig
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError
-from phonograph.server.defaults import check_tools
-from phonograph.server.tool_answers import CallReader
-from phonograph.server.tools import ToolChoice, read_tools
+from phonograph.server.openai.defaults import check_tools
+from phonograph.server.openai.tool_answers import CallReader
+from phonograph.server.openai.tools import ToolChoice, read_tools
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
 AUTO = ToolChoice(form="parsed", tools=TOOLS)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from byte_grammars import END, byte_compiler, byte_vocabulary, takes
 
+from phonograph.core.grammar import Grammar
+from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.structured import compiler as compiler_module
 from phonograph.structured.compiler import KEPT, THREADS, GrammarCompiler
 from phonograph.structured.matcher import Library
-from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import Strictness, StructuredOutputs
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 

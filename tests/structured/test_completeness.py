@@ -14,8 +14,8 @@ from byte_grammars import byte_compiler, compiled, takes
 from json_formats import checker
 from schemas import Schema, random_schema
 
+from checks.structured.judge import Judge
 from phonograph.errors import RequestError
-from phonograph.evaluation.structured.judge import Judge
 
 SCHEMAS = 250
 """Random schemas of each test; 20,000 by hand. Those of any keywords are in test_soundness."""

@@ -10,11 +10,11 @@ import pytest
 from sentencepiece_like import sentencepiece_like
 from tokenizers_made import byte_fallback, byte_level
 
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.core.grammar import Matcher
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.structured.compiler import GrammarCompiler
-from phonograph.structured.protocol import Matcher
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.text.tokenizer import Tokenizer
 
 TOKENIZERS = {"sentencepiece": sentencepiece_like, "byte level": byte_level, "byte fallback": byte_fallback}
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from byte_grammars import byte_compiler, byte_vocabulary
 
+from phonograph.core.grammar import Grammar, GrammarError, Matcher
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.structured.compiler import GrammarCompiler
-from phonograph.structured.protocol import Grammar, GrammarError, Matcher
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
 
 WALKS = 40
 """Random walks of each grammar; 2,500 by hand."""

@@ -16,9 +16,9 @@ from json_formats import CHECKS, checker
 from jsonschema.exceptions import _WrappedReferencingError
 from schemas import VALUES, random_root
 
+from checks.structured.judge import Judge
+from checks.structured.measure import keywords_in
 from phonograph.errors import RequestError
-from phonograph.evaluation.structured.judge import Judge
-from phonograph.evaluation.structured.measure import keywords_in
 
 SCHEMAS = 300
 """Random schemas of each test; 60,000 by hand."""

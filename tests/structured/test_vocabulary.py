@@ -11,10 +11,10 @@ from sentencepiece_like import sentencepiece_like
 from tokenizers import decoders
 from tokenizers_made import MAKERS, SPECIAL, THINK, byte_fallback, byte_level
 
-from phonograph.engine.detokenizer import _BYTE_OF
-from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError
 from phonograph.structured.vocabulary import Vocabulary
+from phonograph.text.detokenizer import _BYTE_OF
+from phonograph.text.tokenizer import Tokenizer
 
 
 def with_decoder_sequence(*parts: Any) -> Tokenizer:

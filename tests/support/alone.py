@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.conformance_batch import make_layer, quantized
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance_batch import make_layer, quantized
 
 LLAMA = AttentionSpec(
     num_query_heads=32,

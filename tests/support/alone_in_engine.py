@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
-from phonograph.sampling_params import SamplingParams
 
 Logits = dict[tuple[tuple[int, ...], int], torch.Tensor]
 """By prompt and position, the row of logits that chose the next token."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.evaluation.structured.walk import Walk, Walker
+from checks.structured.walk import Walk, Walker
+from phonograph.core.grammar import Grammar
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.structured.compiler import GrammarCompiler
-from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
 
 END = 256
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from phonograph.models.decoder import Decoder
-from phonograph.models.load import begin_loading
 from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.load import begin_loading
 
 VOCAB_SIZE = 211
 LOGITS_STD = 2.0

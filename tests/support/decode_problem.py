@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.triton.attention_decode import (
+from phonograph.kernels.triton.attention.decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
     decode_attention,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer
-from phonograph.attention.oracle import dense_attention
+from phonograph.testing.oracle import dense_attention
 
 CALLS: list[dict[str, Any]] = []
 """What `attend` functions were given, by argument; tests clear it."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer
-from phonograph.attention.oracle import dense_attention
+from phonograph.testing.oracle import dense_attention
 
 NUM_SMS = 2
 _INF = 5e4

@@ -7,7 +7,7 @@ from typing import Any
 from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-from phonograph.evaluation.harness.__main__ import TASKS
+from phonograph.bench.harness.__main__ import TASKS
 
 BOTH = ["demo_problems", "demo_choices"]
 

@@ -12,7 +12,7 @@ def kernel_entries() -> set[str]:
     """Returns module.function of each compiled function that no other compiled function calls."""
     compiled: set[tuple[str, str]] = set()
     called: set[str] = set()
-    for path in Path(phonograph.kernels.triton.__file__).parent.glob("*.py"):
+    for path in Path(phonograph.kernels.triton.__file__).parent.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
                 compiled.add((path.stem, node.name))

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
-from phonograph.attention.conformance import FP8_QUERY_TOLERANCE, rounded_queries
-from phonograph.attention.conformance_batch import make_layer, quantized
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance import FP8_QUERY_TOLERANCE, rounded_queries
+from phonograph.testing.conformance_batch import make_layer, quantized
 
 Batch = Sequence[tuple[int, int]]
 """(query length, keys) of each sequence, decodes first."""

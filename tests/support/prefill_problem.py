@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.triton.attention_prefill import (
+from phonograph.kernels.triton.attention.prefill import (
     PrefillPlan,
     make_prefill_plan,
     merge_prefill,

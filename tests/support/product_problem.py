@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.linear import (
+from phonograph.kernels.triton.gemm.linear import (
     LinearScratch,
     linear,
     linear_add,
@@ -12,7 +12,7 @@ from phonograph.kernels.triton.linear import (
     linear_silu,
     make_scratch,
 )
-from phonograph.kernels.triton.product_rules import ProductConfig, choose, rows_class, takes_squares
+from phonograph.kernels.triton.gemm.tuning import ProductConfig, choose, rows_class, takes_squares
 
 EPS = 1e-5
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.batch import ScheduledBatch, StepOutput
-from phonograph.request import Request
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 
 EOS = 99
 

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.text.tokenizer import Tokenizer
 
 END = "</s>"
 

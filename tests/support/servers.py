@@ -16,13 +16,13 @@ import httpx
 import uvicorn
 from openai import OpenAI
 
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
-from phonograph.server.app import make_app
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.http_protocol import http_protocol
-from phonograph.server.run import running_engine
-from phonograph.server.serving import Serving
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.server.http.app import make_app
+from phonograph.server.http.http_protocol import http_protocol
+from phonograph.server.http.run import running_engine
+from phonograph.server.openai.serving import Serving
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}

@@ -17,22 +17,22 @@ from host_runtime import CallRuntime, HostRing, nothing_compiled
 from ladders import Ladder
 from scheduling import limits, request
 
+from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
-from phonograph.engine.step_record import StepRecord
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.request import Request
-from phonograph.runner.sampler import Sampler
-from phonograph.scheduler import Scheduler
+from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.scheduler import Scheduler
 
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
 
-from phonograph.runner import device_inputs  # noqa: E402
+from phonograph.runner import cuda_inputs as device_inputs  # noqa: E402
 from phonograph.runner.cuda_program import CudaStepProgram  # noqa: E402
 from phonograph.runner.masked_sampling import MaskedSampling  # noqa: E402
-from phonograph.runner.synthetic import SyntheticBatches  # noqa: E402
+from phonograph.runner.synthetic_batches import SyntheticBatches  # noqa: E402
 
 VOCAB, EOS, SLOTS, TOKENS = 100, 99, 5, 16
 

@@ -8,8 +8,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from phonograph.engine.detokenizer import _BYTE_OF
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.text.detokenizer import _BYTE_OF
+from phonograph.text.tokenizer import Tokenizer
 
 SPECIAL = ("<s>", "</s>")
 THINK = "<think>"

@@ -1,7 +1,7 @@
 """A kernel whose groups of warps have work of their own and share nothing, for a race checker.
 
 What it reports of this one is of Triton's dispatch of warps, not of what a kernel does: see
-`phonograph.evaluation.check_races`.
+`checks.check_races`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phonograph.attention.select import registered_backends, select
-from phonograph.device import known_device
+from phonograph.attention.selection import registered_backends, select
+from phonograph.core.device import known_device
 from phonograph.errors import BackendError
 from phonograph.testing import Outcome, check_conformance
 from phonograph.testing.__main__ import main

@@ -12,8 +12,8 @@ from phonograph_dense import DenseBackend, DenseCapabilities, DenseMetadata, Den
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.select import Registered
-from phonograph.device import DeviceSpec
+from phonograph.attention.selection import Registered
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.testing import ConformanceReport, Outcome, check_conformance, suite
 

@@ -11,9 +11,9 @@ from phonograph_dense import DenseBackend, DenseCapabilities
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.device import known_device
+from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.graphs.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(

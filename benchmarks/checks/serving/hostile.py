@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from phonograph.evaluation.processes import ServerProcess
-from phonograph.evaluation.serving.hostile_bodies import BODIES, COMPLETIONS
+from checks.processes import ServerProcess
+from checks.serving.hostile_bodies import BODIES, COMPLETIONS
 
 MOST_GAP = 0.150
 """Seconds by which the largest gap beside a body may exceed the largest at rest."""

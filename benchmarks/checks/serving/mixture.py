@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phonograph.evaluation.serving.connection import Recording
-from phonograph.evaluation.serving.events import BrokenStream, chunks
+from phonograph.bench.serving.connection import Recording
+from phonograph.bench.serving.events import BrokenStream, chunks
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

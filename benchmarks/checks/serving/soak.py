@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from phonograph.evaluation.processes import ServerProcess
-from phonograph.evaluation.serving.connection import Recording, Target, exchange
-from phonograph.evaluation.serving.faults import engine_of
-from phonograph.evaluation.serving.mixture import Mixture, Stream, problem_of
-from phonograph.evaluation.serving.scrape import read_metrics
+from checks.processes import ServerProcess
+from checks.serving.faults import engine_of
+from checks.serving.mixture import Mixture, Stream, problem_of
+from phonograph.bench.serving.connection import Recording, Target, exchange
+from phonograph.bench.serving.scrape import read_metrics
 
 SAMPLE_SECONDS = 5.0
 LEAST_SAMPLES = 20

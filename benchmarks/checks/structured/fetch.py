@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from phonograph.errors import ConfigError
-from phonograph.evaluation.structured.packages import (
+from checks.structured.packages import (
     FORMATS,
     GGUF_READER,
     MODELS,
@@ -34,6 +33,7 @@ from phonograph.evaluation.structured.packages import (
     VOCABULARIES,
     Package,
 )
+from phonograph.errors import ConfigError
 
 Progress = Callable[[str], None]
 _TOOL_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from checks.structured.fuzz_cases import Case
+from phonograph.core.grammar import GrammarError
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.evaluation.structured.fuzz_cases import Case
 from phonograph.structured import compiler
-from phonograph.structured.protocol import GrammarError
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import StructuredOutputs
 
 SECONDS = 10.0
 """CPU time of a case, after which it is ended."""

@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
-from phonograph.evaluation.structured.fuzz_texts import random_gbnf, random_lark, random_regex
-from phonograph.structured_outputs import MAX_CHARACTERS
+from checks.structured.fuzz_texts import random_gbnf, random_lark, random_regex
+from phonograph.core.structured_outputs import MAX_CHARACTERS
 
 Case = dict[str, Any]
 """Keyword arguments of `StructuredOutputs`."""

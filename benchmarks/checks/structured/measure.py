@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from jsonschema import Draft202012Validator
 
-from phonograph.engine.tokenizer import Tokenizer
+from checks.structured.judge import Judge
+from checks.structured.walk import Walker
+from phonograph.core.grammar import Grammar
+from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.evaluation.structured.judge import Judge
-from phonograph.evaluation.structured.walk import Walker
 from phonograph.structured.compiler import GrammarCompiler
-from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import Strictness, StructuredOutputs
+from phonograph.text.tokenizer import Tokenizer
 
 Record = dict[str, Any]
 _PHRASES = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phonograph.structured.protocol import GrammarError, Matcher
+from phonograph.core.grammar import GrammarError, Matcher
 
 _CLOSING_BYTES = frozenset(b'"}]')
 _END_SHARE = 0.5

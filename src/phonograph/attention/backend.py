@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, Support
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

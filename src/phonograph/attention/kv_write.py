@@ -8,7 +8,7 @@ import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
-from phonograph.kernels.triton.rope_kv import write_kv
+from phonograph.kernels.triton.attention.rope_and_kv_write import write_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

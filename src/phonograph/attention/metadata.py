@@ -91,7 +91,7 @@ class HostCut(NamedTuple):
 
 
 def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query_len: int) -> HostCut:
-    """By the rule of the kernel that cuts the tensors (`kernels/triton/split_batch.py`)."""
+    """By the rule of the kernel that cuts the tensors (`kernels/triton/attention/split_batch.py`)."""
     starts, lens = query_start_loc_cpu, seq_lens_cpu
     num_decodes = leading_decodes(starts, query_len)
     border = int(starts[num_decodes])

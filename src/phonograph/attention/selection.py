@@ -12,8 +12,9 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
-from phonograph.attention.cascade import cascade_refusals
-from phonograph.attention.cascade_backend import CascadeBackend
+from phonograph.attention.cascade.backend import CascadeBackend
+from phonograph.attention.cascade.rule import cascade_refusals
+from phonograph.attention.composite.selection import SplitCapabilities, parse_parts
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,
@@ -21,11 +22,10 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flash_attn.providers import functions_of
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
-from phonograph.attention.measured import MEASURED
-from phonograph.attention.reference import ReferenceBackend, ReferenceCapabilities
-from phonograph.attention.split import SplitCapabilities, parse_parts
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import DeviceSpec
+from phonograph.attention.preferences import MEASURED
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
 AUTO = "auto"
@@ -75,20 +75,20 @@ def _reference() -> type[AttentionBackend]:
 
 
 def _reference_cascade() -> MakeBackend:
-    from phonograph.kernels.reference import cascade
+    from phonograph.kernels.torch.attention import cascade
 
     return partial(CascadeBackend, ordinary=ReferenceBackend, part=ReferenceBackend, kernels=cascade)
 
 
 def _triton() -> type[AttentionBackend]:
     # Here, since it imports triton, which machines without a GPU need not have.
-    from phonograph.attention.triton import TritonBackend
+    from phonograph.attention.triton.backend import TritonBackend
 
     return TritonBackend
 
 
 def _flash_attn_2() -> MakeBackend:
-    from phonograph.attention.split_backend import SplitBackend
+    from phonograph.attention.composite.backend import SplitBackend
 
     return partial(SplitBackend, decode=_flash_attn_2_part(), prefill=_flash_attn_2_part())
 
@@ -112,7 +112,7 @@ def _flash_attn_4() -> type[AttentionBackend]:
 
 
 def _flash_attn_cascade(ordinary: Callable[[], MakeBackend], part: Callable[[], MakeBackend]) -> MakeBackend:
-    from phonograph.kernels.triton import cascade
+    from phonograph.kernels.triton.attention import cascade
 
     return partial(CascadeBackend, ordinary=ordinary(), part=part(), kernels=cascade)
 
@@ -183,7 +183,7 @@ def registered_backends() -> list[Registered]:
         if not isinstance(registered, Registered):
             raise BackendError(
                 f"attention backend {entry_point.name} ({entry_point.value}): is a {type(registered).__name__}; "
-                "an entry point of this group leads to a phonograph.attention.select.Registered"
+                "an entry point of this group leads to a phonograph.attention.selection.Registered"
             )
         found.append(registered)
     return found
@@ -311,7 +311,7 @@ def _select_parts(
 
     def loader() -> MakeBackend:
         # Here, since it imports triton, which machines without a GPU need not have.
-        from phonograph.attention.split_backend import SplitBackend
+        from phonograph.attention.composite.backend import SplitBackend
 
         parts = {part: load(replace(one, loader=one.part_loader or one.loader)) for part, one in chosen.items()}
         return partial(SplitBackend, **parts)

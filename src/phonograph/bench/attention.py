@@ -20,11 +20,11 @@ import torch
 
 from phonograph.attention.backend import UNBOUNDED, AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.attention.select import load
+from phonograph.attention.selection import load
+from phonograph.bench.floor import attention_work, this_chip
+from phonograph.bench.results import BenchProgress, Row
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
-from phonograph.evaluation.bench import BenchProgress, Row
-from phonograph.evaluation.bench_floor import attention_work, this_chip
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.kv_pool import allocate_kv_caches
 

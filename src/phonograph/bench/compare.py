@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phonograph.bench.demo_eval import Item
 from phonograph.errors import ConfigError
-from phonograph.evaluation.demo import Item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from phonograph.bench.run import Answer, run_requests
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import (
     EVALUATION_CONTEXT,
     EVALUATION_PROBLEMS,
@@ -26,8 +28,6 @@ from phonograph.demo.tasks import (
 )
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation.run import Answer, run_requests
-from phonograph.sampling_params import SamplingParams
 
 MOST_QUESTIONS = 100_000
 """Of one task; all are made and encoded before the first is answered."""

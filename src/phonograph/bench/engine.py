@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from phonograph.batch import ScheduledBatch
+from phonograph.bench.cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
+from phonograph.bench.floor import decode_floor, this_chip
+from phonograph.bench.results import BenchProgress, Row, check_at_least, summary
+from phonograph.bench.run import run_requests
+from phonograph.core.batch import ScheduledBatch
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation.bench import BenchProgress, Row, check_at_least, summary
-from phonograph.evaluation.bench_cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
-from phonograph.evaluation.bench_floor import decode_floor, this_chip
-from phonograph.evaluation.run import run_requests
 from phonograph.runner.steps import PendingStep, StepRunner
-from phonograph.sampling_params import SamplingParams
 
 DECODE_TURNS = 2
 MIXED_SHORT_PROMPTS, MIXED_SHORT_LEN, MIXED_RUNS = 100, 5, 3

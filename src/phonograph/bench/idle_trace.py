@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from phonograph.bench.cases import DecodeCase
+from phonograph.bench.engine import greedy, random_prompt, timed
+from phonograph.bench.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation.bench import BenchProgress, Row
-from phonograph.evaluation.bench_cases import DecodeCase
-from phonograph.evaluation.bench_engine import greedy, random_prompt, timed
 
 STEP_KERNEL = "_prepare_kernel"
 """Ours. Others prepare things too: `prepare_varlen_num_blocks_kernel` of FlashAttention 3."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from phonograph import __version__
-from phonograph.device import num_cores
-from phonograph.evaluation.output import writing
+from phonograph.bench.output import writing
+from phonograph.core.device import num_cores
 
 _LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")

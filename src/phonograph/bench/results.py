@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from phonograph.bench.output import writing
 from phonograph.errors import ConfigError
-from phonograph.evaluation.output import writing
 
 BenchProgress = Callable[[str, int, int], None]
 """Called with what is counted, how many of it are done, and of how many."""

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
-from phonograph.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)

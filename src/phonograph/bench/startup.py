@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phonograph.config import EngineConfig
-from phonograph.config_sources import ENVIRONMENT_PREFIX
+from phonograph.bench.results import BenchProgress, Row
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.sources import ENVIRONMENT_PREFIX
 from phonograph.errors import PhonographError
-from phonograph.evaluation.bench import BenchProgress, Row
 
 CASES = ("first", "second")
 TIMEOUT_SECONDS = 600
@@ -46,8 +46,8 @@ class PhaseClock:
 
 def start_once(config: EngineConfig, clock: PhaseClock) -> dict[str, Any]:
     """In the child: starts an engine, answers one request, and tells when each of it began and ended."""
+    from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
-    from phonograph.sampling_params import SamplingParams
 
     clock.begin("configuration")
     llm = LLM(config=config, progress=lambda phase, done, total: clock.begin(phase))

@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from phonograph.bench.cases import DecodeCase
+from phonograph.bench.floor import Work, decode_work, this_chip
+from phonograph.bench.idle_trace import STEP_KERNEL, Activity, device_activities, steady_decodes
+from phonograph.bench.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, PhonographError, shortened
-from phonograph.evaluation.bench import BenchProgress, Row
-from phonograph.evaluation.bench_cases import DecodeCase
-from phonograph.evaluation.bench_floor import Work, decode_work, this_chip
-from phonograph.evaluation.bench_idle import STEP_KERNEL, Activity, device_activities, steady_decodes
 from phonograph.kernels.kernel_parts import kernel_part
 
 TOKENS = 48

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from phonograph.config import EngineConfig
+from phonograph.bench import cases
+from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput
+from phonograph.bench.idle_trace import bench_idle
+from phonograph.bench.results import BenchProgress, Row, check_at_least
+from phonograph.bench.step_trace import bench_step
+from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.evaluation import bench_cases as cases
-from phonograph.evaluation.bench import BenchProgress, Row, check_at_least
-from phonograph.evaluation.bench_engine import bench_decode, bench_latency, bench_mixed, bench_throughput
-from phonograph.evaluation.bench_idle import bench_idle
-from phonograph.evaluation.bench_step import bench_step
 from phonograph.models.spec import read_configured_model
 
 Note = Callable[[str], None]

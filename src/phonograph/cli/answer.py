@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.interrupts import deferred_interrupts
-from phonograph.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM

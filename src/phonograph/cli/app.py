@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 
 from phonograph import __version__
 from phonograph.cli.vllm_flags import explain_flag
-from phonograph.early_start import resume_collector, start_early
+from phonograph.engine.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
 
 COMMANDS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from phonograph.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import ConfigError
 
 _SEQUENCE = re.compile(r"\s*(\d+)\s*@\s*(\d+)\s*")

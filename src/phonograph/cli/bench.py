@@ -17,11 +17,11 @@ from rich.table import Table
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from phonograph.evaluation.bench import Row
-    from phonograph.evaluation.bench_suites import Suite
+    from phonograph.bench.results import Row
+    from phonograph.bench.suites import Suite
 
 Output = Annotated[Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")]
 COLUMNS = {
@@ -50,7 +50,7 @@ def decode(
     as_json: Json = False,
 ) -> int:
     """Time between tokens while 1 to 256 sequences decode, with short and long contexts."""
-    from phonograph.evaluation.bench_suites import decode_suite
+    from phonograph.bench.suites import decode_suite
 
     return _run_suites(config, {"decode": decode_suite(cases)}, output, as_json=as_json)
 
@@ -69,7 +69,7 @@ def latency(
     as_json: Json = False,
 ) -> int:
     """Time one batch, alone in the engine, from its start to its last token."""
-    from phonograph.evaluation.bench_suites import latency_suite
+    from phonograph.bench.suites import latency_suite
 
     workload = latency_suite(
         input_len,
@@ -91,7 +91,7 @@ def mixed(
     as_json: Json = False,
 ) -> int:
     """Time one long decode beside a stream of short prompts, two sequences at a time."""
-    from phonograph.evaluation.bench_suites import mixed_suite
+    from phonograph.bench.suites import mixed_suite
 
     return _run_suites(config, {"mixed": mixed_suite(cases)}, output, as_json=as_json)
 
@@ -109,7 +109,7 @@ def throughput(
     as_json: Json = False,
 ) -> int:
     """Serve many random requests as fast as the engine can."""
-    from phonograph.evaluation.bench_suites import throughput_suite
+    from phonograph.bench.suites import throughput_suite
 
     workload = throughput_suite(num_prompts, input_len, output_len, longest_first=longest_first)
     return _run_suites(config, {"throughput": workload}, output, as_json=as_json)
@@ -125,7 +125,7 @@ def idle(
     as_json: Json = False,
 ) -> int:
     """Share of the time between steps in which a GPU does nothing, from a profiler's trace of steady decode."""
-    from phonograph.evaluation.bench_suites import idle_suite
+    from phonograph.bench.suites import idle_suite
 
     return _run_suites(config, {"idle": idle_suite(cases)}, output, as_json=as_json)
 
@@ -140,7 +140,7 @@ def step(
     as_json: Json = False,
 ) -> int:
     """Where a decode step's time goes on a GPU: products, attention, the rest and gaps, from a profiler's trace."""
-    from phonograph.evaluation.bench_suites import step_suite
+    from phonograph.bench.suites import step_suite
 
     return _run_suites(config, {"step": step_suite(cases)}, output, as_json=as_json)
 
@@ -159,7 +159,7 @@ def suite(
     as_json: Json = False,
 ) -> int:
     """Run several workloads with one start of the engine."""
-    from phonograph.evaluation import bench_suites
+    from phonograph.bench import suites as bench_suites
 
     wanted = bench_suites.check_suites(suites)
     every = {
@@ -183,11 +183,11 @@ def attention(
     as_json: Json = False,
 ) -> int:
     """Time the attention backend's kernels, with the heads of the model."""
+    from phonograph.bench.attention import bench_attention, default_cases
+    from phonograph.bench.record import provenance
+    from phonograph.bench.suites import with_published_settings
     from phonograph.engine.build import this_device
     from phonograph.engine.plan import make_plan
-    from phonograph.evaluation.bench_attention import bench_attention, default_cases
-    from phonograph.evaluation.bench_suites import with_published_settings
-    from phonograph.evaluation.record import provenance
     from phonograph.models.spec import read_configured_model
 
     origin = provenance()
@@ -221,15 +221,15 @@ def startup(
     as_json: Json = False,
 ) -> int:
     """Time from the start of a process to an engine that is ready: the first on a machine, and the second."""
-    from phonograph.evaluation.bench_startup import PhaseClock, bench_startup, start_once
+    from phonograph.bench.startup import PhaseClock, bench_startup, start_once
 
     if once:  # a child of the command
         clock = PhaseClock()
         clock.begin("imports")
         print_json(start_once(config, clock))
         return 0
-    from phonograph.evaluation.bench_suites import with_published_settings
-    from phonograph.evaluation.record import provenance
+    from phonograph.bench.record import provenance
+    from phonograph.bench.suites import with_published_settings
 
     origin = provenance()
     config = with_published_settings(config)
@@ -241,8 +241,8 @@ def startup(
 
 def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | None, *, as_json: bool) -> int:
     """Starts an engine and measures. If a case fails, the rows before it are reported all the same."""
-    from phonograph.evaluation.bench_suites import with_published_settings
-    from phonograph.evaluation.record import provenance
+    from phonograph.bench.record import provenance
+    from phonograph.bench.suites import with_published_settings
 
     origin = provenance()
     llm = start(with_published_settings(config, mixed="mixed" in suites))
@@ -271,7 +271,7 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
 
 
 def _report(origin: dict[str, Any], rows: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
-    from phonograph.evaluation.bench import append_record
+    from phonograph.bench.results import append_record
 
     record = {**origin, "rows": [row.as_json() for row in rows]}
     try:

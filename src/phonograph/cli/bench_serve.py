@@ -90,10 +90,10 @@ def serve(
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError("bench serve", ", ".join(missing), "not installed; pip install 'phonograph[bench]'")
-    from phonograph.evaluation.bench import append_record
-    from phonograph.evaluation.bench_cases import Lengths
-    from phonograph.evaluation.record import provenance
-    from phonograph.evaluation.serving.bench import ServingBench, bench_serving
+    from phonograph.bench.cases import Lengths
+    from phonograph.bench.record import provenance
+    from phonograph.bench.results import append_record
+    from phonograph.bench.serving.bench import ServingBench, bench_serving
 
     bench = ServingBench(
         base_url=base_url,

@@ -22,12 +22,12 @@ from phonograph.cli.show import (
     start,
     steps_text,
 )
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
+    from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
-    from phonograph.sampling_params import SamplingParams
 
 _HELP = "/clear forgets the conversation, /exit ends; Ctrl-C ends an answer"
 

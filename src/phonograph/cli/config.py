@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phonograph.cli.options import GROUPS, takes_engine_settings
-from phonograph.config import EngineConfig
-from phonograph.config_sources import Given
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.sources import Given
 
 
 @takes_engine_settings

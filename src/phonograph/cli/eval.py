@@ -16,12 +16,12 @@ from rich.table import Table
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
 
 if TYPE_CHECKING:
-    from phonograph.evaluation.compare import TaskComparison
-    from phonograph.evaluation.demo import TaskResult
+    from phonograph.bench.compare import TaskComparison
+    from phonograph.bench.demo_eval import TaskResult
 
 _SHOWN_DIVERGENCES = 10
 
@@ -59,8 +59,8 @@ def demo(
 ) -> int:
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
     # What follows needs torch, which `--help` does not.
-    from phonograph.evaluation.demo import evaluate_demo
-    from phonograph.evaluation.record import provenance, write_result
+    from phonograph.bench.demo_eval import evaluate_demo
+    from phonograph.bench.record import provenance, write_result
 
     origin = provenance()
     llm = start(config)
@@ -100,8 +100,8 @@ def compare(
     as_json: Json = False,
 ) -> int:
     """Compare two evaluations answer by answer; exit code 1 where their tokens differ."""
-    from phonograph.evaluation.compare import compare as compare_items
-    from phonograph.evaluation.compare import read_items
+    from phonograph.bench.compare import compare as compare_items
+    from phonograph.bench.compare import read_items
 
     comparisons = compare_items(read_items(first), read_items(second))
     if as_json:

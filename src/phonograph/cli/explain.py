@@ -12,12 +12,12 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from phonograph.batch import ScheduledBatch
 from phonograph.cli.batches import batch_text, read_batch
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.show import Json, compact, mode_facts, print_json
-from phonograph.config import EngineConfig
-from phonograph.device import KNOWN_DEVICES, DeviceSpec, known_device
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.batch import ScheduledBatch
+from phonograph.core.device import KNOWN_DEVICES, DeviceSpec, known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.resolve import without_support
 

@@ -20,13 +20,13 @@ from phonograph.cli.show import (
     start,
     steps_text,
 )
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import RequestError, shortened
 
 if TYPE_CHECKING:
+    from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
     from phonograph.engine.outputs import RequestOutput
-    from phonograph.sampling_params import SamplingParams
 
 _STDIN = "Another prompt from each line of standard input."
 _TOKEN_IDS = "A prompt as token ids, such as 1,2,3; may be given several times."

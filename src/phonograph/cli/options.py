@@ -15,12 +15,12 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
-from phonograph.config_sources import Given, read_environment, read_file, read_flags
-from phonograph.config_values import Kind
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
+from phonograph.config.sources import Given, read_environment, read_file, read_flags
+from phonograph.config.values import Kind
 from phonograph.errors import ConfigError
-from phonograph.models.folder import names_model
+from phonograph.models.weights.model_files import names_model
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
 
 _GROUP = Group("Sampling")
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from phonograph.cli.options import takes_serve_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import note
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError
 
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn", "zmq")
@@ -23,7 +23,7 @@ def serve(configs: tuple[EngineConfig, ServerConfig]) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError("serve", ", ".join(missing), "not installed; pip install 'phonograph[server]'")
-    from phonograph.server.run import serve as run
+    from phonograph.server.http.run import serve as run
 
     with ExitStack() as start:
         bars = start.enter_context(progress_bar())

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from phonograph.batch import TokenLogprobs
 from phonograph.cli.progress import progress_bar
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.batch import TokenLogprobs
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
@@ -32,7 +32,7 @@ Json = Annotated[
 
 def _check_output(kind: object, path: Path | None) -> None:
     if path is not None:
-        from phonograph.evaluation.output import check_output
+        from phonograph.bench.output import check_output
 
         check_output(path)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import Json, compact, engine_facts, note, print_json, start
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 
 if TYPE_CHECKING:

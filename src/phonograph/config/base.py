@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from phonograph.config_sources import Given
-from phonograph.config_values import Kind, unless_null
+from phonograph.config.sources import Given
+from phonograph.config.values import Kind, unless_null
 from phonograph.errors import ConfigError
 
 

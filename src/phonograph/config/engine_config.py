@@ -14,10 +14,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from phonograph import config_values as values
-from phonograph.config_model import Settings, located
-from phonograph.config_server import ServerConfig
-from phonograph.config_sources import Given, read_environment, read_file, read_flags
+from phonograph.config import values
+from phonograph.config.base import Settings, located
+from phonograph.config.server_config import ServerConfig
+from phonograph.config.sources import Given, read_environment, read_file, read_flags
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from phonograph import config_values as values
-from phonograph.config_model import Settings, located
-from phonograph.config_sources import Given, read_environment, read_file, read_flags
+from phonograph.config import values
+from phonograph.config.base import Settings, located
+from phonograph.config.sources import Given, read_environment, read_file, read_flags
 from phonograph.errors import ConfigError
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured.protocol import Grammar
+from phonograph.core.grammar import Grammar
+from phonograph.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

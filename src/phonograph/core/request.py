@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from phonograph.batch import SlotFailure, TokenLogprobs
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured.protocol import Grammar
+from phonograph.core.batch import SlotFailure, TokenLogprobs
+from phonograph.core.grammar import Grammar
+from phonograph.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 1024
 MAX_N = 1024

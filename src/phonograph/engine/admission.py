@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import cast
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import RequestError, shortened
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler_limits import SchedulerLimits
+from phonograph.scheduling.limits import SchedulerLimits
 
 MAX_REQUEST_ID = 256
 """Characters of a request's id."""

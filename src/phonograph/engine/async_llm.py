@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.calls import Call, Prompt, Sample
-from phonograph.server.engine_process import EngineProcess
-from phonograph.server.errors import ApiError, failed, refused, unavailable
-from phonograph.server.messages import Abort, Add, EngineFacts, Report, SampleUpdate
-from phonograph.server.request_log import RequestLog
-from phonograph.server.step_log import StepLog
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.metrics.request_log import RequestLog
+from phonograph.engine.metrics.step_log import StepLog
+from phonograph.engine.process.calls import Call, Prompt, Sample
+from phonograph.engine.process.client import EngineProcess
+from phonograph.engine.process.messages import Abort, Add, EngineFacts, Report, SampleUpdate
+from phonograph.errors import EngineUnavailable, RequestFailure
+from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class AsyncEngine:
         process.on_death(self._mourn)
 
     @property
-    def problem(self) -> ApiError | None:
+    def problem(self) -> EngineUnavailable | None:
         """Why no call can be opened, if so."""
         if self.death is not None:
-            return unavailable(self.death, code="engine_died")
+            return EngineUnavailable(self.death, "engine_died")
         if self.draining:
-            return unavailable("the server is shutting down", code="shutting_down")
+            return EngineUnavailable("the server is shutting down", "shutting_down")
         return None
 
     def open(
@@ -67,15 +67,13 @@ class AsyncEngine:
         *,
         streams: bool = False,
         priority: int = 0,
-        names: Mapping[str, str] | None = None,
     ) -> Call:
         """Queues prompts, given as token ids. The samples of the first come first among those of the call.
 
-        A prompt that the engine refuses fails the call, which says so where it is waited for, with parameters called
-        what `names` calls them.
+        A prompt that the engine refuses fails the call, which says so where it is waited for.
 
         Raises:
-            ApiError: the engine takes no calls any more.
+            EngineUnavailable: the engine takes no calls any more.
         """
         if self.problem is not None:
             raise self.problem
@@ -94,7 +92,6 @@ class AsyncEngine:
             ],
             streams=streams,
             end=self._abandon,
-            names=names,
         )
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
@@ -108,7 +105,7 @@ class AsyncEngine:
         until = time.monotonic() + seconds
         while self._open and self.death is None and time.monotonic() < until:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        self._fail_all(unavailable("the server was shut down before the answer was complete", code="shutting_down"))
+        self._fail_all(EngineUnavailable("the server was shut down before the answer was complete", "shutting_down"))
 
     def close(self) -> None:
         """Forgets the process, which its owner closes."""
@@ -142,7 +139,7 @@ class AsyncEngine:
         for key, error in report.refused.items():
             if key in self._open:
                 call, _ = self._open[key]
-                call.fail(refused(error, call.names))
+                call.fail(error)
         for key, facts in report.prompts.items():
             if key in self._open:
                 prompt = self._open[key][1]
@@ -157,7 +154,7 @@ class AsyncEngine:
                 self._grow(call, prompt, update, made=report.time, seen=now)
             except Exception:  # one answer that cannot be made text must not end the others
                 log.exception("a token could not be turned into text")
-                call.fail(failed("the output could not be turned into text", code="detokenizing_failed"))
+                call.fail(RequestFailure(str(prompt.key), "text", "the output could not be turned into text"))
             else:
                 changed[id(call)] = call
 
@@ -190,9 +187,9 @@ class AsyncEngine:
     def _end(self, reason: str) -> None:
         log.error("%s", reason)
         self.death = reason
-        self._fail_all(unavailable(reason, code="engine_died"))
+        self._fail_all(EngineUnavailable(reason, "engine_died"))
         self.died.set()
 
-    def _fail_all(self, error: ApiError) -> None:
+    def _fail_all(self, error: EngineUnavailable) -> None:
         for call in {id(call): call for call, _ in self._open.values()}.values():
             call.fail(error)

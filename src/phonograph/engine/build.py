@@ -11,20 +11,21 @@ from importlib.util import find_spec
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
-from phonograph.attention.select import load
-from phonograph.device import DeviceSpec, known_device
+from phonograph.attention.selection import load
+from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.decoder import Decoder
-from phonograph.models.kv_scales import KVScales
-from phonograph.models.load import begin_loading
+from phonograph.models.weights.kv_scales import KVScales
+from phonograph.models.weights.load import begin_loading
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
 from phonograph.runner.verify_subject import RunnerSubject
-from phonograph.scheduler import Scheduler, SchedulerLimits
+from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from phonograph.batch import ScheduledBatch
-from phonograph.engine.step_record import StepRecord, record_of
+from phonograph.core.batch import ScheduledBatch
+from phonograph.core.request import Request
+from phonograph.engine.metrics.step_record import StepRecord, record_of
 from phonograph.errors import PhonographError
-from phonograph.request import Request
 from phonograph.runner.steps import PendingStep, StepRunner
-from phonograph.scheduler import Scheduler
+from phonograph.scheduling.scheduler import Scheduler
 
 
 class EngineCore:

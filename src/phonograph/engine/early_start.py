@@ -12,7 +12,7 @@ import gc
 import threading
 from pathlib import Path
 
-from phonograph.kernels.triton import compile_helper
+from phonograph.kernels.triton.launch import compile_helper
 
 DRIVER = "libcuda.so.1"
 _paused = False

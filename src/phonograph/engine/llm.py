@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.build import BuildProgress, Engine
 from phonograph.engine.interrupts import deferred_interrupts
 from phonograph.engine.offline import answer_inputs
@@ -24,10 +25,9 @@ from phonograph.engine.prompts import (
 )
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.start import start_engine, verify_engine
-from phonograph.engine.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from phonograph.errors import ConfigError, RequestError
 from phonograph.graphs.verify import VerifyReport
-from phonograph.sampling_params import SamplingParams
+from phonograph.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 VERIFY_REPLAYS = 200
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.composite.selection import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention3Capabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
-from phonograph.attention.select import BUILT_IN
-from phonograph.attention.split import SplitCapabilities
-from phonograph.attention.triton_capabilities import TritonCapabilities
-from phonograph.device import DeviceSpec, known_device
+from phonograph.attention.selection import BUILT_IN
+from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.plan import PIECES
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode, Support

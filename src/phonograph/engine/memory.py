@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import psutil
 
-from phonograph.config import EngineConfig
-from phonograph.device import GIB, DeviceSpec
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
+from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
-from phonograph.models.workspace import Workspace
-from phonograph.runner.grammar_masks import bitmask_words
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.slots import blocks_for
+from phonograph.runner.cpu_inputs import blocks_for
+from phonograph.sampling.grammar_masks import bitmask_words
+from phonograph.sampling.sampler import Sampler
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 

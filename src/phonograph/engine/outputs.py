@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phonograph.batch import TokenLogprobs
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.request import FinishReason
 from phonograph.errors import RequestError, RequestFailure
-from phonograph.request import FinishReason
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from numbers import Integral
 from typing import Any, cast
 
 from phonograph.engine.session import Prompt
-from phonograph.engine.tokenizer import ChatMessage
 from phonograph.errors import RequestError, shortened
+from phonograph.text.tokenizer import ChatMessage
 
 PromptInput = Prompt | Mapping[str, Any]
 """Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`."""

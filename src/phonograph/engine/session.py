@@ -14,20 +14,20 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.grammar import Grammar
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admit_names, admit_parameters, admitted_text, admitted_token_ids
 from phonograph.engine.core import EngineCore
-from phonograph.engine.dead_ends import dead_end
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
-from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
 from phonograph.errors import RequestError, RequestFailure, cause_text, shortened
 from phonograph.models.spec import ModelSpec
-from phonograph.request import Request
-from phonograph.sampling_params import SamplingParams
+from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
-from phonograph.structured.protocol import Grammar
 from phonograph.structured.vocabulary import Vocabulary
+from phonograph.text.output_text import TextBuilder
+from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phonograph.config import EngineConfig
-from phonograph.early_start import pause_collector, resume_collector
+from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
+from phonograph.engine.early_start import pause_collector, resume_collector
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import CaptureError, ConfigError, PhonographError
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verify import VerifyReport, verify
-from phonograph.models.folder import model_folder
-from phonograph.models.load import weight_files
 from phonograph.models.spec import read_configured_model
 from phonograph.models.tied_embeddings import match_tied_embeddings
+from phonograph.models.weights.load import weight_files
+from phonograph.models.weights.model_files import model_folder
 
 
 def start_engine(config: EngineConfig, progress: BuildProgress | None = None) -> Engine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.device import num_cores
+from phonograph.core.device import num_cores
 from phonograph.models.spec import ModelSpec
 
 _MIB = 1024**2

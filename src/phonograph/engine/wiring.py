@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.engine.plan import EnginePlan
 from phonograph.graphs.buffers import StaticBuffers
-from phonograph.graphs.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.models.decoder import Decoder
+from phonograph.runner.cpu_inputs import SlotTable, blocks_for
 from phonograph.runner.model_runner import ModelRunner
 from phonograph.runner.program import StepProgram
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.shared_prefix import SharedPrefixes
-from phonograph.runner.slots import SlotTable, blocks_for
-from phonograph.runner.synthetic import SyntheticBatches, load_buffers
+from phonograph.runner.synthetic_batches import SyntheticBatches, load_buffers
+from phonograph.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

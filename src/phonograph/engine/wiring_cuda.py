@@ -10,14 +10,14 @@ import torch
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_prefixes, make_sampler
 from phonograph.graphs.cuda import CudaRuntime
-from phonograph.kernels.triton import compile_helper
-from phonograph.kernels.triton.precompile import begin_hashing
+from phonograph.kernels.triton.launch import compile_helper
+from phonograph.kernels.triton.launch.precompile import begin_hashing
 from phonograph.models.fused import FusedDecoder
+from phonograph.runner.cuda_inputs import DeviceInputs
 from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.cuda_runner import CudaRunner
-from phonograph.runner.device_inputs import DeviceInputs
 from phonograph.runner.masked_sampling import MaskedSampling
-from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.synthetic_batches import SyntheticBatches
 
 
 @contextmanager

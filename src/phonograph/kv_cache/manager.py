@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
 
-from phonograph.cache.block_pool import BlockPool
+from phonograph.kv_cache.block_pool import BlockPool
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.layers import rms_norm, rope, silu_and_mul
-from phonograph.models.kv_scales import KVScales
+from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
 from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.kv_scales import KVScales
 
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer index, query [T, H, D], key [T, K, D], value [T, K, D]) -> contiguous output [T, H, D].

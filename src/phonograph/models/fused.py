@@ -19,17 +19,18 @@ from contextlib import contextmanager
 
 import torch
 
-from phonograph.kernels.triton import gemv, layers
-from phonograph.kernels.triton.linear import (
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm.linear import (
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
     make_scratch,
 )
-from phonograph.kernels.triton.product_rules import BATCH_INVARIANT, takes_squares
+from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT, takes_squares
 from phonograph.models.decoder import Decoder
-from phonograph.models.workspace import Workspace
+from phonograph.models.layers.workspace import Workspace
 
 _FEW_TOKENS = 128
 FusedAttention = Callable[[int, torch.Tensor, torch.Tensor], None]

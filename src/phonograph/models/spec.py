@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
-from phonograph.models.folder import model_folder
+from phonograph.models.hf_config import FULL, check_overrides, read_settings
+from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.registry import Architecture, find_architecture
-from phonograph.models.rope import rope_frequencies
 from phonograph.models.rope_parameters import read_rope
-from phonograph.models.settings import FULL, check_overrides, read_settings
+from phonograph.models.weights.model_files import model_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey
-from phonograph.runner.failures import SlotFailures
+from phonograph.sampling.failures import SlotFailures
 
 
 class SlotTable:

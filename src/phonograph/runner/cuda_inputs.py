@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.batch import BlockAppend
+from phonograph.core.batch import BlockAppend
 from phonograph.errors import ReplayError
 from phonograph.graphs.modes import GraphKey
-from phonograph.kernels.triton.prepare import StepLayout, apply_appends, prepare
-from phonograph.kernels.triton.sampling import make_sample_scratch
+from phonograph.kernels.triton.sampling.sample import make_sample_scratch
+from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
+from phonograph.runner.cpu_inputs import blocks_for
 from phonograph.runner.pinned import PinnedWords
-from phonograph.runner.sampler import KernelParameters
-from phonograph.runner.slots import blocks_for
-from phonograph.runner.synthetic import SyntheticBatch
+from phonograph.runner.synthetic_batches import SyntheticBatch
+from phonograph.sampling.sampler import KernelParameters
 
 _MAX_APPENDS = 4096
 """Blocks that one upload can append; a step with more sends the rest ahead."""

@@ -15,11 +15,11 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.bitmask import mask_logits
-from phonograph.kernels.triton.rope_kv import rope_and_write_kv
-from phonograph.kernels.triton.sampling import sample
+from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
+from phonograph.kernels.triton.sampling.bitmask import mask_logits
+from phonograph.kernels.triton.sampling.sample import sample
 from phonograph.models.fused import FusedDecoder
-from phonograph.runner.device_inputs import DeviceInputs
+from phonograph.runner.cuda_inputs import DeviceInputs
 
 
 class CudaStepProgram:

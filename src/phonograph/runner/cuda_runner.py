@@ -17,27 +17,27 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
-from phonograph.batch import NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
 from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.precompile import compile_only
-from phonograph.kernels.triton.preload import load_kernels
+from phonograph.kernels.triton.launch.precompile import compile_only
+from phonograph.kernels.triton.launch.preload import load_kernels
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
+from phonograph.runner.cuda_inputs import DeviceInputs, StepRows
 from phonograph.runner.cuda_program import CudaStepProgram
-from phonograph.runner.device_inputs import DeviceInputs, StepRows
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.logprobs import step_prompt_logprobs
 from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.model_runner import shape_of
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.shared_prefix import SharedPrefixes
 from phonograph.runner.steps import load_sequences, take_tokens
-from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.token_ring import TokenRing
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.logprobs import step_prompt_logprobs
+from phonograph.sampling.sampler import Sampler
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden, logits, tokens: what CudaStepProgram.run returns."""

@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch
 
+from phonograph.core.grammar import Matcher
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.grammar_masks import GrammarMasks, bitmask_words
 from phonograph.runner.pinned import PinnedWords
 from phonograph.runner.token_ring import TokenRing
-from phonograph.structured.protocol import Matcher
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.grammar_masks import GrammarMasks, bitmask_words
 
 _UPLOADS = 2
 """Pinned buffers in turn: a step's is read until its forward pass is over, when the next step's is being written."""

@@ -13,22 +13,22 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
-from phonograph.batch import NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.logprobs import step_prompt_logprobs
+from phonograph.runner.cpu_inputs import SlotTable, fill_buffers
 from phonograph.runner.program import StepProgram
-from phonograph.runner.sampler import Sampler
-from phonograph.runner.shared_prefix import SharedPrefixes
-from phonograph.runner.slots import SlotTable, fill_buffers
 from phonograph.runner.steps import CompletedStep, load_sequences, take_tokens
-from phonograph.runner.synthetic import SyntheticBatches
+from phonograph.runner.synthetic_batches import SyntheticBatches
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.logprobs import step_prompt_logprobs
+from phonograph.sampling.sampler import Sampler
 
 
 class ModelRunner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.words import copy_words
+from phonograph.kernels.triton.step.pinned_words import copy_words
 
 
 class PinnedWords:

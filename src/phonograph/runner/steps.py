@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from phonograph.batch import NewSequence, ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.batch import NewSequence, ScheduledBatch, SlotFailure, StepOutput
 from phonograph.graphs.dispatch import Decision
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.sampler import Sampler
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import Sampler
 
 NO_TOKEN = "the model's logits are not finite"
 

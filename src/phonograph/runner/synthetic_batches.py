@@ -15,7 +15,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.slots import blocks_for, most_step_tokens, pad_buffers
+from phonograph.runner.cpu_inputs import blocks_for, most_step_tokens, pad_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from phonograph.kernels.triton.words import copy_words
+from phonograph.kernels.triton.step.pinned_words import copy_words
 
 
 class TokenRing:

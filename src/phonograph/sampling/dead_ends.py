@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
+from phonograph.core.grammar import Grammar
+from phonograph.core.request import Request
 from phonograph.errors import RequestError, shortened
-from phonograph.request import Request
-from phonograph.runner.grammar_masks import bitmask_words
-from phonograph.structured.protocol import Grammar
+from phonograph.sampling.grammar_masks import bitmask_words
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from phonograph.device import num_cores
-from phonograph.kernels.sampling import mask_tokens
-from phonograph.runner.failures import SlotFailures
-from phonograph.structured.protocol import Grammar, Matcher
+from phonograph.core.device import num_cores
+from phonograph.core.grammar import Grammar, Matcher
+from phonograph.kernels.torch.sampling import mask_tokens
+from phonograph.sampling.failures import SlotFailures
 
 _ALONE_SECONDS = 2e-3
 """Time in which bitmasks are filled one after another, 3 to 50 us each. Threads that wait for Python's lock cost more

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from phonograph.batch import NewSequence, ScheduledBatch, TokenLogprobs
-from phonograph.kernels.sampling import ranked
-from phonograph.runner.failures import SlotFailures
+from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
+from phonograph.kernels.torch.sampling import ranked
+from phonograph.sampling.failures import SlotFailures
 
 # Float32 logits and their int64 sort keys, twice when they are sorted; for each token reported, several copies.
 _BYTES_PER_LOGIT = 4 + 8 + 12

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.kernels.sampling import penalize
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.torch.sampling import penalize
 
 
 class Penalties:

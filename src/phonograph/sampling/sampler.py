@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phonograph.batch import SlotFailure, TokenLogprobs
-from phonograph.kernels import sampling
-from phonograph.runner.failures import SlotFailures
-from phonograph.runner.grammar_masks import GrammarMasks
-from phonograph.runner.logprobs import token_logprobs
-from phonograph.runner.penalties import Penalties
-from phonograph.sampling_params import SamplingParams
-from phonograph.structured.protocol import Grammar
+from phonograph.core.batch import SlotFailure, TokenLogprobs
+from phonograph.core.grammar import Grammar
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.torch import sampling
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.grammar_masks import GrammarMasks
+from phonograph.sampling.logprobs import token_logprobs
+from phonograph.sampling.penalties import Penalties
 
 # Candidates that are ranked before a whole row is sorted.
 _HEAD = 1024

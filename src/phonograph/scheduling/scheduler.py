@@ -23,11 +23,11 @@ from collections import deque
 from itertools import compress
 from operator import attrgetter
 
-from phonograph.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
-from phonograph.cache.manager import BlockTable, CacheManager
+from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
-from phonograph.request import FinishReason, Request, RequestState
-from phonograph.scheduler_limits import SchedulerLimits, SchedulerStats
+from phonograph.kv_cache.manager import BlockTable, CacheManager
+from phonograph.scheduling.limits import SchedulerLimits, SchedulerStats
 
 _RANK = attrgetter("rank")
 

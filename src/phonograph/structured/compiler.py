@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from phonograph.core.grammar import Grammar, GrammarError
+from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError, shortened
 from phonograph.structured.gbnf import lark_from_gbnf
 from phonograph.structured.matcher import Library, LibraryGrammar
-from phonograph.structured.protocol import Grammar, GrammarError
 from phonograph.structured.schema import prepared
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.structured_outputs import Strictness, StructuredOutputs
 
 THREADS = 2
 """So that one large schema does not hold up all others. The library lets other threads run while it compiles."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.structured.protocol import GrammarError
+from phonograph.core.grammar import GrammarError
 from phonograph.structured.vocabulary import Vocabulary
 
 MAX_ITEMS = 20_000

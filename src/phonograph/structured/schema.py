@@ -15,10 +15,10 @@ from fractions import Fraction
 from typing import Any, TypeGuard
 from urllib.parse import urljoin
 
+from phonograph.core.grammar import GrammarError
 from phonograph.errors import shortened
 from phonograph.structured.formats import BY_LIBRARY, PATTERNS
 from phonograph.structured.places import MAX_DEPTH, Schema, at_pointer, inner, schemas
-from phonograph.structured.protocol import GrammarError
 
 MOST_MULTIPLE = 1024
 """What `multipleOf` may count to: the library's time to compile grows with its square, and has no limit of its own."""

@@ -28,7 +28,7 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, size: int, eos: Iterable[int]) -> Vocabulary:
-        """Reads a `phonograph.engine.tokenizer.Tokenizer`.
+        """Reads a `phonograph.text.tokenizer.Tokenizer`.
 
         The bytes come from the tokenizer's own decoder, token by token, not from its file, which libraries misread for
         tokenizers that were converted from other formats.

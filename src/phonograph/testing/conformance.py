@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
-from phonograph.attention.conformance_batch import (
+from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,
     batch_shapes,
@@ -23,7 +23,7 @@ from phonograph.attention.conformance_batch import (
     make_layer,
     quantized,
 )
-from phonograph.attention.oracle import Array, dense_attention
+from phonograph.testing.oracle import Array, dense_attention
 
 # Relative errors that rounding explains: the oracle gets the rounded inputs, so what remains is the arithmetic and, in
 # half precision, the rounding of weights and of the result.

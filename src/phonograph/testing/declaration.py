@@ -11,7 +11,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, cast
 
 from phonograph.attention.backend import AttentionSpec, Capabilities
-from phonograph.device import KNOWN_DEVICES, DeviceSpec
+from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.testing.report import Check, failed, passed
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phonograph.attention.backend import BatchLimits
-from phonograph.attention.conformance_batch import BatchShape
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.testing.conformance_batch import BatchShape
 
 Lengths = Sequence[int]
 FROZEN, TAIL = "frozen contents", "unzeroed metadata tail"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, MakeBackend
-from phonograph.attention.conformance import CaseResult, check_backend
-from phonograph.attention.conformance_batch import BatchShape, batch_shapes
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
+from phonograph.testing.conformance import CaseResult, check_backend
+from phonograph.testing.conformance_batch import BatchShape, batch_shapes
 from phonograph.testing.report import Check, failed, not_applicable, passed
 from phonograph.testing.specs import everything, spec_text, variations
 
@@ -55,7 +55,7 @@ def check_features(
 def _compile(make: MakeBackend, specs: Sequence[AttentionSpec], device: torch.device) -> None:
     """Compiles the kernels of all configurations side by side, which takes minutes one after another."""
     # Here, since Triton is not everywhere.
-    from phonograph.kernels.triton.precompile import compile_only
+    from phonograph.kernels.triton.launch.precompile import compile_only
 
     # What does not compile, or fails otherwise, does so again in its own check.
     with contextlib.suppress(Exception), compile_only():

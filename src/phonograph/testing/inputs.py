@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
+from phonograph.testing.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
 
 POISON = 0x7FAB
 """As 16 bits, once or twice: in float16, bfloat16 and float32 a signalling NaN, which no arithmetic makes."""

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec
-from phonograph.attention.conformance import TOLERANCE
-from phonograph.attention.conformance_batch import PagedBatch, quantized
-from phonograph.attention.oracle import dense_attention
+from phonograph.testing.conformance import TOLERANCE
+from phonograph.testing.conformance_batch import PagedBatch, quantized
 from phonograph.testing.inputs import POISON, Inputs
+from phonograph.testing.oracle import dense_attention
 from phonograph.testing.rig import Outputs
 
 # A write may divide by a scale or multiply by its reciprocal: one FP8 value in many is then its neighbour.

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phonograph.attention.backend import MakeBackend
-from phonograph.attention.conformance_batch import BatchShape, PagedBatch
 from phonograph.errors import CaptureError
 from phonograph.graphs.modes import GraphKey
 from phonograph.testing.addresses import moved, tensors_of
+from phonograph.testing.conformance_batch import BatchShape, PagedBatch
 from phonograph.testing.experiments import FROZEN, TAIL, Experiment, batch, describe, experiments, random_batches
 from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
 from phonograph.testing.judge import Verdict, difference, judge

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.backend import AttentionBackend, MakeBackend
-from phonograph.attention.conformance_batch import PagedBatch
 from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
-from phonograph.graphs.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.testing.conformance_batch import PagedBatch
 from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities, KVLayout
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 
 SPECULATIVE_TOKENS = 3
 _FULL = (UNBOUNDED, UNBOUNDED)

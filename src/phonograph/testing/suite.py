@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, MakeBackend
-from phonograph.attention.select import Registered, registered_backends
-from phonograph.device import DeviceSpec
+from phonograph.attention.selection import Registered, registered_backends
+from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 from phonograph.testing.declaration import PLAIN, check_declaration

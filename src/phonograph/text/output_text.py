@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.sampling_params import SamplingParams
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.text.tokenizer import Tokenizer
 
 
 class TextBuilder:

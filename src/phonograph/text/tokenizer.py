@@ -9,12 +9,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
-from phonograph.config import EngineConfig
-from phonograph.engine.detokenizer import TokenBytes, TokenStream
+from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.models.catalog import catalog_name
-from phonograph.models.folder import DEMO, model_folder
 from phonograph.models.hub import first_line, hub_problem
+from phonograph.models.weights.model_files import DEMO, model_folder
+from phonograph.text.detokenizer import TokenBytes, TokenStream
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200

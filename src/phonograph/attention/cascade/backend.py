@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
-from phonograph.attention.cascade import part_limits
+from phonograph.attention.cascade.rule import part_limits
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.cascade import PrefixCut
+from phonograph.kernels.cascade_tensors import PrefixCut
 
 
 class CascadeKernels(Protocol):

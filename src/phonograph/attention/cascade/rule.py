@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import CascadeChoice, GraphKey
 
 MIN_PREFIX = 256

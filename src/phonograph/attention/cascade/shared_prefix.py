@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phonograph.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch
 
 
 class SharedPrefixes:

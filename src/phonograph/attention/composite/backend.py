@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.composite.selection import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
     AttentionMetadata,
     CommonMetadata,
@@ -20,9 +21,8 @@ from phonograph.attention.metadata import (
     cut_on_host,
     leading_decodes,
 )
-from phonograph.attention.split import SplitCapabilities, decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.split_batch import SplitBatch, split_batch
+from phonograph.kernels.triton.attention.split_batch import SplitBatch, split_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 

@@ -28,10 +28,10 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flash_attn.providers import make_library
 from phonograph.attention.flash_attn.sizes import plan_length
-from phonograph.attention.gpu_backend import GpuBackend
+from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.errors import BackendError
-from phonograph.kernels.triton.quantize import quantize_queries
+from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 
 
 class FlashAttentionBackend(GpuBackend):

@@ -17,7 +17,7 @@ import torch
 from phonograph.attention.backend import AttentionSpec, BatchLimits
 from phonograph.attention.flash_attn.libraries import Launch
 from phonograph.attention.flash_attn.sizes import plans, split_bound, unbounded_splits_fit
-from phonograph.attention.gpu_backend import GpuMetadata
+from phonograph.attention.kv_write import GpuMetadata
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet

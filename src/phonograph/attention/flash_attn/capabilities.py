@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.declaration import Declaration
+from phonograph.attention.capabilities import Declaration
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.composite.selection import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
 from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
-from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
+from phonograph.attention.kv_write import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import (
     AttentionMetadata,
     CommonMetadata,
@@ -26,10 +27,9 @@ from phonograph.attention.metadata import (
     cut_on_host,
     leading_decodes,
 )
-from phonograph.attention.split import decode_part
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.page_indices import page_indices
+from phonograph.kernels.triton.attention.page_indices import page_indices
 
 _NO_GPU = (9, 0), 2
 """Capability and multiprocessors that tests without a GPU pretend."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.declaration import Declaration
+from phonograph.attention.capabilities import Declaration
 from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionLayer, AttentionSpec, Capabilities
-from phonograph.attention.declaration import Declaration
+from phonograph.attention.capabilities import Declaration
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.device import DeviceSpec
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels import reference
+from phonograph.kernels.torch.attention import paged as reference
 
 _DECLARED = Declaration(
     devices=("cpu", "cuda"),

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
-from phonograph.attention.gpu_backend import GpuBackend, GpuMetadata
+from phonograph.attention.kv_write import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.triton_capabilities import TritonCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.attention_decode import (
+from phonograph.kernels.triton.attention.decode import (
     MAX_SHORT_QUERY,
     DecodePlan,
     decode_attention,
     make_decode_plan,
     plan_decode,
 )
-from phonograph.kernels.triton.attention_prefill import (
+from phonograph.kernels.triton.attention.prefill import (
     PrefillPlan,
     make_prefill_plan,
     merge_prefill,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.declaration import Declaration
-from phonograph.device import DeviceSpec
+from phonograph.attention.capabilities import Declaration
+from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
 

@@ -16,7 +16,7 @@ def main() -> int:
     try:
         from lm_eval.__main__ import cli_evaluate
 
-        import phonograph.evaluation.harness.adapter  # registers the model  # noqa: F401
+        import phonograph.bench.harness.adapter  # registers the model  # noqa: F401
     except ImportError as error:
         print(f"phonograph: error: {error}; pip install 'phonograph[eval]'", file=sys.stderr)
         return 2

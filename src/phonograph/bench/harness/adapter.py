@@ -17,9 +17,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, RequestError
-from phonograph.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 

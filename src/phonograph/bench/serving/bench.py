@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phonograph.config import EngineConfig
-from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
-from phonograph.errors import ConfigError
-from phonograph.evaluation.bench import BenchProgress, check_at_least
-from phonograph.evaluation.bench_cases import Lengths
-from phonograph.evaluation.serving import load
-from phonograph.evaluation.serving.arrivals import arrival_times
-from phonograph.evaluation.serving.connection import Target
-from phonograph.evaluation.serving.metrics import details, serving_metrics
-from phonograph.evaluation.serving.workload import (
+from phonograph.bench.cases import Lengths
+from phonograph.bench.results import BenchProgress, check_at_least
+from phonograph.bench.serving import load
+from phonograph.bench.serving.arrivals import arrival_times
+from phonograph.bench.serving.connection import Target
+from phonograph.bench.serving.metrics import details, serving_metrics
+from phonograph.bench.serving.workload import (
     Dataset,
     PromptFormat,
     ServingRequest,
@@ -30,6 +27,9 @@ from phonograph.evaluation.serving.workload import (
     random_prompts,
     read_requests,
 )
+from phonograph.config.engine_config import EngineConfig
+from phonograph.errors import ConfigError
+from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_NUM_PROMPTS = 100

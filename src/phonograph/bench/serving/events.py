@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phonograph.evaluation.serving.connection import Recording
+from phonograph.bench.serving.connection import Recording
 
 
 @dataclass(slots=True, kw_only=True)

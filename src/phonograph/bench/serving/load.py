@@ -11,10 +11,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from phonograph.bench.results import BenchProgress
+from phonograph.bench.serving.connection import Recording, Target, exchange
+from phonograph.bench.serving.events import Reply, read_reply
 from phonograph.errors import ConfigError, EndpointError
-from phonograph.evaluation.bench import BenchProgress
-from phonograph.evaluation.serving.connection import Recording, Target, exchange
-from phonograph.evaluation.serving.events import Reply, read_reply
 
 HELD_BYTES = 256 * 2**20
 """Bytes of answers that are kept to be read when the run is over; beyond them, answers are read as they end."""

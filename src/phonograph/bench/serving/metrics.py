@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.evaluation.serving.events import Reply
-from phonograph.evaluation.serving.load import Load
+from phonograph.bench.serving.events import Reply
+from phonograph.bench.serving.load import Load
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 """Time to first token, time per output token after it, inter-token latency, end-to-end latency."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from phonograph.evaluation.serving.connection import Target, exchange
+from phonograph.bench.serving.connection import Target, exchange
 
 _LINE = re.compile(r"^([a-z_:]+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _REASON = re.compile(r'finished_reason="(\w+)"')

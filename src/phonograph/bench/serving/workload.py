@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.bench.cases import Lengths
+from phonograph.bench.serving.lengths import sharegpt_like_lengths
 from phonograph.errors import ConfigError
-from phonograph.evaluation.bench_cases import Lengths
-from phonograph.evaluation.serving.lengths import sharegpt_like_lengths
+from phonograph.text.tokenizer import Tokenizer
 
 Dataset = Literal["random", "sharegpt-like", "jsonl"]
 PromptFormat = Literal["tokens", "text"]

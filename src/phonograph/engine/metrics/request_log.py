@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phonograph.request import FinishReason
-from phonograph.server.calls import Prompt, Sample
-from phonograph.server.histogram import MILLISECONDS, SECONDS, TOKENS, Histogram
+from phonograph.core.request import FinishReason
+from phonograph.engine.metrics.histogram import MILLISECONDS, SECONDS, TOKENS, Histogram
+from phonograph.engine.process.calls import Prompt, Sample
 
 
 class RequestLog:

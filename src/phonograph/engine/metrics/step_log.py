@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phonograph.engine.step_record import BatchKind, StepRecord
-from phonograph.server.histogram import MILLISECONDS, Histogram
+from phonograph.engine.metrics.histogram import MILLISECONDS, Histogram
+from phonograph.engine.metrics.step_record import BatchKind, StepRecord
 
 KEPT = 1024
 """Latest steps that are kept."""

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from starlette.types import Receive
-
-from phonograph.batch import TokenLogprobs
-from phonograph.engine.text import TextBuilder
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.request import FinishReason
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.errors import ApiError
-
-CLIENT_GONE = 499
-"""The status that nobody reads; logs have it."""
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.request import FinishReason
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.text.output_text import TextBuilder
+from phonograph.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -100,7 +94,6 @@ class Prompt:
 class Call:
     """The prompts of one HTTP request. Whoever opened it closes it, whatever happened.
 
-    names:     what its client calls the engine's parameters, where that is something else
     streams:   whether its owner wants to know of every change, or of the end only
     end:       tells the engine that nobody waits any more
     on_change: where set, is called once for what a round of reports brought; `woken` returns for the end and errors
@@ -112,14 +105,12 @@ class Call:
         *,
         streams: bool,
         end: Callable[[Call], None],
-        names: Mapping[str, str] | None = None,
     ) -> None:
         self.prompts = prompts
-        self.names = names
         self._streams = streams
         self._end = end
         self._num_growing = sum(prompt.num_growing for prompt in prompts)
-        self._error: ApiError | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._changed: dict[int, Sample] = {}
         self.on_change: Callable[[], None] | None = None
@@ -140,7 +131,7 @@ class Call:
         """Waits until there is something for `wait` to return.
 
         Raises:
-            ApiError: the call has failed.
+            Exception: the call has failed, with the error that `fail` was given.
         """
         await self._event.wait()
         if self._error is not None:
@@ -150,7 +141,7 @@ class Call:
         """The samples that changed since the last call of this, once there are any; without `streams`, all at the end.
 
         Raises:
-            ApiError: the call has failed.
+            Exception: the call has failed, with the error that `fail` was given.
         """
         await self.woken()
         return self.take_changed() if self._streams else self.samples
@@ -159,7 +150,7 @@ class Call:
         """Waits for the same, and leaves what changed where it is.
 
         Raises:
-            ApiError: the call has failed.
+            Exception: the call has failed, with the error that `fail` was given.
         """
         await self.begin()
         self._event.clear()
@@ -183,23 +174,23 @@ class Call:
         if self.finished or (self._streams and self.on_change is None):
             self._event.set()
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the call; whoever waits for it is told why. The first error stays, and after the end there is none."""
         if not self._closed:
             self._error = error
             self.close()
             self._event.set()
 
-    def limit(self, seconds: float, error: ApiError) -> None:
+    def limit(self, seconds: float, error: Exception) -> None:
         """Fails the call with `error` unless it is closed in time."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
-    def watch(self, receive: Receive) -> None:
-        """Fails the call when the client goes away. The request's body must have been received."""
+    def watch(self, client_gone: Awaitable[object], error: Exception) -> None:
+        """Fails the call with `error` once `client_gone` is done."""
 
         async def fail_when_gone() -> None:
-            await until_gone(receive)
-            self.fail(client_gone())
+            await client_gone
+            self.fail(error)
 
         self._watcher = asyncio.create_task(fail_when_gone())
 
@@ -212,13 +203,3 @@ class Call:
             if helper is not None:
                 helper.cancel()
         self._end(self)
-
-
-async def until_gone(receive: Receive) -> None:
-    """Returns when the client has gone away. The request's body must have been received."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def client_gone() -> ApiError:
-    return ApiError(CLIENT_GONE, "the client has gone away", code="client_gone")

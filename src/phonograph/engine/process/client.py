@@ -14,10 +14,10 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from phonograph.config import EngineConfig
+from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.process.main import Addresses, run_core
+from phonograph.engine.process.messages import Begin, Command, EngineFacts, Progress, Report, StartFailed, Stop
 from phonograph.errors import PhonographError
-from phonograph.server.core_process import Addresses, run_core
-from phonograph.server.messages import Begin, Command, EngineFacts, Progress, Report, StartFailed, Stop
 
 REPORTS_AT_ONCE = 8
 POLL_MILLISECONDS = 200

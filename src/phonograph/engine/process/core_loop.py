@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.process.messages import Abort, Add, Command, PromptFacts, Report, Stop
 from phonograph.engine.session import Session
-from phonograph.engine.step_record import StepRecord
 from phonograph.errors import RequestError, RequestFailure, cause_text
-from phonograph.server.messages import Abort, Add, Command, PromptFacts, Report, Stop
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from phonograph.config import EngineConfig
-from phonograph.early_start import start_early
+from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.early_start import start_early
+from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Progress, StartFailed
 from phonograph.errors import PhonographError
-from phonograph.server.messages import Begin, Command, EngineFacts, Message, Progress, StartFailed
 
 if TYPE_CHECKING:
     from phonograph.engine.build import Engine
@@ -71,10 +71,10 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     if config.device != "cpu":
         start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
+    from phonograph.engine.process.core_loop import CoreLoop
     from phonograph.engine.session import Session, grammar_compiler
     from phonograph.engine.start import start_engine
-    from phonograph.engine.tokenizer import load_tokenizer
-    from phonograph.server.core_loop import CoreLoop
+    from phonograph.text.tokenizer import load_tokenizer
 
     began = time.perf_counter()
     with zmq.Context() as context:

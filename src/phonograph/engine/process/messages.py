@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from phonograph.batch import TokenLogprobs
-from phonograph.engine.step_record import StepRecord
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.request import FinishReason
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
-from phonograph.request import FinishReason
-from phonograph.sampling_params import SamplingParams
-from phonograph.scheduler_limits import SchedulerStats
+from phonograph.scheduling.limits import SchedulerStats
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
 

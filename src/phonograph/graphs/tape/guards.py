@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from phonograph.errors import CaptureError
-from phonograph.graphs.nested import tensors_in
+from phonograph.graphs.tape.nested import tensors_in
 
 _HOST_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.tolist: "tolist()",

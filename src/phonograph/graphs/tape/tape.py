@@ -24,9 +24,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.errors import CaptureError
-from phonograph.graphs.guards import HostReadGuard, refuse_unless_capturable
-from phonograph.graphs.nested import map_tensors, tensors_in
-from phonograph.graphs.pool import PoolPlan, plan_pool, storage_id
+from phonograph.graphs.tape.guards import HostReadGuard, refuse_unless_capturable
+from phonograph.graphs.tape.nested import map_tensors, tensors_in
+from phonograph.graphs.tape.pool import PoolPlan, plan_pool, storage_id
 
 
 @dataclass(slots=True)

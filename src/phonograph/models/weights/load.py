@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models.decoder import Decoder
-from phonograph.models.folder import model_folder
-from phonograph.models.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.spec import ModelSpec
-from phonograph.models.staging import Copies
 from phonograph.models.tied_embeddings import match_tied_embeddings
+from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
+from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.staging import Copies
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]

@@ -15,7 +15,7 @@ from threading import local
 import numpy as np
 import torch
 
-from phonograph.device import num_cores
+from phonograph.core.device import num_cores
 from phonograph.errors import WeightError
 
 STAGING_BYTES = 32 << 20

@@ -13,12 +13,14 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import RequestError, shortened
-from phonograph.server import chat, completions, graphs, metrics, page, status, tokens
-from phonograph.server.body_guard import BodyGuard
-from phonograph.server.errors import ApiError, ErrorAnswer, failed, invalid, refused
-from phonograph.server.guards import ApiKeys, error_response
-from phonograph.server.serving import Serving
-from phonograph.server.stream import DirectSend
+from phonograph.server.http import page
+from phonograph.server.http.body_guard import BodyGuard
+from phonograph.server.http.errors import ApiError, ErrorAnswer, api_error, failed, invalid
+from phonograph.server.http.guards import ApiKeys, error_response
+from phonograph.server.http.stream import DirectSend
+from phonograph.server.observe import graphs, metrics, status
+from phonograph.server.openai import chat, completions, tokens
+from phonograph.server.openai.serving import Serving
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(refused(error))
+    return error_response(api_error(error))
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:

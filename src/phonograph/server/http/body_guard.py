@@ -8,10 +8,10 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phonograph.config_server import ServerConfig
-from phonograph.server.errors import ApiError, queue_full
-from phonograph.server.guards import error_response
-from phonograph.server.json_meter import PIECE, JsonMeter
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.http.errors import ApiError, queue_full
+from phonograph.server.http.guards import error_response
+from phonograph.server.http.json_meter import PIECE, JsonMeter
 
 BYTES_PER_SECOND = 131_072
 """Slowest rate of a body that is still waited for, beside `body_timeout`."""

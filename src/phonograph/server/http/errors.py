@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from phonograph.errors import RequestError, RequestFailure, shortened
+from phonograph.errors import EngineUnavailable, RequestError, RequestFailure, shortened
 
+CLIENT_GONE = 499
+"""Status of a request whose client has gone away. Only logs have it."""
 MAX_MESSAGE = 1000
 """Characters of a message at most: a value that is wrong may be long."""
 
@@ -70,13 +72,22 @@ def queue_full(message: str) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
 
 
-def refused(error: RequestError | RequestFailure, names: Mapping[str, str] | None = None) -> ApiError:
-    """The engine's refusal, with the parameter it names; or its failure.
+def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """Make the answer to a client of an error of the engine: a refusal, a failure, or an engine that is not there.
 
     names: what the client calls parameters, where that is something else
+
+    Raises:
+        Exception: `error` itself, if it is none of these.
     """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineUnavailable):
+        return unavailable(error.problem, code=error.code)
     if isinstance(error, RequestFailure):
         return failed(str(error), code="request_failed")
+    if not isinstance(error, RequestError):
+        raise error
     name = (names or {}).get(error.parameter, error.parameter)
     return invalid(name, str(RequestError(name, error.value, error.problem)))
 
@@ -89,6 +100,10 @@ def failed(message: str, *, code: str) -> ApiError:
 def unavailable(message: str, *, code: str) -> ApiError:
     """Not now, and not by this process again."""
     return ApiError(503, message, kind="server_error", code=code)
+
+
+def client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "the client has gone away", code="client_gone")
 
 
 def _printable(text: str) -> str:

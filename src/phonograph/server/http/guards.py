@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phonograph.server.errors import ApiError
-from phonograph.server.page import PATHS
+from phonograph.server.http.errors import ApiError
+from phonograph.server.http.page import PATHS
 
 OPEN_PATHS = frozenset({"/health", *PATHS})
 """Paths that need no key: whoever watches over the process has none, and the page, which shows nothing by itself, has

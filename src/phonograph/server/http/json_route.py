@@ -11,8 +11,8 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from phonograph.config_server import ServerConfig
-from phonograph.server.errors import invalid
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.http.errors import invalid
 
 MAX_BODY_FIELDS = 256
 """Fields of a body, which is more than any endpoint knows; the first that is unknown would be refused later."""

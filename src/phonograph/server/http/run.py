@@ -17,18 +17,18 @@ from typing import Any
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig
-from phonograph.engine.tokenizer import Tokenizer, load_tokenizer
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.process.client import EngineProcess
+from phonograph.engine.process.messages import Begin
 from phonograph.errors import ConfigError, ModelError, RequestError
-from phonograph.server.access_log import AccessLogFilter
-from phonograph.server.app import make_app
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.defaults import chat_template, check_tools, sampling_defaults
-from phonograph.server.engine_process import EngineProcess
-from phonograph.server.http_protocol import http_protocol
-from phonograph.server.messages import Begin
-from phonograph.server.serving import Serving
+from phonograph.server.http.access_log import AccessLogFilter
+from phonograph.server.http.app import make_app
+from phonograph.server.http.http_protocol import http_protocol
+from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
+from phonograph.server.openai.serving import Serving
+from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phonograph.server.answers import DONE, Answer, ChunkWriter, error_chunk
-from phonograph.server.calls import Call, Sample
-from phonograph.server.errors import ApiError, failed
-from phonograph.server.protocol import GenerationBody
+from phonograph.engine.process.calls import Call, Sample
+from phonograph.errors import PhonographError
+from phonograph.server.http.errors import ApiError, api_error, failed
+from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, error_chunk
+from phonograph.server.openai.protocol import GenerationBody
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class EventStream(Response):
         self._writer = ChunkWriter(answer.head)
         self._continuous_usage = body.continuous_usage
         self._include_usage = body.include_usage
+        self._names = body.names()
         self._finished = False
         self._error: ApiError | None = None
         self._unsent: _Begun | None = None
@@ -78,8 +80,8 @@ class EventStream(Response):
                     await self._unsent
                     self._unsent = None
                 self._write()
-        except ApiError as error:
-            self._error = error
+        except (ApiError, PhonographError) as error:
+            self._error = api_error(error, self._names)
             if self._unsent is not None:
                 await self._unsent
 

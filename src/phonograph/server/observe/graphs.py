@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from phonograph.engine.step_record import StepRecord
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.metrics.step_log import KEPT, StepTally
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.graphs.modes import GraphKey
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.serving import Serving
-from phonograph.server.step_log import KEPT, StepTally
+from phonograph.server.openai.serving import Serving
 
 router = APIRouter()
 

@@ -15,8 +15,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.histogram import Histogram
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.metrics.histogram import Histogram
 
 router = APIRouter()
 

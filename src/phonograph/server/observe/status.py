@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import quoted
-from phonograph.server.errors import ApiError
-from phonograph.server.serving import Serving
+from phonograph.server.http.errors import ApiError, api_error
+from phonograph.server.openai.serving import Serving
 
 router = APIRouter()
 
@@ -20,7 +20,7 @@ async def health(request: Request) -> Response:
     """200 while requests are taken; 503 when the engine has died or the server shuts down."""
     serving: Serving = request.app.state.serving
     if serving.engine.problem is not None:
-        raise serving.engine.problem
+        raise api_error(serving.engine.problem)
     return Response()
 
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from phonograph.server.calls import Call, Delta, Sample
-from phonograph.server.errors import ApiError
+from phonograph.engine.process.calls import Call, Delta, Sample
+from phonograph.server.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 ANSWERS: dict[int | str, dict[str, Any]] = {

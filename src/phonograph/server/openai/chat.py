@@ -7,17 +7,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from phonograph.batch import TokenLogprobs
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
-from phonograph.server.calls import Call, Delta, Sample
-from phonograph.server.errors import invalid
-from phonograph.server.json_route import JsonRequest, JsonRoute
-from phonograph.server.logprobs import chat_content, prompt_positions
-from phonograph.server.protocol import ChatBody
-from phonograph.server.serving import Serving, respond
-from phonograph.server.tool_answers import CallReader
-from phonograph.server.tools import ToolChoice, read_tools
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.process.calls import Call, Delta, Sample
+from phonograph.server.http.errors import invalid
+from phonograph.server.http.json_route import JsonRequest, JsonRoute
+from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
+from phonograph.server.openai.logprobs import chat_content, prompt_positions
+from phonograph.server.openai.protocol import ChatBody
+from phonograph.server.openai.serving import Serving, respond
+from phonograph.server.openai.tool_answers import CallReader
+from phonograph.server.openai.tools import ToolChoice, read_tools
 
 router = APIRouter(route_class=JsonRoute)
 

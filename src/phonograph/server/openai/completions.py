@@ -8,15 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from phonograph.batch import TokenLogprobs
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.answers import ANSWERS, AnswerHead, answer_id, usage_of
-from phonograph.server.calls import Call, Delta, Prompt, Sample
-from phonograph.server.errors import invalid
-from phonograph.server.json_route import JsonRequest, JsonRoute
-from phonograph.server.logprobs import CompletionLogprobs, prompt_positions
-from phonograph.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
-from phonograph.server.serving import Serving, respond
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
+from phonograph.server.http.errors import invalid
+from phonograph.server.http.json_route import JsonRequest, JsonRoute
+from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
+from phonograph.server.openai.logprobs import CompletionLogprobs, prompt_positions
+from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
+from phonograph.server.openai.serving import Serving, respond
 
 router = APIRouter(route_class=JsonRoute)
 

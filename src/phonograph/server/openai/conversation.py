@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phonograph.server.errors import ApiError, invalid
-from phonograph.server.json_meter import JsonMeter
+from phonograph.server.http.errors import ApiError, invalid
+from phonograph.server.http.json_meter import JsonMeter
 
 Message = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from phonograph.config import EngineConfig
-from phonograph.config_server import ServerConfig, ToolCallParser
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.server_config import ServerConfig, ToolCallParser
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
-from phonograph.models.folder import model_folder
-from phonograph.sampling_params import SamplingParams
+from phonograph.models.weights.model_files import model_folder
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The fields of a generation_config.json that are defaults of requests here."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
-from phonograph.config_model import nearest
-from phonograph.server.errors import invalid
+from phonograph.config.base import nearest
+from phonograph.server.http.errors import invalid
 
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string: each new token is compared with them."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from phonograph.batch import TokenLogprobs
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.server.token_text import TokenTexts
+from phonograph.core.batch import TokenLogprobs
+from phonograph.server.openai.token_text import TokenTexts
+from phonograph.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not know."""

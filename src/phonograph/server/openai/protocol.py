@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.errors import invalid, refused
-from phonograph.server.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
-from phonograph.server.structured import PARAMETERS, field_of, structured_outputs
-from phonograph.structured_outputs import Strictness, StructuredOutputs
+from phonograph.server.http.errors import api_error, invalid
+from phonograph.server.openai.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
+from phonograph.server.openai.structured import PARAMETERS, field_of, structured_outputs
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI has it. A chat's answer may fill the context."""
@@ -164,7 +164,7 @@ class GenerationBody(Body):
             given["structured_outputs"] = found
             return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         except RequestError as error:
-            raise refused(error, names) from None
+            raise api_error(error, names) from None
 
 
 class CompletionBody(GenerationBody):

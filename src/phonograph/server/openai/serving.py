@@ -15,23 +15,24 @@ from typing import Any, TypeVar
 from fastapi import Request
 from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
 
-from phonograph.config_server import ServerConfig
+from phonograph.config.server_config import ServerConfig
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
-from phonograph.engine.tokenizer import Tokenizer
-from phonograph.errors import RequestError, quoted
-from phonograph.sampling_params import SamplingParams
-from phonograph.server.answers import Answer
-from phonograph.server.async_engine import AsyncEngine
-from phonograph.server.calls import Call, client_gone, until_gone
-from phonograph.server.conversation import Message, read_messages
-from phonograph.server.errors import ApiError, invalid, queue_full, refused
-from phonograph.server.json_meter import JsonMeter
-from phonograph.server.json_route import INLINE_BYTES, JsonRequest
-from phonograph.server.metrics import make_registry
-from phonograph.server.protocol import GenerationBody
-from phonograph.server.stream import EventStream
-from phonograph.server.token_text import TokenTexts
+from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.process.calls import Call
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, quoted
+from phonograph.server.http.errors import ApiError, api_error, client_gone, invalid, queue_full
+from phonograph.server.http.json_meter import JsonMeter
+from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
+from phonograph.server.http.stream import EventStream
+from phonograph.server.observe.metrics import make_registry
+from phonograph.server.openai.answers import Answer
+from phonograph.server.openai.conversation import Message, read_messages
+from phonograph.server.openai.protocol import GenerationBody
+from phonograph.server.openai.token_text import TokenTexts
+from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
 """Threads that prepare large requests. Those that wait for one are bounded by the bytes of their bodies."""
@@ -92,7 +93,7 @@ class Serving:
         self.check_model(body.model)
         engine, facts = self.engine, self.engine.facts
         if engine.problem is not None:
-            raise engine.problem
+            raise api_error(engine.problem)
         if body.priority and facts.scheduling_policy != "priority":
             raise invalid("priority", f"priority={body.priority}: the server runs without --scheduling-policy priority")
         room = facts.max_num_seqs + self.config.max_queued_requests
@@ -168,7 +169,7 @@ class Serving:
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except RequestError as error:
-            raise refused(error, {"prompt": field}) from None
+            raise api_error(error, {"prompt": field}) from None
 
     def _check_length(self, field: str, num_ids: int, most: int) -> None:
         if num_ids > most:
@@ -225,16 +226,17 @@ class Serving:
 
     def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
         """Gives prompts to the engine. The call fails when the client goes away, or the time is up."""
-        call = self.engine.open(
-            prompts, params, streams=bool(body.stream), priority=body.priority or 0, names=body.names()
-        )
+        try:
+            call = self.engine.open(prompts, params, streams=bool(body.stream), priority=body.priority or 0)
+        except EngineUnavailable as error:
+            raise api_error(error) from None
         if self.config.request_timeout is not None:
             seconds = self.config.request_timeout
             error = ApiError(
                 504, f"not complete within {seconds:g} s (request_timeout)", kind="server_error", code="timeout"
             )
             call.limit(seconds, error)
-        call.watch(request.receive)
+        call.watch(until_gone(request.receive), client_gone())
         return call
 
     async def prepare(self, request: JsonRequest, work: Callable[[threading.Event], Result]) -> Result:
@@ -289,6 +291,15 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
         await call.wait()
         call.close()
         return JSONResponse(answer.whole(), headers=_with_warnings(headers, call))
+    except PhonographError as error:
+        call.close()
+        raise api_error(error, body.names()) from None
     except BaseException:
         call.close()
         raise
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has gone away. The request's body must have been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phonograph.engine.tokenizer import Tokenizer
+from phonograph.text.tokenizer import Tokenizer
 
 
 class TokenTexts:

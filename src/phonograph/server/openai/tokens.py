@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from phonograph.server.errors import invalid
-from phonograph.server.json_route import JsonRequest, JsonRoute
-from phonograph.server.protocol import DetokenizeBody, TokenizeBody
-from phonograph.server.serving import Serving, warning_headers
+from phonograph.server.http.errors import invalid
+from phonograph.server.http.json_route import JsonRequest, JsonRoute
+from phonograph.server.openai.protocol import DetokenizeBody, TokenizeBody
+from phonograph.server.openai.serving import Serving, warning_headers
 
 router = APIRouter(route_class=JsonRoute)
 

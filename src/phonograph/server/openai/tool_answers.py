@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from phonograph.config_server import ToolCallParser
-from phonograph.server.tool_calls import Found, JsonCalls, NamedCall, ToolDelta, ToolParser, make_parser
-from phonograph.server.tools import ToolChoice
+from phonograph.config.server_config import ToolCallParser
+from phonograph.server.openai.tool_calls import Found, JsonCalls, NamedCall, ToolDelta, ToolParser, make_parser
+from phonograph.server.openai.tools import ToolChoice
 
 
 class CallReader:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from phonograph.config_server import ToolCallParser
+from phonograph.config.server_config import ToolCallParser
 
 ARGUMENTS = ("arguments", "parameters")
 SEPARATORS = ";,[] \t\r\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.server.errors import invalid, refused
-from phonograph.structured_outputs import StructuredOutputs
+from phonograph.server.http.errors import api_error, invalid
 
 MAX_FORCED_CALLS = 16
 """Calls in one answer where calls are required: weak models would go on and on."""
@@ -42,7 +42,7 @@ class ToolChoice:
         try:
             return self._forced()
         except RequestError as error:
-            raise refused(error, {"json": "tools"}) from None
+            raise api_error(error, {"json": "tools"}) from None
 
     def _forced(self) -> StructuredOutputs:
         # Fixed white space in every form: a weak model that may write blanks spends all its tokens on them.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.cascade import PrefixCut
+from phonograph.kernels.cascade_tensors import PrefixCut
 
 
 def cut_prefix(

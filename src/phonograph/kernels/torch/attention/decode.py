@@ -15,8 +15,8 @@ import warnings
 import numpy as np
 import torch
 
-from phonograph.kernels.reference.schedule import Bucket, CacheViews, Held, Schedule, view_cache
-from phonograph.kernels.reference.scoring import Scoring, add_sinks, gather_blocks, softcap_
+from phonograph.kernels.torch.attention.schedule import Bucket, CacheViews, Held, Schedule, view_cache
+from phonograph.kernels.torch.attention.scoring import Scoring, add_sinks, gather_blocks, softcap_
 
 # Buckets: padded work up to 1.5 times the real one, plus what one more bucket costs in dispatch, in score elements.
 _WASTE = 1.5

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.reference.decode import decode
-from phonograph.kernels.reference.prefill import prefill
-from phonograph.kernels.reference.schedule import held, make_schedule, new_handle
-from phonograph.kernels.reference.scoring import Scoring
+from phonograph.kernels.torch.attention.decode import decode
+from phonograph.kernels.torch.attention.prefill import prefill
+from phonograph.kernels.torch.attention.schedule import held, make_schedule, new_handle
+from phonograph.kernels.torch.attention.scoring import Scoring
 
 __all__ = ["attention", "kv_write", "new_handle", "schedule"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.reference.scoring import Scoring, add_sinks, gather_blocks, softcap_
+from phonograph.kernels.torch.attention.scoring import Scoring, add_sinks, gather_blocks, softcap_
 
 # Queries of a masked tile: larger ones waste work above the diagonal, smaller ones calls.
 _TILE = 128

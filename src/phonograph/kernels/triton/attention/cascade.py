@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.cascade import PrefixCut
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _TABLE_BLOCK = 1024
 _MERGED_ELEMENTS = 1024

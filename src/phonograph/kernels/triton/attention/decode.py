@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.attention_plan import (
+from phonograph.kernels.triton.attention.decode_plan import (
     MAX_SHORT_QUERY,
     SEQUENCE_WORDS,
     DecodePlan,
@@ -31,9 +31,9 @@ from phonograph.kernels.triton.attention_plan import (
     sequence_chunks,
     share_of,
 )
-from phonograph.kernels.triton.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
-from phonograph.kernels.triton.pdl import pdl_usable, pdl_wait_if
-from phonograph.kernels.triton.shared_memory import shared_memory
+from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
+from phonograph.kernels.triton.launch.pdl import pdl_usable, pdl_wait_if
+from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 

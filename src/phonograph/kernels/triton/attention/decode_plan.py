@@ -37,7 +37,7 @@ from phonograph.kernels.attention_scratch import (
     decode_programs,
     row_tiles,
 )
-from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_usable
 
 __all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "row_tiles", "sequence_chunks"]
 

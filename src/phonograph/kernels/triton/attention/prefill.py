@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton.attention_prefill_plan import (
+from phonograph.kernels.triton.attention.fp8 import at_width_of
+from phonograph.kernels.triton.attention.prefill_plan import (
     BLOCK_M,
     COUNTER,
     ENTRY_WORDS,
@@ -30,9 +31,8 @@ from phonograph.kernels.triton.attention_prefill_plan import (
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.fp8 import at_width_of
-from phonograph.kernels.triton.pdl import gluon_usable, pdl_begin, pdl_usable, pdl_wait_first
-from phonograph.kernels.triton.shared_memory import shared_memory
+from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_usable, pdl_wait_first
+from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 __all__ = [
     "PrefillPlan",
@@ -107,7 +107,7 @@ def prefill_attention(
         and gluon_usable()
     ):
         # Here, since it imports what not every Triton has.
-        from phonograph.kernels.triton.attention_prefill_hopper import attend_on_hopper
+        from phonograph.kernels.triton.attention.prefill_hopper import attend_on_hopper
 
         attend_on_hopper(
             plan,

@@ -36,20 +36,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.attention_prefill_plan import (
+from phonograph.kernels.triton.attention.prefill_plan import (
     BLOCK_M,
     ENTRY_WORDS,
     PrefillPlan,
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.hopper import (
+from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
     make_barriers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_usable
 
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""

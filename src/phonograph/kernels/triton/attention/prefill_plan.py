@@ -29,7 +29,7 @@ from phonograph.kernels.attention_scratch import (
     prefill_programs,
     prefill_slots,
 )
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 BLOCK_M = PREFILL_ROWS
 # Pieces begin at multiples of this many keys, whatever the tiles of the kernel.

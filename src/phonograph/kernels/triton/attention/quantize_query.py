@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
-from phonograph.kernels.triton.rope_kv import LARGEST_FP8, store_scaled
+from phonograph.kernels.triton.attention.rope_and_kv_write import LARGEST_FP8, store_scaled
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _MOST_HEADS = 8
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _FEW_TOKENS = 16
 LARGEST_FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

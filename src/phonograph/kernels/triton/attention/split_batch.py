@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What a decoder does between its matrix products, each in one kernel: norms, activation, embedding.
 
-The arithmetic is that of `kernels/layers.py`: float32 inside, the normalised value rounded to the model's dtype before
-the weight. Every kernel writes into given tensors. A program takes one row, or one piece of it.
+The arithmetic is that of `kernels/torch/layers.py`: float32 inside, the normalised value rounded to the model's dtype
+before the weight. Every kernel writes into given tensors. A program takes one row, or one piece of it.
 
 Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows are contiguous; sizes are constants of
 the model, so they are compiled in, and the number of rows is the grid.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _PIECE = 1024
 """Elements that a program of an elementwise kernel takes: 16 bytes a thread and operand, so that all loads are in

@@ -33,14 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.hopper import (
+from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
     make_barriers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.row_squares import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.launch.pdl import pdl_usable
 
 
 def launch(

@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.row_squares import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.launch.pdl import pdl_usable
 
 
 class LinearConfig(NamedTuple):

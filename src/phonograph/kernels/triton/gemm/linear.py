@@ -19,9 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.triton import few_rows, gemv, layers, row_tiles
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.product_rules import (
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
+from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
+from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
+from phonograph.kernels.triton.gemm.tuning import (
     HEAD,
     ProductConfig,
     RingConfig,
@@ -29,8 +34,6 @@ from phonograph.kernels.triton.product_rules import (
     choose_silu,
     rows_class,
 )
-from phonograph.kernels.triton.row_squares import NextNorm, RowSquares
-from phonograph.kernels.triton.row_tiles import LinearConfig, rows_aligned
 
 _STORE, _ADD, _SILU = 0, 1, 2
 _MAX_TILES = 16384
@@ -198,7 +201,7 @@ def _launch(
     if isinstance(config, RingConfig):
         if rows_aligned(weight_NK) and rows_aligned(x_MK):
             # Gluon is experimental: imported only where it is to run.
-            from phonograph.kernels.triton import ring
+            from phonograph.kernels.triton.gemm import gemm_ring as ring
 
             config = config._replace(splits=splits)
             ring.launch(x_MK, weight_NK, bias_N, out_MN, mode, config, parts, squares=squares, norm=norm)

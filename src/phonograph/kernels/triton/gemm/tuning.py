@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.triton.few_rows import FewRowsConfig
-from phonograph.kernels.triton.pdl import gluon_usable
-from phonograph.kernels.triton.preload import LARGE
-from phonograph.kernels.triton.row_tiles import LinearConfig, step_bytes
-from phonograph.kernels.triton.shared_memory import shared_memory
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.launch.pdl import gluon_usable
+from phonograph.kernels.triton.launch.preload import LARGE
+from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 
 class RingConfig(NamedTuple):

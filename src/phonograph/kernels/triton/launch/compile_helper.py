@@ -5,7 +5,7 @@ seconds, however many threads they have. So a helper imports the compiler once a
 they make, and the C module that launches it, is in Triton's cache on disk, where the engine's process finds it; what a
 child could not make it makes itself, and has the error.
 
-The helper is a program of its own (`python -m phonograph.kernels.triton.compile_helper`), as the children of
+The helper is a program of its own (`python -m phonograph.kernels.triton.launch.compile_helper`), as the children of
 `multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles.
 """
 
@@ -30,18 +30,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phonograph.device import num_cores
-from phonograph.frames import framed, read_frame
+from phonograph.core.device import num_cores
+from phonograph.kernels.triton.launch.frames import framed, read_frame
 
 log = logging.getLogger(__name__)
 
 STAMP = "phonograph-compiled"
 """In Triton's cache: the build whose kernels were compiled there."""
 MODULES = (
-    "attention_decode", "attention_plan", "attention_prefill", "attention_prefill_plan", "bitmask", "few_rows", "gemv",
-    "layers", "linear", "prepare", "rope_kv", "sampling", "words",
+    "attention.decode", "attention.decode_plan", "attention.prefill", "attention.prefill_plan", "sampling.bitmask",
+    "gemm.gemm_small_m", "gemm.gemv", "elementwise.layers", "gemm.linear", "step.prepare",
+    "attention.rope_and_kv_write", "sampling.sample", "step.pinned_words",
 )  # fmt: skip
 """Imported before the first kernel is asked for: those of most steps."""
+KERNELS = Path(__file__).parents[1]
+"""Folder of our Triton kernels."""
 _MOST_CHILDREN = 32
 _CHILD_BYTES = 1 << 30
 """More than one takes."""
@@ -79,7 +82,7 @@ class CompileHelper:
     def __init__(self) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phonograph.kernels.triton.compile_helper"],
+            [sys.executable, "-m", "phonograph.kernels.triton.launch.compile_helper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
@@ -205,8 +208,8 @@ def _build() -> str:
         triton = version("triton")
     except PackageNotFoundError:
         triton = ""
-    newest = max(file.stat().st_mtime_ns for file in Path(__file__).parent.glob("*.py"))
-    return f"{triton} {newest} {Path(__file__).parent}"
+    newest = max(file.stat().st_mtime_ns for file in KERNELS.rglob("*.py"))
+    return f"{triton} {newest} {KERNELS}"
 
 
 # -- the helper's own process ------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(f"phonograph.kernels.triton.{module}")
     with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
-        for module in ("attention_prefill_hopper", "ring"):
+        for module in ("attention.prefill_hopper", "gemm.gemm_ring"):
             importlib.import_module(f"phonograph.kernels.triton.{module}")
     from triton.runtime.cache import triton_key
 

@@ -33,8 +33,8 @@ from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from phonograph.device import num_cores
-from phonograph.kernels.triton.compile_helper import Job, end_helper, helper
+from phonograph.core.device import num_cores
+from phonograph.kernels.triton.launch.compile_helper import Job, end_helper, helper
 
 log = logging.getLogger(__name__)
 

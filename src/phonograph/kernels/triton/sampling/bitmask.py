@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _WORDS = 64
 """Words that a program reads: 2048 tokens."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.sampling_scan import LOWEST, finish, gumbel, is_last, row_and_slot
+from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_last, row_and_slot
 
 
 @triton.jit

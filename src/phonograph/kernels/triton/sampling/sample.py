@@ -5,10 +5,10 @@ Two launches, whatever the rows ask for; each program finds out on the device wh
 `sampling_scan` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a
 temperature alone (the largest sum of scaled logit and Gumbel noise). The program that finishes a row last merges it.
 
-`sampling_filter` does top-k, top-p and min-p, and is over at once for all other rows.
+`filter.py` does top-k, top-p and min-p, and is over at once for all other rows.
 
-Noise and meaning of the parameters are those of `phonograph.kernels.sampling`: tokens are the same up to the rounding
-of sums of float32. Shapes: N rows of logits, V vocabulary, R slots.
+Noise and meaning of the parameters are those of `phonograph.kernels.torch.sampling`: tokens are the same up to the
+rounding of sums of float32. Shapes: N rows of logits, V vocabulary, R slots.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.triton.pdl import pdl_usable
-from phonograph.kernels.triton.sampling_filter import filter_kernel
-from phonograph.kernels.triton.sampling_scan import scan_kernel
+from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.sampling.filter import filter_kernel
+from phonograph.kernels.triton.sampling.scan import scan_kernel
 
 _SCAN_BLOCK = 1024
 _SCAN_WARPS = 4
@@ -100,7 +100,7 @@ def sample(
         temperature_N: float32; 0 is greedy, other values as bounded by the sampler
         top_k_N: int32; 0 keeps all
         top_p_N, min_p_N: float32; 1 and 0 keep all
-        draw_keys_N: int64, from `phonograph.kernels.sampling.draw_keys`
+        draw_keys_N: int64, from `phonograph.kernels.torch.sampling.draw_keys`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
         rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are

@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def gumbel(draw_key, token):
-    """Noise of `phonograph.kernels.sampling.gumbel_noise`, the same integers bit by bit.
+    """Noise of `phonograph.kernels.torch.sampling.gumbel_noise`, the same integers bit by bit.
 
     log1p is taken from the logarithm of the rounded sum, corrected by its rounding (Kahan), as on tiny u all depends.
     """

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
 
 _HEADER = 8
 _PREFIX_LEN = 3

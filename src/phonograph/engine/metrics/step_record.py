@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from phonograph.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch
 from phonograph.graphs.dispatch import Decision
 
 BatchKind = Literal["decode", "prefill", "mixed"]

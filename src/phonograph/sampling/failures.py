@@ -22,9 +22,9 @@ from typing import ParamSpec
 
 import torch
 
-from phonograph.batch import SlotFailure
+from phonograph.core.batch import SlotFailure
+from phonograph.core.grammar import GrammarError
 from phonograph.errors import cause_text
-from phonograph.structured.protocol import GrammarError
 
 log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
