@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,14 +103,6 @@ def line(row: Row, results: Path = RESULTS) -> str:
 def table(rows: Sequence[Row] = ROWS, results: Path = RESULTS) -> str:
     """Returns the whole table as Markdown."""
     return "\n".join([_cells(*HEADINGS), "|" + "---|" * len(HEADINGS), *(line(row, results) for row in rows)])
-
-
-def table_of(text: str) -> str:
-    """Returns what stands between the markers in README's text."""
-    found = re.search(f"{re.escape(BEGIN)}\n(.*?)\n{re.escape(END)}", text, re.DOTALL)
-    if found is None:
-        raise RecordError(f"README.md has no table between {BEGIN} and {END}")
-    return found[1].strip()
 
 
 def _cells(*cells: str) -> str:

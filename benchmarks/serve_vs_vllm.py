@@ -8,8 +8,9 @@ DIR needs a config.json only: weights are random, the tokenizer is made here (`b
 
 Each server starts in a process of its own. One client process asks it for a burst to warm up; for the published serving
 table, several times (figures are medians over these runs); and for a sweep with so many requests open all the time.
-Ours also gets many streams at once, which its engine then runs offline, and with --checks faults (`serving/faults.py`).
-What the sides leave is in RUNS, so that --skip-existing goes on with those that have not ended well.
+Ours also gets many streams at once, which its engine then runs offline, and with --checks faults
+(`checks/serving/faults.py`). What the sides leave is in RUNS, so that --skip-existing goes on with those that
+have not ended well.
 
 All ratios say how many times as good we are: above 1 is better than the other.
 """
@@ -214,7 +215,7 @@ def _load(side: str, url: str, settings: Settings, problems: list[str]) -> list[
     command = [sys.executable, __file__, CLIENT, json.dumps(asked)]
     with (settings.folder / f"{side}.client.log").open("w") as log:
         try:
-            code = subprocess.run(command, stderr=log, timeout=settings.client_timeout).returncode
+            code = subprocess.run(command, stderr=log, timeout=settings.client_timeout, check=False).returncode
             if code:
                 problems.append(f"the client ended with {code}; {side}.client.log says why")
         except subprocess.TimeoutExpired:
@@ -236,7 +237,12 @@ def _offline(settings: Settings, problems: list[str]) -> dict[str, Any] | None:
     with (settings.folder / "offline.log").open("w") as log:
         try:
             done = subprocess.run(
-                settings.offline_command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=settings.client_timeout
+                settings.offline_command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=settings.client_timeout,
+                check=False,
             )
             (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
         except (subprocess.TimeoutExpired, IndexError, ValueError, KeyError) as error:

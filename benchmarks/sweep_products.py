@@ -178,7 +178,7 @@ class Chain:
                         graph.replay()
                 self.stream.synchronize()
                 for own, events in zip(times, every, strict=True):
-                    own += [one.elapsed_time(other) for one, other in itertools.pairwise(events)][1:]
+                    own.extend([one.elapsed_time(other) for one, other in itertools.pairwise(events)][1:])
         return [sorted(own)[len(own) // 2] for own in times]
 
     def sustained(self, graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
@@ -375,8 +375,8 @@ def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
             found += search(chain, rows_class, trials[::-1], base, seconds=options.seconds, layers=options.layers)
         rounds[kind] = found
     chains = dict(bests)
-    for kind in kinds:
-        for name, key, _ in kinds[kind]:
+    for kind, optional in kinds.items():
+        for name, key, _ in optional:
             if key in bests[kind]:
                 chains[f"{kind} without {name}"] = {one: bests[kind][one] for one in bests[kind] if one != key}
     whole = [chain.graph(settings, rows_class, chain.num_layers) for settings in chains.values()]

@@ -210,7 +210,8 @@ def read_rows(folder: Path, runs: Iterable[dict[str, Any]]) -> list[dict[str, An
     starts: dict[str, int] = {}
     for run in sorted(runs, key=lambda run: run["began"]):
         for record in read_records([folder / run["file"]]):
-            for row in record.get("rows", [record]):
+            for figures in record.get("rows", [record]):
+                row = figures
                 if row["suite"] == "startup" and "engine" in row:
                     # vLLM's figure leaves the imports out; ours does not, so neither does this.
                     seconds = run["process_start_to_ready"] or row["seconds"]
@@ -235,14 +236,14 @@ def case_of(row: dict[str, Any]) -> str:
 
 def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
     console = Console(width=max(Console().width, 140))
-    for suite in METRICS:
+    for suite, metric in METRICS.items():
         of_suite = [row for row in table if row["suite"] == suite]
         peers = list(dict.fromkeys(peer for row in of_suite for peer in row["peers"]))
         if not of_suite:
             continue
         several = {row["system"] for row in of_suite} != {OURS}
         named = ["system"] if several else []
-        shown = Table(f"{suite}, {METRICS[suite]}", *named, OURS, *peers, "bars (times as fast as, at least)")
+        shown = Table(f"{suite}, {metric}", *named, OURS, *peers, "bars (times as fast as, at least)")
         for row in of_suite:
             cells = [
                 f"{row['peers'][peer]:g} ({row['speedups'][peer]:.2f}x{'*' if peer in row['same_kind'] else ''})"

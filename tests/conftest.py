@@ -23,14 +23,14 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from quick_interpreter import make_quick  # noqa: E402
+from quick_interpreter import make_quick
 
 pytest_plugins = ["suite_rules"]
 # A shell starts what runs in the background with SIGINT ignored, and so would the tests of Ctrl-C and their children.

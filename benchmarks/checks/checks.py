@@ -52,7 +52,9 @@ def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, st
     path = os.pathsep.join(part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if part)
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         return Finished(code=None, out="", last_words=f"no end within {limit:g} s")
     lines = [line for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]

@@ -148,7 +148,7 @@ def _nvidia_smi(field: str) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     query += [f"--id={visible}"] if visible else []
-    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def portable(command: Sequence[str]) -> str:

@@ -466,8 +466,12 @@ def test_version_2_as_two_launches(
 
 @pytest.mark.parametrize(
     ("key", "slots", "tokens"),
-    [(GraphKey(GraphSet.MIXED, 40, 5), 5, 40), (GraphKey(GraphSet.MIXED, 33, 40), 40, 33)]
-    + [(GraphKey(GraphSet.PIECEWISE, 40, 5), 5, 40), (None, 3, 32)],
+    [
+        (GraphKey(GraphSet.MIXED, 40, 5), 5, 40),
+        (GraphKey(GraphSet.MIXED, 33, 40), 40, 33),
+        (GraphKey(GraphSet.PIECEWISE, 40, 5), 5, 40),
+        (None, 3, 32),
+    ],
 )
 def test_version_2_folds_the_decodes_of_a_mixed_batch(
     key: GraphKey | None, slots: int, tokens: int, installed: Installed, monkeypatch: pytest.MonkeyPatch

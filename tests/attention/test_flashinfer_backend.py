@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from typing import ClassVar
 
 import fake_flashinfer as fake
 import numpy as np
@@ -56,8 +57,8 @@ def quick_kv_write(monkeypatch) -> None:
         size, own = cache.shape[2], slots >= 0
         at = slots[own] // size, slots[own] % size
         for plane, rows, scale in ((0, keys, k_scale), (1, values, v_scale)):
-            rows = rows[: len(slots)][own].float()
-            cache[(plane, *at)] = (rows if scale is None else rows / scale[:, None]).to(cache.dtype)
+            written = rows[: len(slots)][own].float()
+            cache[(plane, *at)] = (written if scale is None else written / scale[:, None]).to(cache.dtype)
 
     monkeypatch.setattr(gpu_backend, "write_kv", write_kv)
 
@@ -356,7 +357,7 @@ def test_pages_of_what_a_graph_was_captured_with_are_replaced() -> None:
 class LateFence(staging.Fence):
     """Stands for a device that has not read a step's copies before it is waited for."""
 
-    pending: list[LateFence] = []
+    pending: ClassVar[list[LateFence]] = []
 
     def record(self) -> None:
         self.pending.append(self)

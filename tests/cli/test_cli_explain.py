@@ -67,7 +67,7 @@ def test_every_mode_on_every_backend(run_json: Any, llama: list[str], label: str
     resolved = facts["mode"]["resolved"]
     assert resolved == RESULTS[level].get(mode, mode)
     assert (len(facts["mode"]["reasons"]) > 1) == (
-        mode is not None and mode != resolved or level == "NEVER" and not mode
+        (mode is not None and mode != resolved) or (level == "NEVER" and not mode)
     )
     captures = facts["captures"]
     assert bool(captures["decode"]) == resolved.startswith("FULL")

@@ -222,7 +222,7 @@ def test_values_are_cut_where_they_are_quoted() -> None:
         10**10**5,
         {1} | set(range(10**5)),
     ):
-        assert len(quoted(value)) < 300 and "..." in quoted(value) or "bits" in quoted(value)
+        assert (len(quoted(value)) < 300 and "..." in quoted(value)) or "bits" in quoted(value)
     nested: list[object] = []
     for _ in range(500):
         nested = [nested] * 100

@@ -96,7 +96,8 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int], *, 
         assert whole == tokenizer.hugging_face.decode(
             known, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
-    return whole[len(os.path.commonprefix((text, whole))) :] if before else whole
+    shared = os.path.commonprefix((text, whole))  # noqa: RUF071 - texts, not paths
+    return whole[len(shared) :] if before else whole
 
 
 def draw(tokenizer: Tokenizer, rng: random.Random, most: int) -> list[int]:

@@ -20,9 +20,9 @@ from phonograph.sampling.sampler import Sampler
 
 pytest.importorskip("phonograph.runner.cuda_runner")
 
-from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, ruled, wanted  # noqa: E402
+from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, ruled, wanted
 
-from phonograph.runner.masked_sampling import MaskedSampling  # noqa: E402
+from phonograph.runner.masked_sampling import MaskedSampling
 
 
 @pytest.fixture

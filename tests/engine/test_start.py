@@ -51,7 +51,7 @@ def test_torchs_compiler_is_not_imported(device: str) -> None:
         f"llm = LLM(model='demo', device='{device}', max_num_seqs=2, max_model_len=64, num_kv_blocks=64); "
         "llm.generate(['1+1=']); print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[]"
 

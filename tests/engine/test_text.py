@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def test_the_start_of_a_stop_string_is_shown_once_it_is_none() -> None:
 def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: list[str]) -> None:
     whole = TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True)
     builder, shown, _ = build(text, stop=stop)
-    for earlier, later in zip(shown, shown[1:], strict=False):
+    for earlier, later in itertools.pairwise(shown):
         assert later.startswith(earlier)
     if builder.stopped is None:
         assert builder.text == whole

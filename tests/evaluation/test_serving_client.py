@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from typing import Any
@@ -35,7 +36,7 @@ def recorded(*pieces: bytes) -> Recording:
 @given(st.lists(st.integers(0, len(WHOLE)), max_size=12).map(sorted))
 def test_where_a_stream_is_cut_into_pieces_changes_times_only(cuts: list[int]) -> None:
     bounds = [0, *cuts, len(WHOLE)]
-    pieces = [WHOLE[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    pieces = [WHOLE[low:high] for low, high in itertools.pairwise(bounds)]
     reply = read_reply(recorded(*pieces), 0.0)
     assert (reply.error, reply.text, reply.prompt_tokens, reply.output_tokens) == (None, "abü", 7, 4)
     # An event has come when its last byte has.
@@ -122,7 +123,7 @@ def test_samples_of_one_request_have_times_and_tokens_of_their_own() -> None:
         ([OK, b"data: [1]\n\n"], "no JSON object"),
         ([OK, events({"choices": [None]})], "not in OpenAI's form"),
         ([OK, events(token("a", "stop"), {"choices": [], "usage": {"tokens": 3}})], "not in OpenAI's form"),
-        (plain(WHOLE)[:1] + [WHOLE[:99]], "broke before the answer was complete"),
+        ([*plain(WHOLE)[:1], WHOLE[:99]], "broke before the answer was complete"),
         (
             [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n"],
             "broke before the answer was complete",

@@ -8,7 +8,7 @@ import pytest
 
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
-from phonograph.graphs.resolve import Pieces, resolve_mode, weakest
+from phonograph.graphs.resolve import Pieces, resolve_mode
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 DECODE_ONLY, BOTH = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE
@@ -72,10 +72,3 @@ def test_table(asked, level, pieces, tokens, expected) -> None:
         assert after.text, "no step without a reason"
     if asked is not None and expected is not asked:
         assert len(resolution.reasons) > 1
-
-
-def test_the_weakest_group_decides_and_is_named() -> None:
-    strong, weak = Support(ALWAYS, "reads lengths"), Support(UNIFORM, "folds heads")
-    assert weakest([("full attention", strong), ("windowed", weak)]).level is UNIFORM
-    assert "windowed" in weakest([("full attention", strong), ("windowed", weak)]).reason
-    assert weakest([("only", strong)]) is strong

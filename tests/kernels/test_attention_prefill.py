@@ -5,6 +5,7 @@ Shapes: T tokens, R slots, H query heads, K KV heads, D head size, B blocks, S b
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -139,7 +140,7 @@ def test_the_list_covers_every_key_once(
         parts.sort(key=lambda part: part[2])
         assert parts[0][0] == low // 128 * 128
         assert parts[-1][1] == high
-        assert all(stop == start for (_, stop, _), (start, _, _) in zip(parts, parts[1:], strict=False))
+        assert all(stop == start for (_, stop, _), (start, _, _) in itertools.pairwise(parts))
         assert all(start % 128 == 0 for start, _, _ in parts)
         if len(parts) == 1:
             assert parts[0][2] == -1
@@ -151,7 +152,7 @@ def test_the_list_covers_every_key_once(
             slots.update(range(slot, slot + count))
     assert not slots or max(slots) < plan.max_slots
     sizes = [stop - start for _, _, start, stop, _ in entries]
-    assert all(later <= size + max(sizes) / 32 + 128 for size, later in zip(sizes, sizes[1:], strict=False))
+    assert all(later <= size + max(sizes) / 32 + 128 for size, later in itertools.pairwise(sizes))
 
 
 def ideal_and_end(batch: tuple[tuple[int, int], ...], device: torch.device) -> tuple[float, int]:

@@ -288,7 +288,7 @@ def test_chosen_configurations_fit_the_scratch() -> None:
         if isinstance(config, FewRowsConfig):
             assert config.rows == rows and config.block_k % (32 * config.num_warps * config.sums) == 0
         elif config is not None:
-            assert config.rows == rows or config.rows in (32, 64) and config.rows < rows
+            assert config.rows == rows or (config.rows in (32, 64) and config.rows < rows)
             partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
             assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
             assert -(-inputs // config.block_k) >= config.splits

@@ -32,7 +32,7 @@ def python_bits(seed: int, *path: int) -> int:
 
 
 def test_mix64_equals_unsigned_arithmetic() -> None:
-    values = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 500).tolist() + [1, -1, 2**63 - 1, -(2**63)]
+    values = [*np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 500).tolist(), 1, -1, 2**63 - 1, -(2**63)]
     assert mix64(torch.tensor(values)).tolist() == [signed(python_mix(value)) for value in values]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,7 +106,7 @@ class Sequences:
             self.backend.schedule(metadata)
             self.backend.forward(self.layer, query, self.cache, metadata, out)
         assert bool(out[:num_tokens].isfinite().all())
-        return [out[int(a) : int(b)] for a, b in zip(starts[: len(pieces)], starts[1 : len(pieces) + 1], strict=True)]
+        return [out[int(a) : int(b)] for a, b in itertools.pairwise(starts[: len(pieces) + 1])]
 
 
 def batches(lengths: Sequence[int]) -> list[list[Piece]]:

@@ -88,7 +88,9 @@ def _start(config_file: Path, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "phonograph", "bench", "startup", "--once", "--config", str(config_file)]
     started = time.time()
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise PhonographError(f"an engine did not start within {TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:

@@ -6,6 +6,7 @@ before it, or its own start if that is later, to its own end. What is left betwe
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def step_parts(activities: Sequence[Activity]) -> StepParts:
     """
     activities = sorted(activities)
     starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name][_SETTLED:]
-    steps = list(zip(starts, starts[1:], strict=False))
+    steps = list(itertools.pairwise(starts))
     if not steps:
         return StepParts(num_steps=0, parts_us=dict.fromkeys(PARTS, 0.0), kernels=[])
     ((usual, _),) = Counter(last - first for first, last in steps).most_common(1)

@@ -56,18 +56,6 @@ def without_support(reason: str, support: Support) -> str:
     return reason.replace(f" ({support.reason})", "")
 
 
-def weakest(supports: list[tuple[str, Support]]) -> Support:
-    """The level that holds for all KV groups: the lowest, naming the group that sets it.
-
-    Args:
-        supports: (name of the KV group, what its backend supports), at least one.
-    """
-    name, support = min(supports, key=lambda item: item[1].level)
-    if len(supports) == 1:
-        return support
-    return Support(support.level, f"KV group {name} sets the level: {support.reason}")
-
-
 def resolve_mode(
     asked: GraphMode | None, support: Support, pieces: Pieces, *, speculative_tokens: int = 0
 ) -> Resolution:

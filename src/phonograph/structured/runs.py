@@ -246,7 +246,7 @@ def _is_round(place: Place, items: list[Item]) -> bool:
     return (
         place[0].endswith("*")
         and len(items) == 1
-        and (items[0].high is None and items[0].low < 2 or items[0][1:] == (1, 1))
+        and ((items[0].high is None and items[0].low < 2) or items[0][1:] == (1, 1))
     )
 
 

@@ -132,8 +132,8 @@ class _Prepass:
                     self._drop(schema, key, f"{key} beyond 2^53")
                 else:
                     del schema[key]
-                    key, limit = ("minimum", -_EXACT) if inner_of is max else ("maximum", _EXACT)
-                    schema[key] = inner_of(limit, schema.get(key, limit))
+                    inclusive, limit = ("minimum", -_EXACT) if inner_of is max else ("maximum", _EXACT)
+                    schema[inclusive] = inner_of(limit, schema.get(inclusive, limit))
         for key, side in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
             # The library takes a whole exclusive bound itself if the other bound is less than 1 away.
             if _is_number(bound := schema.get(key)) and bound % 1 == 0 and bound - (side < 0) in self._floors:
@@ -206,7 +206,7 @@ class _Prepass:
         said = names.keys() - _ALONE
         if said <= {"enum", "const"} and (values := _values(names)) is not None:
             schema["properties"] = {name: properties.get(name, more) for name in values if isinstance(name, str)}
-        elif said and said <= {"minLength", "maxLength"} or said == {"pattern"}:
+        elif (said and said <= {"minLength", "maxLength"}) or said == {"pattern"}:
             if properties and more is not True:
                 return  # what `additionalProperties` says would be said of the properties too
             lengths = rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
@@ -237,10 +237,8 @@ class _Prepass:
                 continue
             if count <= needed if key == "minProperties" else count >= len(named) and not is_open:
                 del schema[key]  # says no more than the names do
-            elif (
-                optional
-                and (is_open or count != needed + 1)
-                or (key == "minProperties" and is_open and count > needed + 1)
+            elif (optional and (is_open or count != needed + 1)) or (
+                key == "minProperties" and is_open and count > needed + 1
             ):
                 self._drop(schema, key, f"{key} where names are {'open' if is_open else 'optional'}")
 

@@ -80,7 +80,7 @@ class TokenBytes:
         else:
             before = self._decode([previous])
             text = self._decode([previous, token_id])
-            text = text[len(os.path.commonprefix((before, text))) :]
+            text = text[len(os.path.commonprefix((before, text))) :]  # noqa: RUF071 - texts, not paths
         if REPLACEMENT in text:
             byte = _BYTE_PIECE.fullmatch(piece)
             if byte is not None:

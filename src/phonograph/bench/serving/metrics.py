@@ -11,14 +11,12 @@ import numpy as np
 from phonograph.bench.serving.events import Reply
 from phonograph.bench.serving.load import Load
 
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
-"""Time to first token, time per output token after it, inter-token latency, end-to-end latency."""
-
 
 def serving_metrics(load: Load) -> dict[str, Any]:
     """Counts, rates and latencies, the latter two of completed requests; None where there is nothing to make them of.
 
-    TPOT and ITL are of samples: a request with n=2 has two of each.
+    TTFT is the time to the first token, TPOT the time per output token after it, ITL the time between tokens, E2EL the
+    whole time of a request. TPOT and ITL are of samples: a request with n=2 has two of each.
 
     Beside vLLM's keys:
         total_cached_tokens:        prompt tokens that the server found in its prefix cache

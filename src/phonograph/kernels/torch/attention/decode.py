@@ -83,7 +83,7 @@ def _attend(
     if bucket.spacing == num_heads:
         query_rows = query_RHD.reshape(-1, head_size)
     else:
-        query_rows = query_RHD.as_strided(pattern.shape[:1] + (head_size,), (head_size, 1))
+        query_rows = query_RHD.as_strided((*pattern.shape[:1], head_size), (head_size, 1))
     torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
     # The scores stay as they are, finite, for the next layer: beta is 0, but it is multiplied by what is there.
     scores_RHL = bucket.scores

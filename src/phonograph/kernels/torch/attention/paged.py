@@ -105,16 +105,14 @@ def _kv_write(
             return
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
     for plane, rows, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
-        if scale_K is not None:
-            rows = rows.float() / scale_K.unsqueeze(1)
+        scaled = rows if scale_K is None else rows.float() / scale_K.unsqueeze(1)
         if plane.dtype.itemsize == 1:
             # Conversion to these types does not saturate by itself.
             largest = torch.finfo(plane.dtype).max
-            rows = rows.float().clamp(-largest, largest).to(plane.dtype).view(torch.uint8)
-            plane = plane.view(torch.uint8)
+            stored = scaled.float().clamp(-largest, largest).to(plane.dtype).view(torch.uint8)
+            plane.view(torch.uint8).index_put_((blocks, offsets), stored)
         else:
-            rows = rows.to(plane.dtype)
-        plane.index_put_((blocks, offsets), rows)
+            plane.index_put_((blocks, offsets), scaled.to(plane.dtype))
 
 
 for _device in ("CPU", "CUDA"):

@@ -575,8 +575,8 @@ def _merge(
                 there = part + offset < num_parts
                 lse_M = tl.load(lse_of_M + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
                 part_MD = tl.load(part_of_MD + rows * WIDTH, mask=there, other=0.0, cache_modifier=".cg")
-                lses = lses + (lse_M,)  # noqa: RUF005 (Triton has no starred)
-                parts = parts + (part_MD,)  # noqa: RUF005
+                lses = lses + (lse_M,)
+                parts = parts + (part_MD,)
                 new_max_M = tl.maximum(new_max_M, lse_M)
             shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
             decay_M = tl.exp2(max_M - shift_M)

@@ -1,7 +1,7 @@
 """Attention of prefills over the paged cache, in large tiles taken from a work list made on the device.
 
 The grid is fixed (a few persistent programs a multiprocessor), the work is not: each program takes the next piece of
-the list of `attention_prefill_plan`, so one captured graph serves any batch. A tile's rows are (token, query head of
+the list of `prefill_plan`, so one captured graph serves any batch. A tile's rows are (token, query head of
 one KV head); its softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2,
 and only key tiles at an edge of what rows see are masked. Keys come through pointers or, where a tile of them lies in
 one block, by TMA. Pieces of tiles cut along the keys leave normalized partial results, merged by a second kernel in a

@@ -233,7 +233,7 @@ def _chunk_of_tiles(
     begin = tl.load(query_start_loc + seq, mask=exists, other=0)
     query_len = tl.load(query_start_loc + seq + 1, mask=exists, other=1) - begin
     seq_len = tl.load(seq_lens + seq, mask=exists, other=0)
-    low, high, first_position, last_position = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
+    low, high, _first_position, _last_position = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
     start = low // KEY_STEP * KEY_STEP
     keys = tl.where(exists, tl.maximum(high - start, 0), 0)
     return exists, seq, tile, start, keys

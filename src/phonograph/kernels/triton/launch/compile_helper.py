@@ -223,11 +223,13 @@ def _compile(job: Job) -> None:
 
     function = getattr(importlib.import_module(job.module), job.name)
     function.hash = job.key
-    source: Any = ASTSource
+    source_type: Any = ASTSource
     if function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as source
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
     kernel = triton.compile(
-        source(function, job.signature, job.constants, job.attributes),
+        source_type(function, job.signature, job.constants, job.attributes),
         target=GPUTarget(*job.target),
         options=dict(job.options),
     )

@@ -2,7 +2,7 @@
 
 Two launches, whatever the rows ask for; each program finds out on the device whether there is anything to do for it.
 
-`sampling_scan` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a
+`scan.py` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a
 temperature alone (the largest sum of scaled logit and Gumbel noise). The program that finishes a row last merges it.
 
 `filter.py` does top-k, top-p and min-p, and is over at once for all other rows.
