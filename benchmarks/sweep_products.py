@@ -33,7 +33,6 @@ from phonograph.bench.output import output_file
 from phonograph.bench.record import provenance, write_result
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
-from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.gemm import tuning as product_rules
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
@@ -41,6 +40,7 @@ from phonograph.kernels.triton.gemm.tuning import PROCESSORS, RING_BYTES, Produc
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 from phonograph.kernels.triton.launch.precompile import compile_only
 from phonograph.kernels.triton.launch.preload import load_kernels
+from phonograph.models.layers.kernel_set import KVTarget
 
 SHARED = 229_000, 113_000
 """Bytes of shared memory of a program that has a multiprocessor to itself, and of one of two."""
@@ -71,11 +71,10 @@ class Chain:
             max_num_batched_tokens=256,
             max_model_len=512,
         )
-        self.decoder = llm.engine.core.runner._program.model
+        self.model = llm.engine.core.runner._program.model
         self.stream = torch.cuda.Stream()
         device = torch.device("cuda")
         self.ids = torch.arange(rows, device=device, dtype=torch.int32)
-        self._rows = rows
         self._spec = spec = llm.plan.model
         blocks = -(-context // BLOCK)
         shape = (2, rows * blocks, BLOCK, spec.num_kv_heads, spec.head_size)
@@ -86,7 +85,7 @@ class Chain:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._lens = torch.full((rows,), context, dtype=torch.int32, device=device)
         # Every row's last token, at a position that the model has angles for.
-        position = min(context, self.decoder.rotary_PD.shape[0]) - 1
+        position = min(context, llm.plan.limits.max_model_len) - 1
         self._positions = torch.full((rows,), position, dtype=torch.int64, device=device)
         self._slots = torch.arange(rows, dtype=torch.int64, device=device) * (blocks * BLOCK) + context - 1
         self._plan = make_decode_plan(
@@ -110,31 +109,23 @@ class Chain:
             self.shapes["head"] = (spec.vocab_size, spec.hidden_size)
         self.silu_shape = spec.intermediate_size, spec.hidden_size
 
-    def attend(self, index: int, projection: torch.Tensor, out: torch.Tensor) -> None:
-        heads = self._spec.num_query_heads, self._spec.head_size
-        rope_and_write_kv(
-            projection,
-            self._positions,
-            self.decoder.rotary_PD,
-            self._caches[index],
-            self._slots,
-            num_query_heads=heads[0],
-            num_kv_heads=self._spec.num_kv_heads,
-            qk_norm=self.decoder.decoder.layers[index].qk_norm,
-            eps=self._spec.rms_norm_eps,
-            k_scale=None,
-            v_scale=None,
-        )
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        raise NotImplementedError("the model's kernels write the cache themselves")
+
+    def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
+        return KVTarget(self._caches[layer], self._slots[:num_tokens], None, None, clears_padding=True)
+
+    def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         decode_attention(
             self._plan,
-            projection[:, : heads[0] * heads[1]].unflatten(1, heads),
-            self._caches[index],
+            q_THD,
+            self._caches[layer],
             self._table,
             self._starts,
             self._lens,
-            out.view(-1, *heads),
+            out_THD,
             None,
-            scale=heads[1] ** -0.5,
+            scale=self._spec.head_size**-0.5,
             window=(-1, -1),
             softcap=0.0,
             alibi_slopes=None,
@@ -147,7 +138,7 @@ class Chain:
     def compile(self, settings: list[Settings], rows_class: int) -> None:
         with torch.inference_mode(), compile_only() as kernels:
             for one in settings:
-                with applied(one, rows_class), self.decoder.only_layers(range(1)):
+                with applied(one, rows_class), self.model.only_layers(range(1)):
                     self.run()
         load_kernels(kernels)
 
@@ -156,7 +147,7 @@ class Chain:
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
             applied(settings, rows_class),
-            self.decoder.only_layers(range(layers)),
+            self.model.only_layers(range(layers)),
         ):
             self.run()
             self.stream.synchronize()
@@ -204,8 +195,8 @@ class Chain:
 
     def run(self) -> None:
         plan_decode(self._plan, self._starts, self._lens, max_query_len=1, window=(-1, -1))
-        hidden = self.decoder.forward(self.ids, self.attend)
-        self.decoder.logits(hidden, None, self._rows)
+        hidden = self.model.forward(self.ids, self._positions, self)
+        self.model.logits(hidden)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,8 +145,7 @@ def test_a_row_that_the_host_samples(engine: Engine, monkeypatch: pytest.MonkeyP
 
 def test_log_probabilities_of_a_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     function = logprobs.prompt_logprobs
-    decoder = SimpleNamespace(logits=lambda hidden: hidden)
-    monkeypatch.setattr(engine.model, "decoder", decoder, raising=False)
+    monkeypatch.setattr(engine.model, "prompt_logits", lambda hidden: hidden, raising=False)
     seen: list[int] = []
 
     def broken(hidden: Any, logits_fn: Any, targets: list[int], top: int) -> Any:

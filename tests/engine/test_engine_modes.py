@@ -12,7 +12,6 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import (
     BackendError,
-    CaptureError,
     ConfigError,
     MemoryLimitError,
     PhonographError,
@@ -183,18 +182,10 @@ def test_a_prompt_that_cannot_fit_the_cache_of_n_samples_queues_nothing(folder: 
     assert not llm.session.has_unfinished
 
 
-def test_a_dummy_run_without_metadata_writes_zeros_and_is_never_captured(folder: str) -> None:
-    llm = make_llm(folder, cudagraph_mode="NONE")
-    runner = llm.engine.core.runner
-    program = runner._program
-    program.metadata = None
-    with torch.inference_mode():
-        hidden, _ = program.run(num_tokens=8, num_logits=4, every_row=False, pieces=False)
-    assert bool(hidden.isfinite().all()), "without metadata attention is zeros, not stale memory"
-    key = make_llm(folder).plan.captures.mixed[0]
-    runner._builder.build = lambda common, *, key: None
-    with pytest.raises(CaptureError, match="without attention metadata"):
-        runner._capturable(key)
+def test_a_step_without_metadata_is_refused(folder: str) -> None:
+    runner = make_llm(folder, cudagraph_mode="NONE").engine.core.runner
+    with torch.inference_mode(), pytest.raises(AssertionError, match="metadata is built before"):
+        runner._program.run(num_tokens=8, num_reqs=4, every_row=False, pieces=False)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -207,7 +198,7 @@ def test_padding_never_poisons(folder: str, mode: str) -> None:
     llm = make_llm(folder, cudagraph_mode=mode, cudagraph_capture_sizes=[4, 32])
     runner, program = llm.engine.core.runner, llm.engine.core.runner._program
     with torch.inference_mode():
-        for cache in program._kv_caches:
+        for cache in program.attention._kv_caches:
             cache.fill_(torch.nan)
         program.model.embedding_VE[0] = torch.nan
     outputs = [llm.session.add(prompt, params) for prompt in prompts]

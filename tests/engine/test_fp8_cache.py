@@ -41,7 +41,7 @@ def test_answers(kv_cache_dtype: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_reach_the_cache(device: str) -> None:
     llm = LLM(model="demo", device=device, kv_cache_dtype="fp8", max_num_seqs=2, num_kv_blocks=16, max_model_len=128)
-    layers = llm.engine.core.runner._program._layers
+    layers = llm.engine.core.runner._program.attention.layers
     assert all(layer.k_scale is None and layer.v_scale is None for layer in layers), "the demo model has none: 1"
     assert llm.plan.attention.kv_cache_dtype == "float8_e4m3fn"
     assert llm.engine.make_subject()._kv_caches[0].dtype is torch.float8_e4m3fn

@@ -26,7 +26,7 @@ from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
 from phonograph.errors import CaptureError
-from phonograph.models.decoder import Decoder
+from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.structured.compiler import GrammarCompiler
 
@@ -61,7 +61,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
     monkeypatch.setattr(cuda_runner.CudaRunner, "load_kernels", lambda self: None)
     # Weights as they lie on a GPU.
-    monkeypatch.setattr(Decoder, "_matrix", lambda self, size_in, size_out: self._allocate(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
     yield
 
 

@@ -34,8 +34,8 @@ from phonograph.engine import build, wiring_cuda
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.launch.precompile import filed_under
-from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights.load import Loading
 from phonograph.runner import cuda_runner
 from phonograph.runner.cuda_runner import CudaRunner
@@ -128,12 +128,12 @@ def make_runner(folder: str) -> CudaRunner:
         raise Started(self)
 
     @contextmanager
-    def make_decoder(spec: Any, *_: Any, dtype: Any, device: Any, max_positions: int, **__: Any) -> Generator[Loading]:
-        yield Loading(Decoder(spec, dtype, device, max_positions=max_positions), (), lambda: None)
+    def make_model(spec: Any, *_: Any, dtype: Any, device: Any, **__: Any) -> Generator[Loading]:
+        yield Loading(Transformer(spec, dtype, device), (), lambda: None)
 
     load_kernels, CudaRunner.load_kernels = CudaRunner.load_kernels, start
     build.torch = wiring_cuda.torch = TorchOfMeta("torch")
-    build.begin_loading, wiring_cuda.CudaRuntime = make_decoder, Runtime
+    build.begin_loading, wiring_cuda.CudaRuntime = make_model, Runtime
     cuda_runner.compile_only, cuda_runner.load_kernels = nothing_compiled, lambda _: None
     config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda")
     model = read_model_spec(folder, trust_remote_code=False, revision=None)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kernel_sets import OwnQueries
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -22,9 +23,12 @@ from phonograph.kernels.triton.gemm.linear import (
 )
 from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT
 from phonograph.kernels.triton.sampling import sample as sampling
-from phonograph.models.decoder import Decoder
-from phonograph.models.fused import FusedDecoder
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
 from phonograph.sampling.sampler import Sampler
 
 EPS = 1e-5
@@ -188,34 +192,30 @@ def test_the_hosts_sampler_takes_rows_one_by_one(device: torch.device) -> None:
     assert got.logprobs.keys() == wanted.logprobs.keys() == {1}
 
 
-class _AsOnAGpu(Decoder):
-    """Its matrices lie as the kernels want them."""
-
-    def _matrix(self, size_in: int, size_out: int) -> torch.Tensor:
-        return self._allocate(size_out, size_in).t()
-
-
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_a_whole_decoder(batch_invariant: bool, device: torch.device) -> None:
+def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention that looks at its own row only. In float16, as the interpreter multiplies bfloat16 wrongly."""
     demo = read_model_spec("demo")
     sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 96, "num_layers": 1}
     spec = replace(demo, **sizes, windows=demo.windows[:1])
     with torch.inference_mode():
-        decoder = _AsOnAGpu(spec, torch.float16, device, 8)
+        monkeypatch.setattr(
+            WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t()
+        )
+        model = Transformer(spec, torch.float16, device)
         generator = torch.Generator().manual_seed(6)
-        for parameter in decoder.parameters:
+        for parameter in model.parameters:
             scale = 1.0 if parameter.dim() == 1 else 0.1
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-        model = FusedDecoder(
-            decoder, max_num_tokens=20, max_num_logits=20, max_positions=8, batch_invariant=batch_invariant
-        )
+        workspace = Workspace.make(spec, 20, 20, torch.float16, device)
+        table = rotary_table(spec, 32, torch.float32, device)
+        model.bind(TritonKernels(workspace, table, spec.rms_norm_eps, batch_invariant=batch_invariant))
 
         def run(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = torch.tensor(ids, dtype=torch.int32, device=device)
-            hidden = model.forward(tokens, lambda _, qkv, out: out.copy_(qkv[:, : out.shape[1]]))
             rows = torch.arange(len(ids), device=device)
-            logits = model.logits(hidden, rows, len(ids))
+            hidden = model.forward(tokens, rows, OwnQueries(model))
+            logits = model.logits(hidden, rows)
             assert bool(hidden.isfinite().all() & logits.isfinite().all())
             return hidden[0].clone(), logits[0].clone()
 

@@ -23,7 +23,7 @@ def test_replay_on_other_tokens_and_positions(family: str, calls_a_layer: int, n
     positions = torch.randint(spec.context_length, (num_tokens,))
     out = torch.empty(num_tokens, spec.num_query_heads, spec.head_size)
 
-    def attention(layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> torch.Tensor:
+    def attention(query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Not attention, but something of all three in one call for each query head of a KV head."""
         for head in range(group):
             torch.addcmul(value_TKD, query_THD[:, head::group], key_TKD, out=out[:, head::group])

@@ -20,22 +20,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from phonograph.errors import ConfigError, WeightError
-from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights import load as load_module
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
-def load(folder: Path, **settings: Any) -> Decoder:
+def load(folder: Path, **settings: Any) -> Transformer:
     return load_model(read_model_spec(folder), folder, **{"dtype": torch.float32, "device": CPU, **settings})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_destinations_cover_every_weight_once(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
-    decoder = Decoder(read_model_spec(tmp_path), torch.float32, CPU)
+    decoder = Transformer(read_model_spec(tmp_path), torch.float32, CPU)
     destinations = decoder.destinations()
     assert destinations.keys() == decoder.spec.tensor_shapes().keys()
     for parameter in decoder.parameters:
@@ -310,7 +310,7 @@ def test_dummy_weights_need_a_config_alone(dtype: torch.dtype, tmp_path: Path) -
 def test_rotary_table_as_long_as_asked(tmp_path: Path) -> None:
     make_checkpoint("llama3", tmp_path)
     decoder = load(tmp_path, max_positions=700)
-    args = (torch.tensor([3]), torch.tensor([699]), lambda index, query, key, value: query.contiguous())
+    args = (torch.tensor([3]), torch.tensor([699]), lambda query, key, value, layer: query.contiguous())
     with torch.inference_mode():
         assert decoder.forward(*args).isfinite().all()
         with pytest.raises(IndexError):
@@ -434,7 +434,7 @@ def test_scales_of_probabilities_have_no_use_here(name: str, tmp_path: Path) -> 
         loading.finish()
     (note,) = loading.notes
     assert f"no use for: model.layers.0.self_attn.{name}" in note
-    assert not loading.decoder.kv_scales.sources
+    assert not loading.model.kv_scales.sources
 
 
 def test_tensors_of_a_shard_that_the_index_leaves_out_are_not_used(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_tensors_of_a_shard_that_the_index_leaves_out_are_not_used(tmp_path: Pat
     spec = read_model_spec(tmp_path)
     with load_module.begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU) as loading:
         loading.finish()
-    for name, view in loading.decoder.destinations().items():
+    for name, view in loading.model.destinations().items():
         assert torch.equal(view, theirs[name].expand(view.shape))
     (note,) = loading.notes
     assert "model.layers.0.self_attn.q_proj.bias" in note and "model.visual.patch.weight" in note

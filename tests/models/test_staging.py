@@ -11,8 +11,8 @@ import torch
 from checkpoints import make_checkpoint
 
 from phonograph.errors import WeightError
-from phonograph.models.decoder import Decoder
 from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights import load, staging
 from phonograph.models.weights.staging import Copies, Staging
 
@@ -151,8 +151,8 @@ def gate(elsewhere: torch.device, monkeypatch: pytest.MonkeyPatch) -> threading.
 
 
 @torch.inference_mode()
-def poison(decoder: Decoder) -> None:
-    for parameter in decoder.parameters:
+def poison(model: Transformer) -> None:
+    for parameter in model.parameters:
         parameter.fill_(torch.nan)
 
 
@@ -164,12 +164,12 @@ def test_weights_arrive_while_other_things_go_on(tmp_path: Path, gate: threading
         spec, tmp_path, dtype=torch.float32, device=cpu, progress=lambda done, _: told.append(done)
     ) as loading:
         assert not torch.is_inference_mode_enabled()
-        poison(loading.decoder)
+        poison(loading.model)
         gate.set()
         loading.finish()
     weights = dict(reference.named_parameters())
     assert told == list(range(1, len(weights) + 1))
-    for name, view in loading.decoder.destinations().items():
+    for name, view in loading.model.destinations().items():
         torch.testing.assert_close(view, weights[name].float().expand(view.shape), rtol=0, atol=0)
 
 
@@ -180,8 +180,8 @@ def test_what_fails_meanwhile_waits_for_no_weights(tmp_path: Path, gate: threadi
         pytest.raises(KeyError),
         load.begin_loading(spec, tmp_path, dtype=torch.float32, device=cpu) as loading,
     ):
-        poison(loading.decoder)
+        poison(loading.model)
         threading.Timer(0.3, gate.set).start()
         raise KeyError
-    left = [name for name, view in loading.decoder.destinations().items() if view.isnan().any()]
-    assert len(left) > len(loading.decoder.destinations()) // 2
+    left = [name for name, view in loading.model.destinations().items() if view.isnan().any()]
+    assert len(left) > len(loading.model.destinations()) // 2

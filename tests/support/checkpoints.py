@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_sets import bind_torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from phonograph.models.decoder import Decoder
 from phonograph.models.spec import ModelSpec
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights.load import begin_loading
 
 VOCAB_SIZE = 211
@@ -123,8 +124,8 @@ def make_checkpoint(
     return model
 
 
-def load_model(spec: ModelSpec, folder: Path, **settings: Any) -> Decoder:
-    """A decoder with all of its weights, by the settings of `begin_loading`."""
+def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = None, **settings: Any) -> Transformer:
+    """Return a model on torch's operators with all of its weights, by the settings of `begin_loading`."""
     with begin_loading(spec, folder, **settings) as loading:
         loading.finish()
-        return loading.decoder
+        return bind_torch(loading.model, max_positions)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.models.decoder import Decoder
+from phonograph.models.transformer import Transformer
 
 
 class DenseSequences:
     """Runs ragged steps of several sequences through a decoder."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Transformer) -> None:
         self.decoder = decoder
         self.lengths: list[int] = []
         self.keys: list[list[torch.Tensor]] = []
@@ -43,7 +43,7 @@ class DenseSequences:
         return list(logits.split([num_tokens for _, num_tokens in self._step]))
 
     def _attention(
-        self, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layer: int
     ) -> torch.Tensor:
         spec = self.decoder.spec
         group = spec.num_query_heads // spec.num_kv_heads

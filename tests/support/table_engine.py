@@ -30,8 +30,10 @@ from phonograph.scheduling.scheduler import Scheduler
 cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
 
 from phonograph.runner import cuda_inputs as device_inputs  # noqa: E402
-from phonograph.runner.cuda_program import CudaStepProgram  # noqa: E402
+from phonograph.runner.device_sampler import DeviceSampler  # noqa: E402
 from phonograph.runner.masked_sampling import MaskedSampling  # noqa: E402
+from phonograph.runner.step_attention import StepAttention  # noqa: E402
+from phonograph.runner.step_program import StepProgram  # noqa: E402
 from phonograph.runner.synthetic_batches import SyntheticBatches  # noqa: E402
 
 VOCAB, EOS, SLOTS, TOKENS = 100, 99, 5, 16
@@ -43,24 +45,25 @@ class TableModel:
     def __init__(self, device: torch.device) -> None:
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
         self.table[:, EOS] = -5.0
-        self.workspace = SimpleNamespace(logits_NV=torch.zeros(SLOTS, VOCAB, device=device))
+        self.device = device
+        self.logits_NV = torch.zeros(SLOTS, VOCAB, device=device)
+        self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens: num_tokens >= 2 * SLOTS)
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
         self._rows = torch.zeros(SLOTS, VOCAB, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine has a stream of its own
 
-    def leaves_rows_out(self, num_tokens: int) -> bool:
-        return num_tokens >= 2 * SLOTS
-
     def only_layers(self, indices: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def forward(self, input_ids: torch.Tensor, attention: object, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: object, attend: object, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
         return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None, num_logits: int) -> torch.Tensor:
-        out = self.workspace.logits_NV[:num_logits]
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        out = self.logits_NV[: len(hidden if rows is None else rows)]
         return out.copy_(hidden) if rows is None else torch.index_select(hidden, 0, rows, out=out)
 
 
@@ -119,8 +122,15 @@ def engine_maker(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
 
             runtime = CudaRuntime(device)
         sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
-        parts: dict[str, Any] = {"model": model, "backend": Backend(), "layers": [], "kv_caches": []}
-        program = CudaStepProgram(**parts, inputs=inputs, runtime=runtime)
+        device_sampler = DeviceSampler(inputs, model.logits_NV)
+        backend: Any = Backend()
+        table: Any = model
+        program = StepProgram(
+            model=table,
+            attention=StepAttention(backend, [], [], inputs.slot_mapping, runtime),
+            inputs=inputs,
+            sampler=device_sampler,
+        )
         synthetic: dict[str, Any] = {"max_model_len": bounds.max_model_len, "block_size": bounds.block_size}
         builder: Any = Backend()
         runner = cuda_runner.CudaRunner(
@@ -129,7 +139,7 @@ def engine_maker(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
             inputs=inputs,
             sampler=sampler,
             masked=MaskedSampling(
-                program.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
+                device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
             ),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

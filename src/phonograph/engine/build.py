@@ -18,7 +18,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.wiring import Parts, make_cpu_runner
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
-from phonograph.models.decoder import Decoder
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.load import begin_loading
 from phonograph.runner.captures import CaptureReport
@@ -110,11 +110,10 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
             seed=plan.config.seed or 0,
             progress=lambda done, total: report("weights", done, total),
             revision=plan.config.revision,
-            max_positions=plan.limits.max_model_len,
         ) as loading:
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
-            parts = _make_parts(plan, backend, loading.decoder)
+            parts = _make_parts(plan, backend, loading.model)
             runner = make_runner(plan, parts)
             if on_gpu:
                 report("kernels", 0, 1)
@@ -146,7 +145,7 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
 
 
-def _make_parts(plan: EnginePlan, backend: AttentionBackend, model: Decoder) -> Parts:
+def _make_parts(plan: EnginePlan, backend: AttentionBackend, model: Transformer) -> Parts:
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )

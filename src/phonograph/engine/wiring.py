@@ -12,10 +12,13 @@ from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.engine.plan import EnginePlan
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.tape.tape import TapeRuntime
-from phonograph.models.decoder import Decoder
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.torch_kernels import TorchKernels
+from phonograph.models.transformer import Transformer
 from phonograph.runner.cpu_inputs import SlotTable, blocks_for
 from phonograph.runner.model_runner import ModelRunner
-from phonograph.runner.program import StepProgram
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
 from phonograph.runner.synthetic_batches import SyntheticBatches, load_buffers
 from phonograph.sampling.sampler import Sampler
 
@@ -24,7 +27,7 @@ from phonograph.sampling.sampler import Sampler
 class Parts:
     """What every device needs: weights, attention, and the KV cache of each layer."""
 
-    model: Decoder
+    model: Transformer
     backend: AttentionBackend
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
@@ -39,15 +42,12 @@ def make_cpu_runner(plan: EnginePlan, parts: Parts) -> ModelRunner:
         max_num_seqs=limits.max_num_seqs,
         max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
     )
+    model = parts.model
+    rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
+    model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps))
+    attention = StepAttention(parts.backend, parts.layers, parts.kv_caches, buffers.slot_mapping, runtime)
     return ModelRunner(
-        program=StepProgram(
-            model=parts.model,
-            backend=parts.backend,
-            layers=parts.layers,
-            kv_caches=parts.kv_caches,
-            buffers=buffers,
-            runtime=runtime,
-        ),
+        program=StepProgram(model=model, attention=attention, inputs=buffers),
         builder=parts.backend.make_builder(),
         buffers=buffers,
         slots=SlotTable(

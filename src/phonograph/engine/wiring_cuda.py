@@ -12,11 +12,15 @@ from phonograph.engine.wiring import Parts, make_prefixes, make_sampler
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing
-from phonograph.models.fused import FusedDecoder
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.workspace import Workspace
 from phonograph.runner.cuda_inputs import DeviceInputs
-from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.cuda_runner import CudaRunner
+from phonograph.runner.device_sampler import DeviceSampler
 from phonograph.runner.masked_sampling import MaskedSampling
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
 
@@ -33,16 +37,12 @@ def compiling() -> Generator[None]:
 
 def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
     """A runner over the plan's limits; its graphs are still to be captured."""
-    limits = plan.limits
+    limits, spec, batch_invariant = plan.limits, parts.model.spec, plan.attention.batch_invariant
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode():
-        model = FusedDecoder(
-            parts.model,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_num_logits=limits.max_num_seqs,
-            max_positions=limits.max_model_len,
-            batch_invariant=plan.attention.batch_invariant,
-        )
+        workspace = Workspace.make(spec, limits.max_num_batched_tokens, limits.max_num_seqs, parts.model.dtype, device)
+        rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
+        parts.model.bind(TritonKernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
         inputs = DeviceInputs(
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
@@ -51,15 +51,14 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
             vocab_size=plan.model.vocab_size,
             device=device,
         )
-    runtime = CudaRuntime(device, model.workspace.tensors())
-    program = CudaStepProgram(
-        model=model,
-        backend=parts.backend,
-        layers=parts.layers,
-        kv_caches=parts.kv_caches,
+    runtime = CudaRuntime(device, workspace.tensors())
+    device_sampler = DeviceSampler(inputs, workspace.logits_NV, batch_invariant=batch_invariant)
+    program = StepProgram(
+        model=parts.model,
+        attention=StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime),
         inputs=inputs,
-        runtime=runtime,
-        batch_invariant=plan.attention.batch_invariant,
+        sampler=device_sampler,
+        batch_invariant=batch_invariant,
     )
     sampler = make_sampler(plan, device)
     return CudaRunner(
@@ -68,7 +67,7 @@ def make_cuda_runner(plan: EnginePlan, parts: Parts) -> CudaRunner:
         inputs=inputs,
         sampler=sampler,
         masked=MaskedSampling(
-            program.sample_masked,
+            device_sampler.sample_masked,
             masks=sampler.grammars,
             max_rows=limits.max_num_seqs,
             vocab_size=plan.model.vocab_size,

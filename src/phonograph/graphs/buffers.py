@@ -52,6 +52,9 @@ class StaticBuffers:
         self.prefix_len = torch.from_numpy(self.prefix_len_np)
         self._prepared_for: GraphKey | None = None
 
+    def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
+        """Do nothing: the host has written all inputs before the step."""
+
     def prepared(self, key: GraphKey | None) -> None:
         """Marks the contents as written, padding included, for `key` (None: for an eager step)."""
         self._prepared_for = key

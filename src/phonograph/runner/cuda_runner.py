@@ -29,9 +29,9 @@ from phonograph.kernels.triton.launch.precompile import compile_only
 from phonograph.kernels.triton.launch.preload import load_kernels
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
 from phonograph.runner.cuda_inputs import DeviceInputs, StepRows
-from phonograph.runner.cuda_program import CudaStepProgram
 from phonograph.runner.masked_sampling import MaskedSampling
 from phonograph.runner.model_runner import shape_of
+from phonograph.runner.step_program import StepOutputs, StepProgram
 from phonograph.runner.steps import load_sequences, take_tokens
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.token_ring import TokenRing
@@ -39,8 +39,6 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.logprobs import step_prompt_logprobs
 from phonograph.sampling.sampler import Sampler
 
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""hidden, logits, tokens: what CudaStepProgram.run returns."""
 _PROMPT_ROWS = "log-probabilities of prompt tokens, whose rows graphs of so many tokens leave out of the last layer"
 
 
@@ -87,7 +85,7 @@ class CudaRunner:
     def __init__(
         self,
         *,
-        program: CudaStepProgram,
+        program: StepProgram,
         builder: MetadataBuilder,
         inputs: DeviceInputs,
         sampler: Sampler,
@@ -187,17 +185,17 @@ class CudaRunner:
         cascades = decodes[-1:] if self.dispatcher.cascade is not None else []
         return decodes + [replace(key, cascade=True) for key in cascades] + others
 
-    def _captured(self, key: GraphKey) -> Callable[[], Outputs]:
+    def _captured(self, key: GraphKey) -> Callable[[], StepOutputs]:
         run = self._prepared(key)
         if key.graphs is GraphSet.PIECEWISE:
             # Attention between the pieces runs during the capture, on what this makes.
             run()
         return run
 
-    def _prepared(self, key: GraphKey) -> Callable[[], Outputs]:
+    def _prepared(self, key: GraphKey) -> Callable[[], StepOutputs]:
         """Writes the batch that `key` is captured with; what it returns runs it."""
 
-        def run() -> Outputs:
+        def run() -> StepOutputs:
             with torch.inference_mode(), self.runtime.scope():
                 return self.run_shape(key)
 
@@ -228,20 +226,19 @@ class CudaRunner:
                 decision = self._masked.sample(ruled, [batch.slots[row] for row in ruled], decision, failures)
             output = StepOutput(failures=failures.by_slot)
             if scores_prompts:
-                logits_fn = self._program.model.decoder.logits
+                logits_fn = self._program.model.prompt_logits
                 output.prompt_logprobs = step_prompt_logprobs(batch, self._live, hidden, logits_fn, failures)
             if on_host is not None:
                 self._sample_on_host(batch, on_host, logits, tokens, output)
             ticket = self._ring.send(tokens)
             return CudaStep(self._ring, ticket, batch, output, decision, self._sampler.vocab_size)
 
-    def replay(self, key: GraphKey) -> Outputs:
+    def replay(self, key: GraphKey) -> StepOutputs:
         """Replays `key` on the inputs written for it; the next step overwrites what it returns."""
         self._inputs.consume(key)
-        hidden, logits, tokens = self._graphs.replay(key)
-        return hidden, logits, tokens
+        return StepOutputs(*self._graphs.replay(key))
 
-    def run_shape(self, key: GraphKey) -> Outputs:
+    def run_shape(self, key: GraphKey) -> StepOutputs:
         """Runs the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
         return self._program.run(
             num_tokens=key.num_tokens,
@@ -265,7 +262,7 @@ class CudaRunner:
         self._program.metadata = self._builder.build(common, key=key)
         return _by_name(self.run_shape(key))
 
-    def _run_eager(self, common: CommonMetadata, *, all_hidden: bool = False) -> Outputs:
+    def _run_eager(self, common: CommonMetadata, *, all_hidden: bool = False) -> StepOutputs:
         return self._program.run(
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
@@ -360,8 +357,8 @@ class CudaRunner:
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
         every_row = key.graphs is GraphSet.DECODE and key.query_len == 1
-        return not every_row and self._program.model.leaves_rows_out(key.num_tokens)
+        return not every_row and self._program.model.kernels.leaves_rows_out(key.num_tokens)
 
 
-def _by_name(outputs: Outputs) -> dict[str, torch.Tensor]:
+def _by_name(outputs: StepOutputs) -> dict[str, torch.Tensor]:
     return dict(zip(("hidden", "logits", "tokens"), outputs, strict=True))

@@ -16,14 +16,13 @@ import torch
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
-from phonograph.errors import CaptureError
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
 from phonograph.runner.cpu_inputs import SlotTable, fill_buffers
-from phonograph.runner.program import StepProgram
+from phonograph.runner.step_program import StepProgram
 from phonograph.runner.steps import CompletedStep, load_sequences, take_tokens
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
@@ -78,8 +77,6 @@ class ModelRunner:
 
     def _capturable(self, key: GraphKey) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         self._program.metadata = self._builder.build(self._synthetic.capture_batch(key), key=key)
-        if self._program.metadata is None:  # pyright: ignore[reportUnnecessaryComparison]
-            raise CaptureError(f"{key} was to be captured without attention metadata")
         return functools.partial(self.run_shape, key)
 
     def submit(self, batch: ScheduledBatch) -> CompletedStep:
@@ -107,12 +104,13 @@ class ModelRunner:
 
     def run_shape(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
-        return self._program.run(
+        hidden, logits, _ = self._program.run(
             num_tokens=key.num_tokens,
-            num_logits=min(key.num_tokens, key.num_reqs),
+            num_reqs=key.num_reqs,
             every_row=key.graphs is GraphSet.DECODE and key.query_len == 1,
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
+        return hidden, logits
 
     def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
         """Writes a random batch that runs as `key`; for verification, as are the next two."""
@@ -134,17 +132,18 @@ class ModelRunner:
         return {"hidden": hidden, "logits": logits}
 
     def _run_eager(self, common: CommonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._program.run(
+        hidden, logits, _ = self._program.run(
             num_tokens=common.num_tokens,
-            num_logits=common.num_reqs,
+            num_reqs=common.num_reqs,
             every_row=common.num_tokens == common.num_reqs,
             pieces=False,
         )
+        return hidden, logits
 
     def _sample(
         self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor, failures: SlotFailures
     ) -> StepOutput:
-        logits_fn = self._program.model.logits
+        logits_fn = self._program.model.prompt_logits
         scores = step_prompt_logprobs(batch, self._live, hidden, logits_fn, failures)
         output = StepOutput(prompt_logprobs=scores, failures=failures.by_slot)
         if all(batch.samples):

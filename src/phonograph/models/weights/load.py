@@ -1,4 +1,4 @@
-"""Fills a decoder with weights: straight from mapped safetensors files into the fused matrices, or random ones.
+"""Fills a model with weights: straight from mapped safetensors files into the fused matrices, or random ones.
 
 The weights exist once: each tensor of a checkpoint is copied from the file's mapping into its slice, and no dictionary
 of all of them is ever made. Every weight is written exactly once, or loading fails.
@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError
-from phonograph.models.decoder import Decoder
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
+from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.model_files import model_folder
 from phonograph.models.weights.staging import Copies
@@ -33,13 +33,13 @@ OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
 class Loading(NamedTuple):
-    """A decoder whose weights may still be on their way to it; its scales are there.
+    """A model whose weights may still be on their way to it; its scales are there.
 
     notes:  what the files have beside, or otherwise than, the configuration says
     finish: waits for the weights; raises WeightError if one does not fit the dtype
     """
 
-    decoder: Decoder
+    model: Transformer
     notes: tuple[str, ...]
     finish: Callable[[], None]
 
@@ -55,13 +55,11 @@ def begin_loading(
     seed: int = 0,
     progress: Progress | None = None,
     revision: str | None = None,
-    max_positions: int | None = None,
 ) -> Generator[Loading]:
-    """A decoder from a local folder, a hub id or "demo". What has not reached it when the caller leaves never will.
+    """Yield a model from a local folder, a hub id or "demo". What has not reached it when the caller leaves never will.
 
     load_format:   "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` and needs no files
     progress:      called here and in `Loading.finish`
-    max_positions: see Decoder
 
     Raises:
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, of another shape or kind.
@@ -76,7 +74,7 @@ def begin_loading(
     spec, names = match_tied_embeddings(spec, files)
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
-        decoder = Decoder(spec, dtype, device, max_positions)
+        model = Transformer(spec, dtype, device)
     num_tensors = len(spec.tensor_shapes())
 
     def report(num_there: int) -> None:
@@ -86,10 +84,10 @@ def begin_loading(
     with Copies(device, report) as copies:
         with torch.inference_mode():
             if drawn:
-                _draw(decoder, seed)
+                _draw(model, seed)
             else:
-                notes += _read(decoder, files, names, copies)
-        yield Loading(decoder, tuple(notes), copies.finish)
+                notes += _read(model, files, names, copies)
+        yield Loading(model, tuple(notes), copies.finish)
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -133,13 +131,13 @@ def _read_index(path: Path) -> dict[str, str]:
     raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
 
 
-def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> list[str]:
+def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> list[str]:
     """Begin to copy every tensor, and read the scales. Return notes on tensors that are not used.
 
     names: tensors that count by another name than their own
     """
-    shapes = decoder.spec.tensor_shapes()
-    destinations = decoder.destinations()
+    shapes = model.spec.tensor_shapes()
+    destinations = model.destinations()
     written: dict[str, Path] = {}
     unused: list[str] = []
     for file, indexed_names in files.items():
@@ -149,7 +147,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str],
                     name = names.get(own_name, own_name)
                     if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
-                        decoder.kv_scales.take(name, tensor, file, decoder.spec, decoder.device)
+                        model.kv_scales.take(name, tensor, file, model.spec, model.device)
                         continue
                     if name not in shapes:
                         # transformers leaves out what no part of the model takes. What the index names is a part of
@@ -157,7 +155,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str],
                         if is_unused_scale(name) or (indexed_names and own_name not in indexed_names):
                             unused.append(own_name)
                         else:
-                            _refuse_unexpected(name, file, decoder.spec)
+                            _refuse_unexpected(name, file, model.spec)
                         continue
                     if name in written:
                         raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
@@ -167,7 +165,7 @@ def _read(decoder: Decoder, files: dict[Path, list[str]], names: dict[str, str],
                     written[name] = file
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
-    decoder.kv_scales.check(decoder.spec.num_layers)
+    model.kv_scales.check(model.spec.num_layers)
     missing = [name for name in shapes if name not in written]
     if missing:
         indexed = [file.name for file, names in files.items() if missing[0] in names]
@@ -203,10 +201,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _draw(decoder: Decoder, seed: int) -> None:
-    generator = torch.Generator(decoder.device).manual_seed(seed)
-    for parameter in decoder.parameters:
+def _draw(model: Transformer, seed: int) -> None:
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for parameter in model.parameters:
         parameter.normal_(0.0, DUMMY_STD, generator=generator)
-    for name, view in decoder.destinations().items():
+    for name, view in model.destinations().items():
         if name.endswith("norm.weight"):
             view.fill_(1.0)

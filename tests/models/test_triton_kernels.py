@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from kernel_sets import OwnQueries
 
-from phonograph.models.decoder import Decoder
-from phonograph.models.fused import FusedDecoder
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.transformer import Transformer
 
 
 @pytest.fixture
@@ -21,42 +25,56 @@ def device() -> torch.device:
 
 def make_fused(
     spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int = 16
-) -> FusedDecoder:
+) -> Transformer:
     """Random weights, which lie as on a GPU. The interpreter multiplies bfloat16 wrongly."""
-    monkeypatch.setattr(Decoder, "_matrix", lambda self, size_in, size_out: self._allocate(size_out, size_in).t())
-    decoder = Decoder(spec, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    model = Transformer(spec, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
     generator = torch.Generator().manual_seed(0)
-    for weight in decoder.parameters:
+    for weight in model.parameters:
         drawn = torch.randn(weight.shape, generator=generator)
         weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.1 + 1)
-    return FusedDecoder(decoder, max_num_tokens=max_num_tokens, max_num_logits=2, max_positions=64)
+    bind_triton(model, max_num_tokens)
+    return model
 
 
-def run(model: FusedDecoder, num_tokens: int, device: torch.device, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """With something of the projection in place of attention."""
-    layers: list[int] = []
+def bind_triton(
+    model: Transformer, max_num_tokens: int, max_num_logits: int = 2, *, batch_invariant: bool = False
+) -> TritonKernels:
+    spec = model.spec
+    workspace = Workspace.make(spec, max_num_tokens, max_num_logits, model.dtype, model.device)
+    table = rotary_table(spec, max(64, max_num_tokens), torch.float32, model.device)
+    kernels = TritonKernels(workspace, table, spec.rms_norm_eps, batch_invariant=batch_invariant)
+    model.bind(kernels)
+    return kernels
 
-    def attention(layer: int, projection_TF: torch.Tensor, out_TF: torch.Tensor) -> None:
-        layers.append(layer)
-        out_TF.copy_(projection_TF[:, -out_TF.shape[1] :])
 
+def poison(model: Transformer) -> None:
+    assert isinstance(model.kernels, TritonKernels)
+    for memory in model.kernels.workspace.tensors():
+        memory.fill_(float("nan"))
+
+
+def run(model: Transformer, num_tokens: int, device: torch.device, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """With the queries in place of attention."""
+    attend = OwnQueries(model)
     ids = torch.arange(num_tokens, dtype=torch.int32, device=device) % model.spec.vocab_size
-    hidden = model.forward(ids, attention, rows).double().clone()
-    assert layers == list(range(model.spec.num_layers))
+    positions = torch.arange(num_tokens, device=device)
+    hidden = model.forward(ids, positions, attend, rows).double().clone()
+    assert attend.layers == list(range(model.spec.num_layers))
     return hidden
 
 
-def compare(model: FusedDecoder, tokens: list[int], device: torch.device) -> None:
-    """With a decoder whose kernels are the same for all numbers of tokens, and none of which is for few."""
-    invariant = FusedDecoder(
-        model.decoder, max_num_tokens=max(tokens), max_num_logits=2, max_positions=64, batch_invariant=True
-    )
+def compare(model: Transformer, tokens: list[int], device: torch.device) -> None:
+    """With kernels that are the same for all numbers of tokens, and none of which is for few."""
+    kernels = model.kernels
     for num_tokens in tokens:
-        for memory in model.workspace.tensors():
-            memory.fill_(float("nan"))
-        wanted, got = run(invariant, num_tokens, device), run(model, num_tokens, device)
+        bind_triton(model, max(tokens), batch_invariant=True)
+        wanted = run(model, num_tokens, device)
+        model.bind(kernels)
+        poison(model)
+        got = run(model, num_tokens, device)
         # Each side rounds the stream of every layer for itself.
-        limit = 2e-2 if model.decoder.dtype == torch.bfloat16 else 1e-2
+        limit = 2e-2 if model.dtype == torch.bfloat16 else 1e-2
         assert (got - wanted).norm() <= limit * wanted.norm(), num_tokens
 
 
@@ -97,13 +115,12 @@ def test_the_last_layer_of_only_the_rows_asked_for(
     make_checkpoint(family, tmp_path)
     model = make_fused(read_model_spec(tmp_path), device, monkeypatch)
     wanted = run(model, 13, device)
-    for memory in model.workspace.tensors():
-        memory.fill_(float("nan"))
+    poison(model)
     rows = torch.tensor([12, 3], device=device)
     got = run(model, 13, device, rows)
     assert got.shape == (2, model.spec.hidden_size)
     # Two rows may go through other kernels than thirteen.
-    limit = 2e-2 if model.decoder.dtype == torch.bfloat16 else 2e-3
+    limit = 2e-2 if model.dtype == torch.bfloat16 else 2e-3
     assert (got - wanted[rows]).norm() <= limit * wanted[rows].norm()
     assert (got - wanted[rows.flip(0)]).norm() > 0.1 * wanted[rows].norm()
 
@@ -112,17 +129,11 @@ def test_rows_are_left_out_of_long_steps_only(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("qwen3", tmp_path)
-    decoder = make_fused(read_model_spec(tmp_path), device, monkeypatch).decoder
+    model = make_fused(read_model_spec(tmp_path), device, monkeypatch)
 
     def leaving(max_num_logits: int, *, batch_invariant: bool = False) -> list[int]:
-        model = FusedDecoder(
-            decoder,
-            max_num_tokens=256,
-            max_num_logits=max_num_logits,
-            max_positions=64,
-            batch_invariant=batch_invariant,
-        )
-        return [tokens for tokens in (1, 3, 4, 16, 128, 129, 199, 200, 256) if model.leaves_rows_out(tokens)]
+        kernels = bind_triton(model, 256, max_num_logits, batch_invariant=batch_invariant)
+        return [tokens for tokens in (1, 3, 4, 16, 128, 129, 199, 200, 256) if kernels.leaves_rows_out(tokens)]
 
     assert leaving(2) == [129, 199, 200, 256], "the weights of 128 take as long as of one"
     assert leaving(100) == [200, 256]

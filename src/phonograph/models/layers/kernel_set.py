@@ -1,0 +1,111 @@
+"""The interface of a kernel set: what a decoder's forward loop is made of, below the loop.
+
+A kernel set decides what is fused. A norm is computed at once, left to the product behind it, or computed inside that
+product; a residual is added inside the product or after it. The loop is the same for all of them.
+
+Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
+vocabulary, F = (H + 2K) * D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from phonograph.models.layers.decoder_layer import AttentionHeads
+from phonograph.models.layers.linear import Linear, NormedLinear
+
+
+class KVTarget(NamedTuple):
+    """Where the keys and values of a layer go.
+
+    kv_cache:         [2, B, S, K, D]
+    slot_mapping:     int64, of the step's tokens; may be shorter than they are; -1 writes nothing
+    k_scale, v_scale: [K] float32, of an FP8 cache, or None for 1
+    clears_padding:   True if attention itself writes the zeros of padding rows
+    """
+
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    clears_padding: bool
+
+
+class Attend(Protocol):
+    """Attention of one step. It writes keys and values to the KV cache, and reads the cache.
+
+    A model needs only the call. The two methods are the same in two halves, for a kernel set that rotates queries and
+    keys and writes the cache in one launch.
+    """
+
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the output, contiguous [T, H, D]. The inputs may be views whose heads are contiguous."""
+        ...
+
+    def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
+        """Return where the keys and values of a layer are to be written."""
+        ...
+
+    def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
+        """Attend to the cache, with the step's keys and values in it, into `out_THD`."""
+        ...
+
+
+@dataclass(slots=True)
+class Stream:
+    """The residual stream between two products.
+
+    hidden_TE: the rows
+    normed_TE, squares: what the last product left for the norm behind it; as the kernel set has it
+    is_part:   the rows are those that `keep_rows` kept
+    """
+
+    hidden_TE: torch.Tensor
+    normed_TE: torch.Tensor | None = None
+    squares: Any = None
+    is_part: bool = False
+
+
+class KernelSet(Protocol):
+    """The functions of a decoder, on one kind of device. Results live until the next call of the same function."""
+
+    def rotary(self, positions_T: torch.Tensor) -> Any:
+        """Return what `attention` needs of the positions, once a step."""
+        ...
+
+    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
+        """Begin a stream with the embeddings of tokens. then: the product that reads the stream first."""
+        ...
+
+    def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+        """Return the fused projection [T, F] of the normed stream."""
+        ...
+
+    def attention(self, qkv_TF: torch.Tensor, heads: AttentionHeads, rotary: Any, attend: Attend) -> torch.Tensor:
+        """Norm and rotate query and key heads, and attend. Returns [T, H * D]."""
+        ...
+
+    def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+        """Return silu(gate) * up [T, I] of the normed stream; the matrix has the gates' outputs first."""
+        ...
+
+    def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
+        """Add x @ weight + bias to the stream, in place. then: the product that reads the stream next, if any does."""
+        ...
+
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        """Return True if the last layer of a prefill of so many tokens computes only rows that need logits."""
+        ...
+
+    def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
+        """Return these rows of the stream and of attention's output, for the rest of the last layer."""
+        ...
+
+    def logits(
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
+    ) -> torch.Tensor:
+        """Return logits [N, V] of the normed rows `rows_N` of the stream; of all its rows where that is None."""
+        ...

@@ -1,0 +1,166 @@
+"""The kernel set of our Triton kernels: few, fused launches over static memory.
+
+Nothing is allocated. Every intermediate is a slice of one workspace, made once for the largest step, so that all graphs
+share it and its size is known before anything runs. A step of one token reads each weight once and does nothing else of
+note: its norms, activation and residual adds live inside the matrix products.
+
+A batch-invariant kernel set has neither that path nor products chosen by the number of rows: every step runs the same
+kernels, each of which treats a row alike wherever it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm.linear import linear, linear_add, linear_add_norm, linear_silu, make_scratch
+from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT, takes_squares
+from phonograph.models.layers.decoder_layer import AttentionHeads
+from phonograph.models.layers.kernel_set import Attend, Stream
+from phonograph.models.layers.linear import Linear, NormedLinear
+from phonograph.models.layers.workspace import Workspace
+
+_FEW_TOKENS = 128
+
+
+class TritonKernels:
+    """Kernel set of our Triton kernels, on a CUDA device.
+
+    workspace:       intermediates of the largest step
+    rotary_PD:       cosines, then sines, of each position's angles, float32
+    batch_invariant: what a token gets does not depend, in any bit, on the others of the step; 16-bit weights only
+    """
+
+    def __init__(
+        self, workspace: Workspace, rotary_PD: torch.Tensor, eps: float, *, batch_invariant: bool = False
+    ) -> None:
+        self.workspace = workspace
+        self._rotary_PD = rotary_PD
+        self._eps = eps
+        self._scratch = make_scratch(rotary_PD.device)
+        self._batch_invariant = batch_invariant
+        self._config = BATCH_INVARIANT if batch_invariant else None
+
+    def rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Return the positions: the kernel reads the table itself."""
+        return positions_T
+
+    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
+        rows = input_ids_T.shape[0]
+        hidden_TE, normed_TE = self.workspace.hidden_TE[:rows], self.workspace.normed_TE[:rows]
+        layers.embed_and_norm(input_ids_T, embedding_VE, then.norm_I, self._eps, hidden_TE, normed_TE)
+        return Stream(hidden_TE, None if self._is_one_row(hidden_TE) else normed_TE)
+
+    def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+        out_TF = self.workspace.qkv_TF[: len(stream.hidden_TE)]
+        weight_OI, bias_O = layer.linear.weight_IO.t(), layer.linear.bias_O
+        if stream.normed_TE is None:
+            gemv.gemv_norm(stream.hidden_TE, layer.norm_I, self._eps, weight_OI, bias_O, out_TF)
+        else:
+            scratch, config = self._scratch, self._config
+            linear(stream.normed_TE, weight_OI, bias_O, out_TF, squares=stream.squares, scratch=scratch, config=config)
+        return out_TF
+
+    def attention(
+        self, qkv_TF: torch.Tensor, heads: AttentionHeads, rotary: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        num_tokens = qkv_TF.shape[0]
+        out_TF = self.workspace.attention_TF[:num_tokens]
+        target = attend.kv_target(heads.layer, num_tokens)
+        rope_and_write_kv(
+            qkv_TF,
+            rotary,
+            self._rotary_PD,
+            target.kv_cache,
+            target.slot_mapping,
+            num_query_heads=heads.num_query_heads,
+            num_kv_heads=heads.num_kv_heads,
+            qk_norm=heads.qk_norm,
+            eps=self._eps,
+            k_scale=target.k_scale,
+            v_scale=target.v_scale,
+            clear_TF=None if target.clears_padding else out_TF,
+            batch_invariant=self._batch_invariant,
+        )
+        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
+        q_THD = qkv_TF.as_strided(
+            (num_tokens, heads.num_query_heads, heads.head_size), (qkv_TF.stride(0), heads.head_size, 1)
+        )
+        attend.read(q_THD, heads.layer, out_TF.unflatten(-1, (-1, heads.head_size)))
+        return out_TF
+
+    def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+        space, rows, squares, config = self.workspace, len(stream.hidden_TE), stream.squares, self._config
+        weight_2IE, bias_2I, inner_TI = layer.linear.weight_IO.t(), layer.linear.bias_O, space.inner_TI[:rows]
+        normed_TE = stream.normed_TE
+        if normed_TE is None:
+            gemv.gemv_norm_silu(stream.hidden_TE, layer.norm_I, self._eps, weight_2IE, bias_2I, inner_TI)
+            return inner_TI
+        if not linear_silu(
+            normed_TE, weight_2IE, bias_2I, inner_TI, squares=squares, scratch=self._scratch, config=config
+        ):
+            gate_up_T2I = space.gate_up_T2I[:rows]
+            linear(normed_TE, weight_2IE, bias_2I, gate_up_T2I, squares=squares, scratch=self._scratch)
+            layers.silu_and_mul(gate_up_T2I, inner_TI)
+        return inner_TI
+
+    def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
+        hidden_TE, normed_TE = stream.hidden_TE, stream.normed_TE
+        product = x, layer.weight_IO.t(), layer.bias_O, hidden_TE
+        if normed_TE is None:
+            gemv.gemv_add(*product)
+        elif then is None:
+            linear_add(*product, scratch=self._scratch, config=self._config)
+        else:
+            stream.squares = linear_add_norm(
+                *product,
+                then.norm_I,
+                self._eps,
+                normed_TE,
+                defer=self._defers_norm(stream, then.linear),
+                scratch=self._scratch,
+                config=self._config,
+            )
+        return stream
+
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        """Return True if the last layer of a prefill of so many tokens computes only rows that need logits.
+
+        Always as many as there can be, so that its kernels are those of every other such step; and so only where that
+        is half the tokens at most. Of so few tokens that a product takes as long as its weights nothing is left out.
+        """
+        most_logits = self.workspace.logits_NV.shape[0]
+        return self._config is None and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits
+
+    def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
+        """Return the rows where the projection and the norm of all rows were."""
+        space, count = self.workspace, len(rows_P)
+        attended_PF = space.qkv_TF[:count, : attended_TF.shape[1]]
+        normed_PE, hidden_PE = space.normed_TE[:count], space.normed_TE[count : 2 * count]
+        layers.gather_rows(attended_TF, rows_P, attended_PF)
+        layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
+        return Stream(hidden_PE, normed_PE, is_part=True), attended_PF
+
+    def logits(
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
+    ) -> torch.Tensor:
+        num_logits = len(hidden_TE if rows_N is None else rows_N)
+        rows_NE, logits_NV = self.workspace.rows_NE[:num_logits], self.workspace.logits_NV[:num_logits]
+        if rows_N is None:
+            layers.rms_norm(hidden_TE, norm_E, self._eps, rows_NE)
+        else:
+            layers.gather_and_norm(hidden_TE, rows_N, norm_E, self._eps, rows_NE)
+        linear(rows_NE, head_EV.t(), None, logits_NV, scratch=self._scratch, config=self._config)
+        return logits_NV
+
+    def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
+        return len(hidden_TE) == 1 and self._config is None
+
+    def _defers_norm(self, stream: Stream, following: Linear) -> bool:
+        """Return True if the division of a norm is left to the product behind it."""
+        if self._config is not None or stream.is_part:
+            return False
+        num_inputs, num_outputs = following.weight_IO.shape
+        return takes_squares(len(stream.hidden_TE), num_outputs, num_inputs, stream.hidden_TE.dtype)

@@ -1,0 +1,122 @@
+"""The decoder of every supported architecture: its weights, and the one forward loop.
+
+Nothing in the loop depends on the contents of a tensor or changes from step to step, so that a step can be captured: by
+a CUDA graph, or by the tape. What is fused with what is decided below the loop, by the kernel set.
+
+Shapes: T tokens, N rows that need logits, P rows that are kept in the last layer, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from phonograph.kernels.torch.layers import rms_norm
+from phonograph.models.layers.decoder_layer import DecoderLayer
+from phonograph.models.layers.kernel_set import Attend, KernelSet
+from phonograph.models.layers.linear import NormedLinear, WeightAllocator
+from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.kv_scales import KVScales
+
+
+class Transformer:
+    """Weights of a model, allocated once and without contents, and its forward pass on a kernel set.
+
+    parameters: the weights as they lie in memory, all contiguous
+    kv_scales:  those of an FP8 KV cache
+    kernels:    set by `bind`, before the first step
+    """
+
+    kernels: KernelSet
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.kv_scales = KVScales()
+        allocate = WeightAllocator(dtype, device)
+        self.parameters = allocate.parameters
+        self.layers = [DecoderLayer.make(spec, index, allocate) for index in range(spec.num_layers)]
+        self.final_norm = allocate.tensor(spec.hidden_size)
+        self.lm_head_EV = allocate.matrix(spec.hidden_size, spec.vocab_size)
+        if spec.tie_word_embeddings:
+            self.embedding_VE = self.lm_head_EV.t()
+        else:
+            self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
+        self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
+        self._indices: Sequence[int] = range(spec.num_layers)
+
+    def bind(self, kernels: KernelSet) -> None:
+        """Let the model run on a kernel set."""
+        self.kernels = kernels
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        rows_P: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run all layers. Call it in inference mode.
+
+        Args:
+            input_ids_T: token ids.
+            positions_T: int64, the position of each token in its sequence.
+            attend: attention of this step.
+            rows_P: the only rows that the caller reads, int64; the last layer computes no others behind its attention.
+                For steps of `kernels.leaves_rows_out`.
+
+        Returns:
+            The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
+        """
+        kernels = self.kernels
+        rotary = kernels.rotary(positions_T)
+        stream = kernels.embed(input_ids_T, self.embedding_VE, then=self.layers[0].qkv)
+        for layer, following in self._pairs():
+            attended_TF = kernels.attention(kernels.project(stream, layer.qkv), layer.heads, rotary, attend)
+            if following is None and rows_P is not None:
+                stream, attended_TF = kernels.keep_rows(stream, attended_TF, rows_P)
+            stream = kernels.add(stream, attended_TF, layer.output, then=layer.gate_up)
+            stream = kernels.add(stream, kernels.project_gated(stream, layer.gate_up), layer.down, then=following)
+        return stream.hidden_TE
+
+    def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of what `forward` returned, or of all."""
+        return self.kernels.logits(hidden_TE, rows_N, self.final_norm, self.lm_head_EV)
+
+    def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V] of any number of rows, by torch's operators, which allocate them."""
+        return torch.mm(rms_norm(hidden_NE, self.final_norm, self._eps), self.lm_head_EV)
+
+    @contextmanager
+    def only_layers(self, indices: Sequence[int]) -> Generator[None]:
+        """Let `forward` run only these layers inside the context, for the kernels that it launches.
+
+        All kernels are those of the first layer, the second, the last, and layers whose attention differs.
+        """
+        every, self._indices = self._indices, indices
+        try:
+            yield
+        finally:
+            self._indices = every
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """Return where each tensor of a checkpoint goes, by its name: a view of the fused weights.
+
+        Views have the shapes of `ModelSpec.tensor_shapes`, but for the norms of query and key heads, which are [H, D]
+        and [K, D] for a [D] in the checkpoint. Together they cover every weight.
+        """
+        views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
+        if not self.spec.tie_word_embeddings:
+            views["lm_head.weight"] = self.lm_head_EV.t()
+        for layer in self.layers:
+            views |= layer.checkpoint_views(self.spec)
+        return views
+
+    def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
+        """Yield each layer with the product that reads the stream behind it, None behind the last layer."""
+        last = len(self.layers) - 1
+        for index in self._indices:
+            yield self.layers[index], None if index == last else self.layers[index + 1].qkv

@@ -1,0 +1,83 @@
+"""Attention of a step as a model calls it: KV write and attention of one backend over the paged cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.metadata import AttentionMetadata
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.models.layers.kernel_set import KVTarget
+
+
+class StepAttention:
+    """The `Attend` of a step program. Model code that is not ours may call it too, inside a capture.
+
+    metadata:     of the step that runs next; set before it runs
+    slot_mapping: int64, persistent; of each of the step's tokens
+    pieces:       True while a step runs whose capture is broken at each call of attention
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layers: Sequence[AttentionLayer],
+        kv_caches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor,
+        runtime: GraphRuntime,
+    ) -> None:
+        self.metadata: AttentionMetadata | None = None
+        self.pieces = False
+        self.layers = layers
+        self._backend = backend
+        self._kv_caches = kv_caches
+        self._slot_mapping = slot_mapping
+        self._runtime = runtime
+
+    def schedule(self) -> None:
+        """Make what all layers of the step share."""
+        assert self.metadata is not None, "the step's attention metadata is built before it runs"
+        self._backend.schedule(self.metadata)
+
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        """Write keys and values to the cache and attend. Returns a fresh, contiguous [T, H, D].
+
+        Args:
+            q_THD, k_TKD, v_TKD: rotated queries and keys, and values; views whose heads are contiguous will do.
+            layer: index of the layer.
+        """
+        metadata = self.metadata
+        assert metadata is not None, "the step's attention metadata is built before it runs"
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        if not self._backend.clears_padding:
+            out_THD.zero_()
+        self._backend.write_kv(self.layers[layer], k_TKD, v_TKD, self._kv_caches[layer], metadata)
+        self.read(q_THD, layer, out_THD)
+        return out_THD
+
+    def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
+        """Return where the keys and values of a layer go, for a kernel that writes them itself."""
+        values = self.layers[layer]
+        return KVTarget(
+            self._kv_caches[layer],
+            self._slot_mapping[:num_tokens],
+            values.k_scale,
+            values.v_scale,
+            self._backend.clears_padding,
+        )
+
+    def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
+        """Attend to the cache, which has the step's keys and values, into `out_THD`."""
+        if self.pieces:
+            self._runtime.eager_call(functools.partial(self._read, layer), q_THD, out_THD)
+        else:
+            self._read(layer, q_THD, out_THD)
+
+    def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
+        # Read at call time: between pieces this runs again at each replay, with that step's metadata.
+        metadata = self.metadata
+        assert metadata is not None
+        self._backend.forward(self.layers[layer], q_THD, self._kv_caches[layer], metadata, out_THD)
