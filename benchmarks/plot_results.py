@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checks.bench_plots import bar_chart, line_chart, roofline_chart, stacked_chart
+from matplotlib.axes import Axes
+
+from checks.bench_plots import bar_chart, line_chart, roofline_chart, save, stacked_chart
 from phonograph.bench.floor import H200
 from phonograph.bench.results import read_records
 from phonograph.bench.step_trace import PARTS
@@ -39,7 +41,7 @@ def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in result["comparison"] if row.get("system", "ours") == "ours"]
 
 
-def latency_chart(result: dict[str, Any]) -> str | None:
+def latency_chart(result: dict[str, Any]) -> Axes | None:
     """Milliseconds of one request over its input length, ours and the peers'."""
     rows = [row for row in of_ours(result) if row["suite"] == "latency"]
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -50,7 +52,7 @@ def latency_chart(result: dict[str, Any]) -> str | None:
     return line_chart(title, "input tokens", "ms", lines) if lines else None
 
 
-def decode_chart(result: dict[str, Any]) -> str | None:
+def decode_chart(result: dict[str, Any]) -> Axes | None:
     """Milliseconds between tokens, as multiples of the floor so that small and large batches share an axis."""
     floors = {row["case"]: row["floor_ms"] for row in result["rows"] if "floor_ms" in row}
     rows = [row for row in of_ours(result) if row["suite"] == "decode" and row["case"] in floors]
@@ -70,7 +72,7 @@ def decode_chart(result: dict[str, Any]) -> str | None:
     return bar_chart(title, "x floor", [row["case"] for row in rows], bars, [1.0] * len(rows), cap=CAP)
 
 
-def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
+def attention_chart(records: Sequence[dict[str, Any]]) -> Axes | None:
     """Kernel time over its floor, one bar a provider; the floors are those that our own rows name."""
     rows = [row for record in records for row in record.get("rows", [record]) if "us" in row]
     floors = {row["case"]: row["floor_us"] for row in rows if "floor_us" in row}
@@ -90,7 +92,7 @@ def attention_chart(records: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
-def steps_charts(record: dict[str, Any]) -> dict[str, str]:
+def steps_charts(record: dict[str, Any]) -> dict[str, Axes]:
     """The parts of a decode step in ms, and what its products and attention reach."""
     rows = [row for row in record["rows"] if row["suite"] == "step"]
     cases = [row["case"] for row in rows]
@@ -111,7 +113,7 @@ def steps_charts(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def serving_chart(result: dict[str, Any]) -> str | None:
+def serving_chart(result: dict[str, Any]) -> Axes | None:
     """How many times as good our server is as the other in what users see, by workload."""
     ratios = {
         (f"{row['workload']} {row['case']}".strip(), row["figure"]): row["ratio"]
@@ -134,7 +136,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--serving", type=Path)
     parser.add_argument("--folder", type=Path, default=PLOTS)
     arguments = parser.parse_args(tokens)
-    charts: dict[str, str | None] = {}
+    charts: dict[str, Axes | None] = {}
     if arguments.versus is not None:
         result = json.loads(arguments.versus.read_text(encoding="utf-8"))
         charts |= {"latency": latency_chart(result), "decode": decode_chart(result)}
@@ -151,7 +153,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
             print(f"{name}: no rows for it")
             continue
         path = arguments.folder / f"{name}.svg"
-        path.write_text(chart, encoding="utf-8")
+        save(chart, path)
         print(path)
 
 

@@ -124,6 +124,6 @@ def test_charts(benchmark_script: Callable[[str], ModuleType], tmp_path: Path) -
     steps, roofline = ((tmp_path / f"{name}.svg").read_text() for name in ("steps", "roofline"))
     for chart in (steps, roofline):
         ElementTree.fromstring(chart)
-    assert "48%" in steps and "products: 0.01" in steps and "tiny" in steps
+    assert "48%" in steps and ">0.021<" in steps and "tiny" in steps
     # 4e7 bytes in 10 us are 4 TB/s of 4.33.
-    assert "1x1024 92%" in roofline and "4 TFLOP/s" in roofline
+    assert "1x1024 92%" in roofline and ">TFLOP/s<" in roofline

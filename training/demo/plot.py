@@ -1,4 +1,4 @@
-"""Draw loss.png from loss.jsonl (needs matplotlib, which the package itself does not).
+"""Draw loss.png from loss.jsonl (needs matplotlib, of the extra `dev`).
 
 python training/demo/plot.py
 """
