@@ -1,0 +1,167 @@
+"""Each function of a kernel set: ours in Triton beside torch, on random inputs of odd sizes, over poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.torch_kernels import TorchKernels
+from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.workspace import Workspace
+from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
+
+ROWS = (1, 2, 21)
+MAX_TOKENS, MAX_LOGITS, POSITIONS = 21, 9, 50
+LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative errors. Both sides round their results once, and the torch set what lies between two of its operators."""
+# The interpreter multiplies bfloat16 wrongly.
+DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
+
+
+class WritesCache:
+    """Attention whose output is the query, beside a cache that is written by slot."""
+
+    def __init__(self, cache: torch.Tensor, slots_T: torch.Tensor) -> None:
+        self._cache = cache
+        self._slots_T = slots_T
+
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+        block, offset = self._slots_T // self._cache.shape[2], self._slots_T % self._cache.shape[2]
+        self._cache[0, block, offset], self._cache[1, block, offset] = k_TKD, v_TKD
+        return q_THD.contiguous()
+
+    def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
+        return KVTarget(self._cache, self._slots_T[:num_tokens], None, None, clears_padding=True)
+
+    def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
+        out_THD.copy_(q_THD)
+
+
+class Pair:
+    """A model of random weights with both kernel sets."""
+
+    def __init__(self, model: Transformer) -> None:
+        spec, dtype, device = model.spec, model.dtype, model.device
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters:
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.2 + 1)
+        self.model = model
+        self.workspace = Workspace.make(spec, MAX_TOKENS, MAX_LOGITS, dtype, device)
+        self.torch = TorchKernels(rotary_table(spec, POSITIONS, dtype, device), spec.rms_norm_eps)
+        self.triton = TritonKernels(
+            self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps
+        )
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(self.model.device, self.model.dtype)
+
+    def poison(self) -> None:
+        for memory in self.workspace.tensors():
+            memory.fill_(torch.nan)
+
+    def streams(self, rows: int) -> Iterator[tuple[KernelSet, Stream]]:
+        """Streams of both sets that begin with the same embeddings, which the first layer's projection reads."""
+        self.poison()
+        ids = torch.randint(self.model.spec.vocab_size, (rows,), dtype=torch.int32).to(self.model.device)
+        for kernels in (self.torch, self.triton):
+            yield kernels, kernels.embed(ids, self.model.embedding_VE, then=self.model.layers[0].qkv)
+
+    def check(self, wanted: torch.Tensor, got: torch.Tensor) -> None:
+        assert wanted.shape == got.shape and wanted.dtype == got.dtype
+        wanted, got = wanted.double(), got.double()
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        assert error <= LIMITS[self.model.dtype], error
+
+
+@pytest.fixture(params=["qwen3", "llama_bias"])
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    make_checkpoint(request.param, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def pair(request: pytest.FixtureRequest, family: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    sizes = {"hidden_size": 136, "intermediate_size": 104, "num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
+    spec = replace(read_model_spec(family), **sizes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.inference_mode():
+        yield Pair(Transformer(spec, request.param, device))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_embedding_and_projections_of_normed_rows(pair: Pair, rows: int) -> None:
+    layer = pair.model.layers[0]
+    (torch_set, wanted), (triton_set, got) = pair.streams(rows)
+    assert torch.equal(wanted.hidden_TE, got.hidden_TE)
+    pair.check(torch_set.project(wanted, layer.qkv), triton_set.project(got, layer.qkv))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, rows: int, last: bool) -> None:
+    layer = pair.model.layers[0]
+    results = []
+    attended = pair.random(rows, layer.output.weight_IO.shape[0])
+    for kernels, begun in pair.streams(rows):
+        stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
+        inner = kernels.project_gated(stream, layer.gate_up)
+        results.append((stream.hidden_TE.clone(), inner.clone()))
+        following = None if last else pair.model.layers[1].qkv
+        stream = kernels.add(stream, inner, layer.down, then=following)
+        results[-1] += (stream.hidden_TE, *(() if following is None else (kernels.project(stream, following),)))
+    for wanted, got in zip(*results, strict=True):
+        pair.check(wanted, got)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_norms_and_rotates_and_writes_the_cache(pair: Pair, rows: int) -> None:
+    layer, spec = pair.model.layers[0], pair.model.spec
+    device = pair.model.device
+    positions = torch.randint(POSITIONS, (rows,)).to(device)
+    slots = torch.randperm(96)[:rows].to(device)
+    results = []
+    for kernels, stream in pair.streams(rows):
+        cache = torch.full((2, 6, 16, spec.num_kv_heads, spec.head_size), 7.0).to(device, pair.model.dtype)
+        attend = WritesCache(cache, slots)
+        qkv = kernels.project(stream, layer.qkv)
+        results.append((kernels.attention(qkv, layer.heads, kernels.rotary(positions), attend), cache))
+    for wanted, got in zip(*results, strict=True):
+        pair.check(wanted, got)
+
+
+@pytest.mark.parametrize("rows", [13, 21])
+def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
+    layer = pair.model.layers[-1]
+    chosen = torch.randperm(rows)[: MAX_LOGITS // 2].to(pair.model.device)
+    attended = pair.random(rows, layer.output.weight_IO.shape[0])
+    results = []
+    for kernels, begun in pair.streams(rows):
+        stream, part = kernels.keep_rows(begun, attended, chosen)
+        stream = kernels.add(stream, part, layer.output, then=layer.gate_up)
+        stream = kernels.add(stream, kernels.project_gated(stream, layer.gate_up), layer.down, then=None)
+        results.append(stream.hidden_TE)
+    pair.check(*results)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_logits(pair: Pair, rows: int, gathered: bool) -> None:
+    model = pair.model
+    pair.poison()
+    hidden = pair.random(20 if gathered else rows, model.spec.hidden_size)
+    chosen = torch.randint(20, (rows,)).to(model.device) if gathered else None
+    wanted, got = (
+        kernels.logits(hidden, chosen, model.final_norm, model.lm_head_EV) for kernels in (pair.torch, pair.triton)
+    )
+    pair.check(wanted, got)
