@@ -27,9 +27,9 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from phonograph import LLM, SamplingParams
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
-from phonograph.bench.run import run_requests
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.run_requests import run_requests
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
 

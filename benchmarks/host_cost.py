@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams

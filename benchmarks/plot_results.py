@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 
 from checks.bench_plots import bar_chart, line_chart, roofline_chart, save, stacked_chart
 from phonograph.bench.floor import H200
-from phonograph.bench.results import read_records
+from phonograph.bench.records.results import read_records
 from phonograph.bench.step_trace import PARTS
 
 PLOTS = Path("docs/plots")

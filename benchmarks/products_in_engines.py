@@ -26,8 +26,8 @@ from sweep_products import Settings, applied
 
 from phonograph.bench.cases import DecodeCase
 from phonograph.bench.engine import bench_decode
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig

@@ -39,9 +39,9 @@ from rich.table import Table
 from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
 from checks.serving import faults, versus
 from checks.serving.generated import make_model_folder
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
-from phonograph.bench.results import read_records
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.results import read_records
 from phonograph.bench.serving import load
 from phonograph.bench.serving.connection import Target
 from phonograph.errors import EndpointError

@@ -25,8 +25,8 @@ import jsonschema
 
 from checks.serving.generated import make_model_folder
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from schemas import random_schema

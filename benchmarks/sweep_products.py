@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
 from phonograph.kernels.triton.gemm import tuning as product_rules

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from phonograph import LLM
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 DECODES = (1, 8)

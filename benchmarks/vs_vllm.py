@@ -38,9 +38,9 @@ from rich.table import Table
 
 from checks.bench_versus import OURS, backend_of, compare, summarise
 from checks.processes import end_group, gpu_uuid, portable
-from phonograph.bench.output import output_file
-from phonograph.bench.record import provenance, write_result
-from phonograph.bench.results import read_records
+from phonograph.bench.records.output import output_file
+from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.results import read_records
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}

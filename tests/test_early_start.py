@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phonograph.cli.app import main
-from phonograph.engine import early_start
+from phonograph.engine.startup import early_start
 from phonograph.kernels.triton.launch import compile_helper
 
 
@@ -79,7 +79,7 @@ def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.gpu
 def test_torch_finds_the_context() -> None:
     program = (
-        "from phonograph.engine.early_start import make_context; assert make_context(); "
+        "from phonograph.engine.startup.early_start import make_context; assert make_context(); "
         "import torch; assert torch.ones(3, device='cuda').sum().item() == 3"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,6 @@
-"""Imports go one way. Walks every module, lazy imports, imports for types and names of modules in strings included."""
+"""Imports go one way, and rooms stay small. Walks every module, lazy imports, imports for types and names of modules in
+strings included.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +52,23 @@ BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
 """Those of them that the extra `bench` installs too, for the client that loads servers."""
 WITHOUT_TORCH = COMMON | {"kv_cache", "scheduling", "structured"}
 
+MOST_ENTRIES = 15
+"""Modules and folders of one folder, without `__init__.py`. The entries of the package's own folder are the rooms."""
+MOST_LINES = 400
+MOST_ROOMS, MOST_ARROWS = 26, 112
+PROTOCOLS = {
+    "__init__.py": "",
+    "__main__.py": "",
+    "backend.py": "attention/",
+    "capabilities.py": "attention/",
+    "cascade.py": "kernels/",
+    "decode.py": "kernels/",
+    "layers.py": "kernels/",
+    "prefill.py": "kernels/",
+}
+"""Names that several modules have because they implement one protocol, and below which folder: the contract of
+attention and its backends, and two sets of kernels with the same functions."""
+
 MODULE_NAME = re.compile(r"(phonograph(?:\.\w+)+)(?::\w+)?")
 
 
@@ -66,6 +86,11 @@ def part_of(module: str) -> str:
     if names[:2] == ["graphs", "modes"]:
         return "graphs.modes"
     return names[0] if names else ROOT
+
+
+def room_of(module: str) -> str:
+    """The folder below the package, or the module beside them."""
+    return (module.split(".")[1:] or [ROOT])[0]
 
 
 def imported(tree: ast.AST, module: str, is_package: bool, known: set[str]) -> Iterator[tuple[int, str]]:
@@ -128,6 +153,62 @@ def test_layers_have_no_cycle() -> None:
         done |= ready
 
 
+def test_the_rooms_are_few_and_so_are_the_arrows_between_them() -> None:
+    found = modules(PACKAGE)
+    arrows = {
+        (room_of(module), room_of(name))
+        for module, path in found.items()
+        for _, name in imported(ast.parse(path.read_text()), module, path.name == "__init__.py", set(found))
+        if name.split(".")[0] == "phonograph"
+    }
+    arrows = {(room, other) for room, other in arrows if room != other}
+    assert len({room_of(module) for module in found}) <= MOST_ROOMS
+    assert len(arrows) <= MOST_ARROWS
+
+
+def outgrown(package: Path) -> list[str]:
+    """Folders with too many entries, modules with too many lines, and names that two modules have, as text."""
+    paths = {path.relative_to(package): path for path in modules(package).values()}
+    entries: dict[Path, set[str]] = {}
+    for path in paths:
+        for entry in (path, *path.parents[:-1]):
+            entries.setdefault(entry.parent, set()).add(entry.name)
+    del entries[Path()]
+    found = [
+        f"{folder}/: has {len(names - {'__init__.py'})} entries"
+        for folder, names in entries.items()
+        if len(names - {"__init__.py"}) > MOST_ENTRIES
+    ]
+    for name, path in paths.items():
+        count = len(path.read_text().splitlines())
+        if count > MOST_LINES and not name.is_relative_to("kernels/triton"):
+            found.append(f"{name}: has {count} lines")
+    counts = Counter(name.name for name in paths if not str(name).startswith(PROTOCOLS.get(name.name, str(package))))
+    return found + [f"{name}: is the name of {count} modules" for name, count in counts.items() if count > 1]
+
+
+def test_folders_and_modules_are_small_and_have_names_of_their_own() -> None:
+    assert outgrown(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "lines", "problem"),
+    [
+        ([f"graphs/part_{number}.py" for number in range(16)], 1, "graphs/: has 16 entries"),
+        (["graphs/tape.py"], 401, "graphs/tape.py: has 401 lines"),
+        (["graphs/chat.py", "cli/commands/chat.py"], 1, "chat.py: is the name of 2 modules"),
+        (["graphs/backend.py", "cli/backend.py", "attention/backend.py"], 1, "backend.py: is the name of 2 modules"),
+        (["kernels/triton/decode.py", "kernels/torch/decode.py", "kernels/__init__.py"], 1, None),
+        (["kernels/triton/decode.py"], 500, None),
+    ],
+)
+def test_a_planted_growth_is_found(tmp_path: Path, files: list[str], lines: int, problem: str | None) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("#\n" * lines)
+    assert outgrown(tmp_path) == ([] if problem is None else [problem])
+
+
 @pytest.mark.parametrize(
     ("module", "source", "problem"),
     [
@@ -143,7 +224,7 @@ def test_layers_have_no_cycle() -> None:
         ("engine/llm.py", "importlib.import_module('phonograph.cli.app')", "engine must not import cli"),
         (
             "bench/tasks.py",
-            "LAZY = {'app': 'phonograph.server.http.app:make'}",
+            "LAZY = {'app': 'phonograph.server.http.application:make'}",
             "bench must not import server",
         ),
         ("scheduling/limits.py", "from phonograph.runner import steps", "scheduling must not import runner"),
@@ -166,7 +247,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, 
         "graphs/resolve.py",
         "runner/model_runner.py",
         "sampling/sampler.py",
-        "server/http/app.py",
+        "server/http/application.py",
         "scheduling/scheduler.py",
     ):
         (package / name).parent.mkdir(exist_ok=True)
@@ -185,21 +266,21 @@ def test_an_import_downwards_is_no_violation(tmp_path: Path) -> None:
         "graphs/__init__.py",
         "attention/selection.py",
         "errors.py",
-        "cli/serve.py",
-        "server/http/app.py",
+        "cli/commands/serve.py",
+        "server/http/application.py",
     ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
     (package / "attention/selection.py").write_text(
         "import torch\nfrom ..graphs.modes import Support\nfrom .. import errors"
     )
-    (package / "cli/serve.py").write_text("from phonograph.server.http.app import make")
+    (package / "cli/commands/serve.py").write_text("from phonograph.server.http.application import make")
     assert violations(package) == []
 
 
 def test_what_needs_no_torch_is_imported_without_it() -> None:
     names = [name for name in modules(PACKAGE) if part_of(name) in WITHOUT_TORCH | {ROOT}]
-    names += ["phonograph.cli.app", "phonograph.cli.config"]
+    names += ["phonograph.cli.app", "phonograph.cli.commands.config"]
     program = (
         "import sys, importlib\nsys.modules['torch'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.composite.selection import SplitCapabilities
+from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention2Capabilities, FlashAttention3Capabilities
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities

@@ -27,7 +27,8 @@ pytest.importorskip("triton")
 
 from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flashinfer import backend as module
-from phonograph.attention.flashinfer import planner, staging
+from phonograph.attention.flashinfer import host_plans as staging
+from phonograph.attention.flashinfer import planner
 from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.composite.selection import SplitCapabilities
+from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select

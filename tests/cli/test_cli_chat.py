@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phonograph.cli import chat as chat_module
 from phonograph.cli.app import main
+from phonograph.cli.commands import chat as chat_module
 
 FIRST = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 SECOND = "Ann has 5 pens and buys 4 more. How many pens does Ann have?"

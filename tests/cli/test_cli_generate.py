@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from phonograph.cli import generate as generate_module
 from phonograph.cli.app import main
+from phonograph.cli.commands import generate as generate_module
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import PhonographError
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support

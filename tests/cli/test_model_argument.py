@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from phonograph.cli import chat, eval, generate, verify
 from phonograph.cli.app import main
+from phonograph.cli.commands import chat, eval, generate, verify
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import PhonographError
 
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (chat, generate, verify, eval):
         monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr("phonograph.server.http.run.serve", start)
-    monkeypatch.setattr("phonograph.cli.bench.start", start)
+    monkeypatch.setattr("phonograph.cli.commands.bench.start", start)
     return models
 
 

@@ -21,10 +21,10 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine import build
-from phonograph.engine import start as engine_start
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
+from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec

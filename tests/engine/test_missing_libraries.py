@@ -15,7 +15,7 @@ from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine import build
-from phonograph.engine import start as engine_start
+from phonograph.engine.startup import start as engine_start
 from phonograph.errors import ConfigError
 
 

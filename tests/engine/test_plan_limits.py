@@ -14,7 +14,7 @@ from phonograph import LLM
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
-from phonograph.engine.start import start_engine
+from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError
 from phonograph.models.spec import read_model_spec
 

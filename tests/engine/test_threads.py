@@ -13,9 +13,9 @@ from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine import plan as plans
-from phonograph.engine import threads
 from phonograph.engine.plan import make_plan
-from phonograph.engine.threads import Threads, plan_threads
+from phonograph.engine.startup import threads
+from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.sampling.sampler import Sampler
 

@@ -14,8 +14,8 @@ from phonograph.bench import cases as bench_cases
 from phonograph.bench import engine as bench_engine
 from phonograph.bench.cases import DecodeCase, LatencyCase, Lengths, MixedCase, cases_that_fit, parse_size
 from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
-from phonograph.bench.results import Row, append_record, read_records, summary
-from phonograph.bench.run import Answer, run_requests
+from phonograph.bench.records.results import Row, append_record, read_records, summary
+from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.errors import ConfigError, RequestError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from phonograph.bench import engine as bench_engine
-from phonograph.bench.output import check_output, output_file
-from phonograph.bench.record import write_result
-from phonograph.bench.results import append_record
+from phonograph.bench.records.output import check_output, output_file
+from phonograph.bench.records.record import write_result
+from phonograph.bench.records.results import append_record
 from phonograph.cli.app import main
 from phonograph.errors import ConfigError
 
@@ -161,7 +161,7 @@ def test_output_that_cannot_be_written_is_refused_before_the_work(
     def work(*arguments: Any, **keywords: Any) -> Any:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("phonograph.bench.record.provenance", work)
+    monkeypatch.setattr("phonograph.bench.records.record.provenance", work)
     assert main([*command, "--output", str(tmp_path)]) == 2
     assert f"output='{tmp_path}': cannot be written: [Errno 21] Is a directory" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phonograph.bench import record
+from phonograph.bench.records import record
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from phonograph.bench.serving.arrivals import arrival_times
 from phonograph.bench.serving.events import Reply, Sample
 from phonograph.bench.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
 from phonograph.bench.serving.load import Load
-from phonograph.bench.serving.metrics import details, serving_metrics
+from phonograph.bench.serving.serving_metrics import details, serving_metrics
 from phonograph.bench.serving.workload import random_prompts, read_requests
 from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig

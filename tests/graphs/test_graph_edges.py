@@ -14,7 +14,7 @@ from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
 from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.graphs.verify import Drawn, verify
+from phonograph.graphs.verification import Drawn, verify
 
 
 def dispatcher(mode, *, seqs=16, tokens=64, **more):

@@ -36,7 +36,7 @@ from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
 from phonograph.kernels.triton.gemm import gemm_ring as ring
-from phonograph.kernels.triton.gemm.linear import make_scratch
+from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
 _MORE = {

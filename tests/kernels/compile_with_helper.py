@@ -32,8 +32,8 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.linear import linear
 from phonograph.kernels.triton.launch import compile_helper, precompile
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 

@@ -36,7 +36,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.launch.precompile import filed_under
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.load import Loading
+from phonograph.models.weights.loading import Loading
 from phonograph.runner import cuda_runner
 from phonograph.runner.cuda_runner import CudaRunner
 from phonograph.sampling import sampler

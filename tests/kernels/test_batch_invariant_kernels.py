@@ -14,7 +14,7 @@ from kernel_sets import OwnQueries
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
-from phonograph.kernels.triton.gemm.linear import (
+from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear,
     linear_add,
     linear_add_norm,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from product_problem import Case, check_linear, poisoned, random_tensor
 
-from phonograph.kernels.triton.gemm.linear import linear, make_scratch
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")

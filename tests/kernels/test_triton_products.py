@@ -15,9 +15,7 @@ from triton.runtime.jit import JITFunction
 from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemv
 from phonograph.kernels.triton.gemm import tuning as products
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
-from phonograph.kernels.triton.gemm.linear import (
+from phonograph.kernels.triton.gemm.gemm_dispatch import (
     MAX_PARTIALS,
     linear,
     linear_add,
@@ -25,6 +23,8 @@ from phonograph.kernels.triton.gemm.linear import (
     linear_silu,
     make_scratch,
 )
+from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class, takes_squares
 from phonograph.kernels.triton.launch.precompile import compile_only
 from phonograph.kernels.triton.launch.preload import load_kernels
@@ -272,7 +272,7 @@ def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) 
 def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has more outputs than the kernel for one row is good for."""
     case = Case(1, 40, 96, torch.float16, device)
-    monkeypatch.setattr("phonograph.kernels.triton.gemm.linear.HEAD", 40)
+    monkeypatch.setattr("phonograph.kernels.triton.gemm.gemm_dispatch.HEAD", 40)
     monkeypatch.delattr(gemv, "gemv")
     linear(case.x, case.weight, None, case.out)
     case.check(case.product(case.x, bias=False))

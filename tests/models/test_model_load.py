@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from phonograph.errors import ConfigError, WeightError
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights import load as load_module
+from phonograph.models.weights import loading as load_module
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -142,7 +142,7 @@ from pathlib import Path
 
 import torch
 
-from phonograph.models.weights.load import begin_loading
+from phonograph.models.weights.loading import begin_loading
 from phonograph.models.spec import read_model_spec
 
 

@@ -13,7 +13,8 @@ from checkpoints import make_checkpoint
 from phonograph.errors import WeightError
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights import load, staging
+from phonograph.models.weights import loading as load
+from phonograph.models.weights import staging
 from phonograph.models.weights.staging import Copies, Staging
 
 SHAPES = [(), (1,), (7,), (33, 5), (5, 1000), (3, 40, 9), (0, 4), (1, 2049)]

@@ -16,7 +16,7 @@ from schemas import random_schema
 
 from phonograph import LLM, EngineConfig, SamplingParams, StructuredOutputs
 from phonograph.engine.session import Session
-from phonograph.engine.start import start_engine
+from phonograph.engine.startup.start import start_engine
 from phonograph.errors import RequestError
 
 

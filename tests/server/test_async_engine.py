@@ -20,7 +20,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.models.weights.model_files import model_folder
 from phonograph.scheduling.limits import SchedulerStats
-from phonograph.server.http.errors import ApiError, api_error
+from phonograph.server.http.api_errors import ApiError, api_error
 from phonograph.server.observe.graphs import graphs
 from phonograph.server.observe.metrics import make_registry
 from phonograph.text.tokenizer import Tokenizer

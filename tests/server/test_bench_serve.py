@@ -8,7 +8,7 @@ import pytest
 from servers import Server
 
 from phonograph.bench.cases import Lengths
-from phonograph.bench.serving.bench import CHAT, ServingBench, bench_serving
+from phonograph.bench.serving.serving_bench import CHAT, ServingBench, bench_serving
 from phonograph.bench.serving.workload import PromptFormat
 
 

@@ -16,7 +16,7 @@ from phonograph.engine.process import core_loop
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Abort, Add, Command, Report, Stop
 from phonograph.engine.session import Session
-from phonograph.engine.start import start_engine
+from phonograph.engine.startup.start import start_engine
 from phonograph.errors import RequestFailure
 from phonograph.structured.compiler import GrammarCompiler
 

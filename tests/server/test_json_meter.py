@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.server.http.errors import ApiError
+from phonograph.server.http.api_errors import ApiError
 from phonograph.server.http.json_meter import MAX_NUMBER, JsonMeter
 
 

@@ -13,7 +13,7 @@ from starlette.types import Message
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.models.weights.model_files import model_folder
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.stream import SERVERS_SEND, EventStream
 from phonograph.server.openai.answers import AnswerHead
 from phonograph.server.openai.protocol import CompletionBody

@@ -25,7 +25,7 @@ from transformers import (
 
 from phonograph.models.spec import ModelSpec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.load import begin_loading
+from phonograph.models.weights.loading import begin_loading
 
 VOCAB_SIZE = 211
 LOGITS_STD = 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.gemm.linear import (
+from phonograph.kernels.triton.gemm.gemm_dispatch import (
     LinearScratch,
     linear,
     linear_add,

@@ -19,7 +19,7 @@ from openai import OpenAI
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncEngine
-from phonograph.server.http.app import make_app
+from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.http.run import running_engine
 from phonograph.server.openai.serving import Serving

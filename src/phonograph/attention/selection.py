@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend
 from phonograph.attention.cascade.rule import cascade_refusals
-from phonograph.attention.composite.selection import SplitCapabilities, parse_parts
+from phonograph.attention.composite.capabilities import SplitCapabilities, parse_parts
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
     FlashAttention3Capabilities,

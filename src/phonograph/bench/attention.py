@@ -22,7 +22,7 @@ from phonograph.attention.backend import UNBOUNDED, AttentionLayer, AttentionSpe
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
 from phonograph.bench.floor import attention_work, this_chip
-from phonograph.bench.results import BenchProgress, Row
+from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
 from phonograph.graphs.modes import GraphKey, GraphSet

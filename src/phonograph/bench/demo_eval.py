@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from phonograph.bench.run import Answer, run_requests
+from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import (
     EVALUATION_CONTEXT,

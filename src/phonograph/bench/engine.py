@@ -18,8 +18,8 @@ import torch
 
 from phonograph.bench.cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
 from phonograph.bench.floor import decode_floor, this_chip
-from phonograph.bench.results import BenchProgress, Row, check_at_least, summary
-from phonograph.bench.run import run_requests
+from phonograph.bench.records.results import BenchProgress, Row, check_at_least, summary
+from phonograph.bench.run_requests import run_requests
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from phonograph.bench.cases import DecodeCase
 from phonograph.bench.engine import greedy, random_prompt, timed
-from phonograph.bench.results import BenchProgress, Row
+from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phonograph.bench.results import BenchProgress, Row
+from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.sources import ENVIRONMENT_PREFIX
 from phonograph.errors import PhonographError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from phonograph.bench.cases import DecodeCase
 from phonograph.bench.floor import Work, decode_work, this_chip
 from phonograph.bench.idle_trace import STEP_KERNEL, Activity, device_activities, steady_decodes
-from phonograph.bench.results import BenchProgress, Row
+from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, PhonographError, shortened
 from phonograph.kernels.kernel_parts import kernel_part

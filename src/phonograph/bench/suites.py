@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from phonograph.bench import cases
 from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput
 from phonograph.bench.idle_trace import bench_idle
-from phonograph.bench.results import BenchProgress, Row, check_at_least
+from phonograph.bench.records.results import BenchProgress, Row, check_at_least
 from phonograph.bench.step_trace import bench_step
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.llm import LLM

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.interrupts import deferred_interrupts
+from phonograph.engine.offline.interrupts import deferred_interrupts
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM

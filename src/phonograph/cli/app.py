@@ -15,18 +15,33 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 
 from phonograph import __version__
 from phonograph.cli.vllm_flags import explain_flag
-from phonograph.engine.early_start import resume_collector, start_early
+from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
 
 COMMANDS = {
-    "generate": ("phonograph.cli.generate:generate", "Continue or answer prompts, and say which graphs ran."),
-    "chat": ("phonograph.cli.chat:chat", "Talk with the model, each answer streamed."),
-    "explain": ("phonograph.cli.explain:explain", "Print what would run and why, for any device, without weights."),
-    "serve": ("phonograph.cli.serve:serve", "Serve a model to OpenAI's clients over HTTP."),
-    "verify": ("phonograph.cli.verify:verify", "Replay every captured graph on random batches and compare with eager."),
-    "eval": ("phonograph.cli.eval:app", "Score the demo model on held-out tasks, and compare such evaluations."),
-    "bench": ("phonograph.cli.bench:app", "Measure published workloads, attention kernels, start-up, idle time."),
-    "config": ("phonograph.cli.config:config", "Print the effective configuration and where each value comes from."),
+    "generate": ("phonograph.cli.commands.generate:generate", "Continue or answer prompts, and say which graphs ran."),
+    "chat": ("phonograph.cli.commands.chat:chat", "Talk with the model, each answer streamed."),
+    "explain": (
+        "phonograph.cli.commands.explain:explain",
+        "Print what would run and why, for any device, without weights.",
+    ),
+    "serve": ("phonograph.cli.commands.serve:serve", "Serve a model to OpenAI's clients over HTTP."),
+    "verify": (
+        "phonograph.cli.commands.verify:verify",
+        "Replay every captured graph on random batches and compare with eager.",
+    ),
+    "eval": (
+        "phonograph.cli.commands.eval:app",
+        "Score the demo model on held-out tasks, and compare such evaluations.",
+    ),
+    "bench": (
+        "phonograph.cli.commands.bench:app",
+        "Measure published workloads, attention kernels, start-up, idle time.",
+    ),
+    "config": (
+        "phonograph.cli.commands.config:config",
+        "Print the effective configuration and where each value comes from.",
+    ),
 }
 """What each command is: the function that runs it, and one line for the help."""
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")

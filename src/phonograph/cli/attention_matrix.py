@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.attention.backend import AttentionSpec, Capabilities
-from phonograph.attention.composite.selection import SplitCapabilities
+from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention3Capabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.selection import BUILT_IN

@@ -32,7 +32,7 @@ Json = Annotated[
 
 def _check_output(kind: object, path: Path | None) -> None:
     if path is not None:
-        from phonograph.bench.output import check_output
+        from phonograph.bench.records.output import check_output
 
         check_output(path)
 

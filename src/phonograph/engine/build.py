@@ -20,7 +20,7 @@ from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
-from phonograph.models.weights.load import begin_loading
+from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
 from phonograph.runner.verify_subject import RunnerSubject

@@ -11,11 +11,9 @@ from typing import Any
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.build import BuildProgress, Engine
-from phonograph.engine.interrupts import deferred_interrupts
-from phonograph.engine.offline import answer_inputs
-from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.plan import EnginePlan
-from phonograph.engine.prompts import (
+from phonograph.engine.offline.answer_inputs import answer_inputs
+from phonograph.engine.offline.interrupts import deferred_interrupts
+from phonograph.engine.offline.prompts import (
     PromptInput,
     conversation_list,
     plain_conversation,
@@ -23,10 +21,12 @@ from phonograph.engine.prompts import (
     prompt_list,
     refuse_unsupported,
 )
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.plan import EnginePlan
 from phonograph.engine.session import Session, grammar_compiler
-from phonograph.engine.start import start_engine, verify_engine
+from phonograph.engine.startup.start import start_engine, verify_engine
 from phonograph.errors import ConfigError, RequestError
-from phonograph.graphs.verify import VerifyReport
+from phonograph.graphs.verification import VerifyReport
 from phonograph.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 VERIFY_REPLAYS = 200

@@ -14,7 +14,7 @@ from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.engine.memory import MemoryPlan, plan_memory
-from phonograph.engine.threads import Threads, plan_threads
+from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher

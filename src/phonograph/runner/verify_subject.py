@@ -11,7 +11,7 @@ from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.graphs.verify import Drawn
+from phonograph.graphs.verification import Drawn
 
 # Blocks filled at a time: a cache may take nearly all memory there is.
 _BLOCKS_AT_ONCE = 4096

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
-from phonograph.attention.composite.selection import SplitCapabilities, decode_part
+from phonograph.attention.composite.capabilities import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
     AttentionMetadata,
     CommonMetadata,

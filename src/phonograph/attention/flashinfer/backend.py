@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.composite.selection import decode_part
+from phonograph.attention.composite.capabilities import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
+from phonograph.attention.flashinfer.host_plans import HostPlan, HostPlans
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
-from phonograph.attention.flashinfer.staging import HostPlan, HostPlans
-from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
+from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.attention.kv_write import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import (
     AttentionMetadata,

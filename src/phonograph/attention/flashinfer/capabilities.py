@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.capabilities import Declaration
-from phonograph.attention.flashinfer.workspace import Sizes, splits_mixed
+from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 

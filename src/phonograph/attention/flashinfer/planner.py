@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.flashinfer.host_plans import Fence, HostPlan
 from phonograph.attention.flashinfer.library import PACKAGE, Library, Wrapper
-from phonograph.attention.flashinfer.staging import Fence, HostPlan
-from phonograph.attention.flashinfer.workspace import Sizes
+from phonograph.attention.flashinfer.workspace_sizes import Sizes
 from phonograph.errors import BackendError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
-from phonograph.attention.composite.selection import decode_part
+from phonograph.attention.composite.capabilities import decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 EAGER_INTEGERS = 8 << 20

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from phonograph import __version__
-from phonograph.bench.output import writing
+from phonograph.bench.records.output import writing
 from phonograph.core.device import num_cores
 
 _LIBRARIES = ("transformers", "numpy")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.bench.output import writing
+from phonograph.bench.records.output import writing
 from phonograph.errors import ConfigError
 
 BenchProgress = Callable[[str, int, int], None]

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phonograph.bench.results import BenchProgress
+from phonograph.bench.records.results import BenchProgress
 from phonograph.bench.serving.connection import Recording, Target, exchange
 from phonograph.bench.serving.events import Reply, read_reply
 from phonograph.errors import ConfigError, EndpointError

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from phonograph.bench.cases import Lengths
-from phonograph.bench.results import BenchProgress, check_at_least
+from phonograph.bench.records.results import BenchProgress, check_at_least
 from phonograph.bench.serving import load
 from phonograph.bench.serving.arrivals import arrival_times
 from phonograph.bench.serving.connection import Target
-from phonograph.bench.serving.metrics import details, serving_metrics
+from phonograph.bench.serving.serving_metrics import details, serving_metrics
 from phonograph.bench.serving.workload import (
     Dataset,
     PromptFormat,

@@ -20,7 +20,7 @@ from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, st
 from phonograph.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from phonograph.bench.results import Row
+    from phonograph.bench.records.results import Row
     from phonograph.bench.suites import Suite
 
 Output = Annotated[Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")]
@@ -37,7 +37,7 @@ COLUMNS = {
 """The fields of a suite's rows that its table has, beside the case and the steps."""
 
 app = App(name="bench", help="Measure what the engine does, on random tokens, or a server.", help_format="plaintext")
-app.command("phonograph.cli.bench_serve:serve", name="serve", help="Load any server with OpenAI's API.")
+app.command("phonograph.cli.commands.bench_serve:serve", name="serve", help="Load any server with OpenAI's API.")
 
 
 @app.command
@@ -184,7 +184,7 @@ def attention(
 ) -> int:
     """Time the attention backend's kernels, with the heads of the model."""
     from phonograph.bench.attention import bench_attention, default_cases
-    from phonograph.bench.record import provenance
+    from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
     from phonograph.engine.build import this_device
     from phonograph.engine.plan import make_plan
@@ -228,7 +228,7 @@ def startup(
         clock.begin("imports")
         print_json(start_once(config, clock))
         return 0
-    from phonograph.bench.record import provenance
+    from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
 
     origin = provenance()
@@ -241,7 +241,7 @@ def startup(
 
 def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | None, *, as_json: bool) -> int:
     """Starts an engine and measures. If a case fails, the rows before it are reported all the same."""
-    from phonograph.bench.record import provenance
+    from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
 
     origin = provenance()
@@ -271,7 +271,7 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
 
 
 def _report(origin: dict[str, Any], rows: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
-    from phonograph.bench.results import append_record
+    from phonograph.bench.records.results import append_record
 
     record = {**origin, "rows": [row.as_json() for row in rows]}
     try:

@@ -91,9 +91,9 @@ def serve(
     if missing:
         raise ConfigError("bench serve", ", ".join(missing), "not installed; pip install 'phonograph[bench]'")
     from phonograph.bench.cases import Lengths
-    from phonograph.bench.record import provenance
-    from phonograph.bench.results import append_record
-    from phonograph.bench.serving.bench import ServingBench, bench_serving
+    from phonograph.bench.records.record import provenance
+    from phonograph.bench.records.results import append_record
+    from phonograph.bench.serving.serving_bench import ServingBench, bench_serving
 
     bench = ServingBench(
         base_url=base_url,

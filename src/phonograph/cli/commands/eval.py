@@ -60,7 +60,7 @@ def demo(
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
     # What follows needs torch, which `--help` does not.
     from phonograph.bench.demo_eval import evaluate_demo
-    from phonograph.bench.record import provenance, write_result
+    from phonograph.bench.records.record import provenance, write_result
 
     origin = provenance()
     llm = start(config)

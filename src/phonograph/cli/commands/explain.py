@@ -22,7 +22,7 @@ from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
-    from phonograph.engine.matrix import BackendRows
+    from phonograph.cli.attention_matrix import BackendRows
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import BatchShape, Decision
     from phonograph.graphs.modes import GraphKey
@@ -51,7 +51,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
-    from phonograph.engine.matrix import make_matrix
+    from phonograph.cli.attention_matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.models.catalog import catalog_name
     from phonograph.models.spec import read_configured_model

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from phonograph.cli.answer import print_piece, stream_answer
 from phonograph.cli.lines import check_text, read_line
 from phonograph.cli.options import takes_engine_config
-from phonograph.cli.sampling import GREEDY, SamplingFlags
+from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
 from phonograph.cli.show import (
     Json,
     completion_facts,

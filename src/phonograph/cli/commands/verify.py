@@ -18,7 +18,7 @@ from phonograph.errors import ConfigError
 
 if TYPE_CHECKING:
     from phonograph.graphs.modes import GraphKey
-    from phonograph.graphs.verify import VerifyReport
+    from phonograph.graphs.verification import VerifyReport
 
 _SHOWN_MISMATCHES = 10
 

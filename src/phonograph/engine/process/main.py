@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.early_start import start_early
 from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Progress, StartFailed
+from phonograph.engine.startup.early_start import start_early
 from phonograph.errors import PhonographError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
     from phonograph.engine.process.core_loop import CoreLoop
     from phonograph.engine.session import Session, grammar_compiler
-    from phonograph.engine.start import start_engine
+    from phonograph.engine.startup.start import start_engine
     from phonograph.text.tokenizer import load_tokenizer
 
     began = time.perf_counter()

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
-from phonograph.engine.early_start import pause_collector, resume_collector
 from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.startup.early_start import pause_collector, resume_collector
 from phonograph.errors import CaptureError, ConfigError, PhonographError
 from phonograph.graphs.modes import GraphMode
-from phonograph.graphs.verify import VerifyReport, verify
+from phonograph.graphs.verification import VerifyReport, verify
 from phonograph.models.spec import read_configured_model
 from phonograph.models.tied_embeddings import match_tied_embeddings
-from phonograph.models.weights.load import weight_files
+from phonograph.models.weights.loading import weight_files
 from phonograph.models.weights.model_files import model_folder
 
 

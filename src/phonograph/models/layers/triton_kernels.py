@@ -15,7 +15,7 @@ import torch
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm import gemv
-from phonograph.kernels.triton.gemm.linear import linear, linear_add, linear_add_norm, linear_silu, make_scratch
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, make_scratch
 from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT, takes_squares
 from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.kernel_set import Attend, Stream

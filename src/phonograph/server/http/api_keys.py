@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phonograph.server.http.errors import ApiError
+from phonograph.server.http.api_errors import ApiError
 from phonograph.server.http.page import PATHS
 
 OPEN_PATHS = frozenset({"/health", *PATHS})

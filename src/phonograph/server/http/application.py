@@ -14,17 +14,25 @@ from starlette.responses import Response
 from phonograph import __version__
 from phonograph.errors import RequestError, shortened
 from phonograph.server.http import page
+from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, failed, invalid
+from phonograph.server.http.api_keys import ApiKeys, error_response
 from phonograph.server.http.body_guard import BodyGuard
-from phonograph.server.http.errors import ApiError, ErrorAnswer, api_error, failed, invalid
-from phonograph.server.http.guards import ApiKeys, error_response
 from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
-from phonograph.server.openai import chat, completions, tokens
+from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.openai.serving import Serving
 
 log = logging.getLogger(__name__)
 
-ROUTERS = (completions.router, chat.router, tokens.router, status.router, graphs.router, metrics.router, page.router)
+ROUTERS = (
+    completions.router,
+    chat_completions.router,
+    tokens.router,
+    status.router,
+    graphs.router,
+    metrics.router,
+    page.router,
+)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request is wrong, or too much at this time."},

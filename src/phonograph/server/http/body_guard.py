@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.server.http.errors import ApiError, queue_full
-from phonograph.server.http.guards import error_response
+from phonograph.server.http.api_errors import ApiError, queue_full
+from phonograph.server.http.api_keys import error_response
 from phonograph.server.http.json_meter import PIECE, JsonMeter
 
 BYTES_PER_SECOND = 131_072

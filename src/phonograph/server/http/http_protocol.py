@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.server.http.errors import ApiError, invalid
+from phonograph.server.http.api_errors import ApiError, invalid
 
 MAX_HEADER_BYTES = 65_536
 """Bytes of a request line with its headers. The parser has no bound of its own."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 
 PIECE = 65_536
 """Bytes or characters that are counted at once, in about 2 ms."""

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 
 MAX_BODY_FIELDS = 256
 """Fields of a body, which is more than any endpoint knows; the first that is unknown would be refused later."""

@@ -24,7 +24,7 @@ from phonograph.engine.process.client import EngineProcess
 from phonograph.engine.process.messages import Begin
 from phonograph.errors import ConfigError, ModelError, RequestError
 from phonograph.server.http.access_log import AccessLogFilter
-from phonograph.server.http.app import make_app
+from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.openai.serving import Serving

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phonograph.engine.process.calls import Call, Sample
 from phonograph.errors import PhonographError
-from phonograph.server.http.errors import ApiError, api_error, failed
+from phonograph.server.http.api_errors import ApiError, api_error, failed
 from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, error_chunk
 from phonograph.server.openai.protocol import GenerationBody
 

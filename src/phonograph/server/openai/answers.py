@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from phonograph.engine.process.calls import Call, Delta, Sample
-from phonograph.server.http.errors import ApiError
+from phonograph.server.http.api_errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 ANSWERS: dict[int | str, dict[str, Any]] = {

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Sample
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRequest, JsonRoute
 from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
-from phonograph.server.openai.logprobs import chat_content, prompt_positions
+from phonograph.server.openai.completion_logprobs import chat_content, prompt_positions
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.serving import Serving, respond
 from phonograph.server.openai.tool_answers import CallReader

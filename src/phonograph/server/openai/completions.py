@@ -11,10 +11,10 @@ from starlette.responses import Response
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRequest, JsonRoute
 from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
-from phonograph.server.openai.logprobs import CompletionLogprobs, prompt_positions
+from phonograph.server.openai.completion_logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from phonograph.server.openai.serving import Serving, respond
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phonograph.server.http.errors import ApiError, invalid
+from phonograph.server.http.api_errors import ApiError, invalid
 from phonograph.server.http.json_meter import JsonMeter
 
 Message = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from phonograph.config.base import nearest
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string: each new token is compared with them."""

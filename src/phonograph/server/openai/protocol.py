@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.server.http.errors import api_error, invalid
+from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.openai.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
 from phonograph.server.openai.structured import PARAMETERS, field_of, structured_outputs
 

@@ -23,7 +23,7 @@ from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncEngine
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, quoted
-from phonograph.server.http.errors import ApiError, api_error, client_gone, invalid, queue_full
+from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream

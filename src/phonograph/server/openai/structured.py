@@ -7,7 +7,7 @@ from typing import Any, Protocol, get_args
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import Kind, StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from phonograph.server.http.errors import invalid
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRequest, JsonRoute
 from phonograph.server.openai.protocol import DetokenizeBody, TokenizeBody
 from phonograph.server.openai.serving import Serving, warning_headers

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
-from phonograph.server.http.errors import api_error, invalid
+from phonograph.server.http.api_errors import api_error, invalid
 
 MAX_FORCED_CALLS = 16
 """Calls in one answer where calls are required: weak models would go on and on."""

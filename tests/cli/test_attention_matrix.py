@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phonograph.cli.attention_matrix import BATCHES, DOCUMENTED, make_matrix, markdown
 from phonograph.core.device import known_device
-from phonograph.engine.matrix import BATCHES, DOCUMENTED, make_matrix, markdown
 from phonograph.graphs.modes import GraphMode, GraphSupport
 
 DECODE, DRAFTS, MIXED = BATCHES
