@@ -87,7 +87,7 @@ class DenseMetadata(AttentionMetadata):
     causal: bool
 
 
-class DenseMetadataBuilder(MetadataBuilder):
+class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
     """One schedule buffer serves all graphs: each step makes it anew."""
 
     def __init__(self, device: torch.device, limits: BatchLimits) -> None:
@@ -119,14 +119,13 @@ class DenseMetadataBuilder(MetadataBuilder):
         return max(1, -(-longest // SPLIT))
 
 
-class DenseBackend(AttentionBackend):
+class DenseBackend(AttentionBackend[DenseMetadata]):
     capabilities = DenseCapabilities()
 
     def make_builder(self) -> DenseMetadataBuilder:
         return DenseMetadataBuilder(self.device, self.limits)
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
-        assert isinstance(metadata, DenseMetadata)
+    def schedule(self, metadata: DenseMetadata) -> None:
         starts = metadata.query_start_loc.long()
         row_T = torch.arange(len(metadata.sequence_T), device=self.device)
         # Of the empty slots that begin where a row does, the row belongs to none.
@@ -141,9 +140,8 @@ class DenseBackend(AttentionBackend):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: DenseMetadata,
     ) -> None:
-        assert isinstance(metadata, DenseMetadata)
         slot_T = metadata.slot_mapping
         # torch cannot write nowhere: rows without a slot write once more what row 0 does, or what is there already.
         valid_T = slot_T >= 0
@@ -159,12 +157,11 @@ class DenseBackend(AttentionBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: DenseMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         """Queries are laid out by sequence and place [R, Q], attended there split by split, and put back in rows."""
-        assert isinstance(metadata, DenseMetadata)
         starts, lens_R = metadata.query_start_loc.long(), metadata.seq_lens.long()
         place_Q = torch.arange(metadata.max_query_len, device=self.device)
         row_RQ = (starts[:-1, None] + place_Q).clamp(max=len(query_THD) - 1)

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Generic
 
 import torch
 
-from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
+from phonograph.attention.metadata import MetadataBuilder, MetadataT
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, Support
 
@@ -159,7 +160,7 @@ class BatchLimits:
     max_model_len: int
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(ABC, Generic[MetadataT]):
     """Runs attention for one KV group. Built once, used for every layer of the group.
 
     The KV cache of a layer is `kv_cache` [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a
@@ -185,10 +186,10 @@ class AttentionBackend(ABC):
         self.limits = limits
 
     @abstractmethod
-    def make_builder(self) -> MetadataBuilder: ...
+    def make_builder(self) -> MetadataBuilder[MetadataT]: ...
 
     @abstractmethod
-    def schedule(self, metadata: AttentionMetadata) -> None:
+    def schedule(self, metadata: MetadataT) -> None:
         """Makes what all layers of a step share, from the contents of the batch's tensors; may have nothing to do.
 
         The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`.
@@ -201,7 +202,7 @@ class AttentionBackend(ABC):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: MetadataT,
     ) -> None:
         """Writes new keys and values to their slots (block id * block size + offset); slot -1 writes nothing.
 
@@ -216,7 +217,7 @@ class AttentionBackend(ABC):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: MetadataT,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
@@ -231,7 +232,7 @@ class AttentionBackend(ABC):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: MetadataT,
         out_THD: torch.Tensor,
     ) -> torch.Tensor:
         """`forward` for those who read the LSE at once: returns it, whatever it holds for rows of no request.
@@ -244,5 +245,7 @@ class AttentionBackend(ABC):
         return lse_HT
 
 
-MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AttentionBackend]
+AnyBackend = AttentionBackend[Any]
+"""A backend whose metadata the holder only passes on."""
+MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AnyBackend]
 """A backend's class, or what else makes one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,8 +19,11 @@ class GpuMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
 
 
-class GpuBackend(AttentionBackend):
-    """Its builder makes GpuMetadata."""
+GpuMetadataT = TypeVar("GpuMetadataT", bound=GpuMetadata)
+
+
+class GpuBackend(AttentionBackend[GpuMetadataT]):
+    """A backend with our KV write."""
 
     def write_kv(
         self,
@@ -27,7 +31,6 @@ class GpuBackend(AttentionBackend):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: GpuMetadataT,
     ) -> None:
-        assert isinstance(metadata, GpuMetadata)
         write_kv(key_TKD, value_TKD, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)

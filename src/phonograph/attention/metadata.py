@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -111,7 +111,11 @@ class AttentionMetadata:
     """What a backend's forward needs beyond the tensors of a layer; made by that backend's builder only."""
 
 
-class MetadataBuilder(ABC):
+MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
+"""The metadata of one backend, which its builder makes and its methods take."""
+
+
+class MetadataBuilder(ABC, Generic[MetadataT]):
     """Turns common metadata into a backend's own, writing into buffers that live as long as the builder.
 
     The runner calls `build` exactly once for what will run next: an eager step (`key` None), the capture of a graph, or
@@ -121,4 +125,8 @@ class MetadataBuilder(ABC):
     """
 
     @abstractmethod
-    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> AttentionMetadata: ...
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> MetadataT: ...
+
+
+AnyBuilder = MetadataBuilder[Any]
+"""A builder whose metadata the holder only passes on."""

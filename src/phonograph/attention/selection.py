@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 
-from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities, MakeBackend
+from phonograph.attention.backend import AnyBackend, AttentionSpec, Capabilities, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend
 from phonograph.attention.cascade.rule import cascade_refusals
 from phonograph.attention.composite.capabilities import SplitCapabilities, parse_parts
@@ -70,7 +70,7 @@ class Selection:
     part_loader: Callable[[], MakeBackend] | None = None
 
 
-def _reference() -> type[AttentionBackend]:
+def _reference() -> type[AnyBackend]:
     return ReferenceBackend
 
 
@@ -80,7 +80,7 @@ def _reference_cascade() -> MakeBackend:
     return partial(CascadeBackend, ordinary=ReferenceBackend, part=ReferenceBackend, kernels=cascade)
 
 
-def _triton() -> type[AttentionBackend]:
+def _triton() -> type[AnyBackend]:
     # Here, since it imports triton, which machines without a GPU need not have.
     from phonograph.attention.triton.backend import TritonBackend
 
@@ -93,19 +93,19 @@ def _flash_attn_2() -> MakeBackend:
     return partial(SplitBackend, decode=_flash_attn_2_part(), prefill=_flash_attn_2_part())
 
 
-def _flash_attn_2_part() -> type[AttentionBackend]:
+def _flash_attn_2_part() -> type[AnyBackend]:
     from phonograph.attention.flash_attn.backend import FlashAttention2Backend
 
     return _with_its_library(FlashAttention2Backend)
 
 
-def _flash_attn_3() -> type[AttentionBackend]:
+def _flash_attn_3() -> type[AnyBackend]:
     from phonograph.attention.flash_attn.backend import FlashAttention3Backend
 
     return _with_its_library(FlashAttention3Backend)
 
 
-def _flash_attn_4() -> type[AttentionBackend]:
+def _flash_attn_4() -> type[AnyBackend]:
     from phonograph.attention.flash_attn.backend import FlashAttention4Backend
 
     return _with_its_library(FlashAttention4Backend)
@@ -117,13 +117,13 @@ def _flash_attn_cascade(ordinary: Callable[[], MakeBackend], part: Callable[[], 
     return partial(CascadeBackend, ordinary=ordinary(), part=part(), kernels=cascade)
 
 
-def _with_its_library(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+def _with_its_library(backend: type[AnyBackend]) -> type[AnyBackend]:
     """Imports the library now, so that one which does not fit is known before a model is loaded."""
     functions_of(backend.capabilities.version)
     return backend
 
 
-def _flashinfer() -> type[AttentionBackend]:
+def _flashinfer() -> type[AnyBackend]:
     from phonograph.attention.flashinfer.backend import FlashInferBackend
     from phonograph.attention.flashinfer.library import load_library
 
@@ -131,7 +131,7 @@ def _flashinfer() -> type[AttentionBackend]:
     return FlashInferBackend
 
 
-def _flashinfer_part() -> type[AttentionBackend]:
+def _flashinfer_part() -> type[AnyBackend]:
     _flashinfer()
     from phonograph.attention.flashinfer.backend import FlashInferPartBackend
 

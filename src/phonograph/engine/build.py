@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.selection import load
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
@@ -145,7 +145,7 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
 
 
-def _make_parts(plan: EnginePlan, backend: AttentionBackend, model: Transformer) -> Parts:
+def _make_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> Parts:
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )

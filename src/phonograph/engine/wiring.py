@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.engine.plan import EnginePlan
 from phonograph.graphs.buffers import StaticBuffers
@@ -28,7 +28,7 @@ class Parts:
     """What every device needs: weights, attention, and the KV cache of each layer."""
 
     model: Transformer
-    backend: AttentionBackend
+    backend: AnyBackend
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
 

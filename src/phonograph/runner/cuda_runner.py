@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
-from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.attention.metadata import AnyBuilder, CommonMetadata
 from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.errors import CaptureError
 from phonograph.graphs.capture_list import CaptureRetry
@@ -86,7 +86,7 @@ class CudaRunner:
         self,
         *,
         program: StepProgram,
-        builder: MetadataBuilder,
+        builder: AnyBuilder,
         inputs: DeviceInputs,
         sampler: Sampler,
         masked: MaskedSampling,

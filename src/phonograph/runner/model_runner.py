@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
-from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.attention.metadata import AnyBuilder, CommonMetadata
 from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
 from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.dispatch import BatchShape, Dispatcher
@@ -43,7 +43,7 @@ class ModelRunner:
         self,
         *,
         program: StepProgram,
-        builder: MetadataBuilder,
+        builder: AnyBuilder,
         buffers: StaticBuffers,
         slots: SlotTable,
         sampler: Sampler,

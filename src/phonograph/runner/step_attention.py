@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer
+from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.layers.kernel_set import KVTarget
@@ -23,7 +23,7 @@ class StepAttention:
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backend: AnyBackend,
         layers: Sequence[AttentionLayer],
         kv_caches: Sequence[torch.Tensor],
         slot_mapping: torch.Tensor,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AnyBackend, AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,
@@ -64,7 +64,7 @@ class CaseResult:
 
 
 def check_backend(
-    backend_class: type[AttentionBackend],
+    backend_class: type[AnyBackend],
     spec: AttentionSpec,
     device: torch.device,
     *,
@@ -93,7 +93,7 @@ def check_backend(
     return results
 
 
-def _check(backend: AttentionBackend, layer: AttentionLayer, shape: BatchShape, batch: PagedBatch) -> CaseResult:
+def _check(backend: AnyBackend, layer: AttentionLayer, shape: BatchShape, batch: PagedBatch) -> CaseResult:
     spec, common = backend.spec, batch.common
     before = batch.kv_cache.clone()
     builder = backend.make_builder()

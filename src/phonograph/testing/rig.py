@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, MakeBackend
-from phonograph.attention.metadata import AttentionMetadata, MetadataBuilder
+from phonograph.attention.backend import AnyBackend, MakeBackend
+from phonograph.attention.metadata import AnyBuilder, AttentionMetadata
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
@@ -30,8 +30,8 @@ class Rig:
 
     def __init__(self, make: MakeBackend, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.backend: AttentionBackend = make(inputs.spec, inputs.device, inputs.limits)
-        self.builder: MetadataBuilder = self.backend.make_builder()
+        self.backend: AnyBackend = make(inputs.spec, inputs.device, inputs.limits)
+        self.builder: AnyBuilder = self.backend.make_builder()
         # Backends from before the attribute clear their padding.
         self.clears_padding = bool(getattr(self.backend, "clears_padding", True))
         self.runtime: GraphRuntime = CudaRuntime(inputs.device) if inputs.device.type == "cuda" else TapeRuntime()

@@ -19,7 +19,7 @@ import torch
 
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.cascade.rule import part_limits
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
+from phonograph.attention.metadata import AnyBuilder, AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.cascade_tensors import PrefixCut
 
@@ -43,12 +43,10 @@ class CascadeMetadata(AttentionMetadata):
     block_table: torch.Tensor
 
 
-class CascadeMetadataBuilder(MetadataBuilder):
+class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
     """Builds for both launches where a step cascades, and else as the ordinary backend's builder does."""
 
-    def __init__(
-        self, ordinary: MetadataBuilder, prefix: MetadataBuilder, suffix: MetadataBuilder, cut: PrefixCut
-    ) -> None:
+    def __init__(self, ordinary: AnyBuilder, prefix: AnyBuilder, suffix: AnyBuilder, cut: PrefixCut) -> None:
         self._ordinary = ordinary
         self._prefix = prefix
         self._suffix = suffix
@@ -99,7 +97,7 @@ class CascadeMetadataBuilder(MetadataBuilder):
         return prefixes, suffixes
 
 
-class CascadeBackend(AttentionBackend):
+class CascadeBackend(AttentionBackend[AttentionMetadata]):
     """A backend that cascades.
 
     Args:

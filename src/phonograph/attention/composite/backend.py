@@ -15,6 +15,7 @@ import torch
 from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.composite.capabilities import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
+    AnyBuilder,
     AttentionMetadata,
     CommonMetadata,
     MetadataBuilder,
@@ -40,13 +41,13 @@ class SplitMetadata(AttentionMetadata):
     num_decode_rows: int
 
 
-class SplitMetadataBuilder(MetadataBuilder):
+class SplitMetadataBuilder(MetadataBuilder[SplitMetadata]):
     """Builds the metadata of each part by its own backend's builder; the parts' tensors live as long as this."""
 
     def __init__(
         self,
-        decode: MetadataBuilder,
-        prefill: MetadataBuilder,
+        decode: AnyBuilder,
+        prefill: AnyBuilder,
         split: SplitBatch,
         decode_query_len: int,
     ) -> None:
@@ -117,7 +118,7 @@ class SplitMetadataBuilder(MetadataBuilder):
         return decodes, prefills
 
 
-class SplitBackend(AttentionBackend):
+class SplitBackend(AttentionBackend[SplitMetadata]):
     """Two backends as one. `decode` and `prefill` make them."""
 
     def __init__(
@@ -143,8 +144,7 @@ class SplitBackend(AttentionBackend):
             self.decode.make_builder(), self.prefill.make_builder(), self._split, self._query_len
         )
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
-        assert isinstance(metadata, SplitMetadata)
+    def schedule(self, metadata: SplitMetadata) -> None:
         if metadata.prefill is not None:
             split_batch(self._split, metadata.query_start_loc, metadata.seq_lens, decode_query_len=self._query_len)
             self.prefill.schedule(metadata.prefill)
@@ -157,9 +157,8 @@ class SplitBackend(AttentionBackend):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: SplitMetadata,
     ) -> None:
-        assert isinstance(metadata, SplitMetadata)
         # Once for all rows, of which the decodes' part knows the first only.
         if metadata.prefill is not None:
             self.prefill.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.prefill)
@@ -171,11 +170,10 @@ class SplitBackend(AttentionBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: SplitMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, SplitMetadata)
         rows = metadata.num_decode_rows
         lse = None if lse_HT is None else lse_HT[:, :rows]
         # Decodes first: to them the rows of prefills belong to nobody, and may be overwritten.

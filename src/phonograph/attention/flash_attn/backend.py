@@ -29,12 +29,11 @@ from phonograph.attention.flash_attn.capabilities import (
 from phonograph.attention.flash_attn.providers import make_library
 from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.kv_write import GpuBackend
-from phonograph.attention.metadata import AttentionMetadata
 from phonograph.errors import BackendError
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 
 
-class FlashAttentionBackend(GpuBackend):
+class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
     """What all versions share.
 
     Raises:
@@ -60,13 +59,12 @@ class FlashAttentionBackend(GpuBackend):
     def make_builder(self) -> FlashAttentionMetadataBuilder:
         return self.builder(self.spec, self.limits)
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
+    def schedule(self, metadata: FlashAttentionMetadata) -> None:
         """Makes the library's plan where it has one, into the one buffer that eager steps, graphs and pieces share.
 
         A graph's own memory would not do: pieces are followed by attention outside, when later pieces may have reused
         it. The buffer's rest is zeroed each time, as blocks of the launch would act on entries of an earlier plan.
         """
-        assert isinstance(metadata, FlashAttentionMetadata)
         if not metadata.planned:
             return
         made = self._library.schedule(metadata.launch, self.spec.windows[0])
@@ -87,13 +85,12 @@ class FlashAttentionBackend(GpuBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: FlashAttentionMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
         if lse is not None and lse_HT is not None:
-            assert isinstance(metadata, FlashAttentionMetadata)
             # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
             # the first query are another launch's.
             starts, rows = metadata.launch.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
@@ -105,7 +102,7 @@ class FlashAttentionBackend(GpuBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: FlashAttentionMetadata,
         out_THD: torch.Tensor,
     ) -> torch.Tensor:
         lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
@@ -118,11 +115,10 @@ class FlashAttentionBackend(GpuBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: FlashAttentionMetadata,
         out_THD: torch.Tensor,
     ) -> torch.Tensor | None:
         """The LSE as the library has it, where the spec asks for it."""
-        assert isinstance(metadata, FlashAttentionMetadata)
         plan = metadata.plan.part if metadata.planned else None
         key_BSKD, value_BSKD = kv_cache.unbind(0)
         if self.quantizes_queries:

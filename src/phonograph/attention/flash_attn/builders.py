@@ -53,7 +53,7 @@ class Numbers:
     planned: bool = False
 
 
-class FlashAttentionMetadataBuilder(MetadataBuilder):
+class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
     """Wraps the batch's own tensors: all that is built are a few numbers, by key the same each time."""
 
     def __init__(self, spec: AttentionSpec, limits: BatchLimits) -> None:

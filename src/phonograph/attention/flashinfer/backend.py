@@ -21,7 +21,6 @@ from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.attention.kv_write import GpuBackend, GpuMetadata
 from phonograph.attention.metadata import (
-    AttentionMetadata,
     CommonMetadata,
     MetadataBuilder,
     cut_on_host,
@@ -51,7 +50,7 @@ class FlashInferMetadata(GpuMetadata):
     end: int
 
 
-class FlashInferMetadataBuilder(MetadataBuilder):
+class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
     """Plans the wrappers that the coming step runs.
 
     A replay reads whatever plan is in the buffers, so each has to be planned for: the runner builds exactly once for
@@ -129,7 +128,7 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         return common.causal or self._spec.windows[0][1] == 0
 
 
-class FlashInferBackend(GpuBackend):
+class FlashInferBackend(GpuBackend[FlashInferMetadata]):
     """Raises BackendError at the first run of a layer whose scales differ from head to head.
 
     Of a mixed graph, its FA3 alone would split no sequence and take a tile for each query head of a decode; so decodes
@@ -150,8 +149,7 @@ class FlashInferBackend(GpuBackend):
     def make_builder(self) -> FlashInferMetadataBuilder:
         return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits, splits=self.splits_mixed)
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
-        assert isinstance(metadata, FlashInferMetadata)
+    def schedule(self, metadata: FlashInferMetadata) -> None:
         page_indices(metadata.block_table, metadata.seq_lens, metadata.indices, page_size=self.spec.block_size)
 
     def forward(
@@ -159,11 +157,10 @@ class FlashInferBackend(GpuBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: FlashInferMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, FlashInferMetadata)
         keys, values = kv_cache.unbind(0)
         if self.spec.layout is KVLayout.HND:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)

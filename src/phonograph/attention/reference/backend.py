@@ -59,7 +59,7 @@ class ReferenceMetadata(AttentionMetadata):
     causal: bool
 
 
-class ReferenceMetadataBuilder(MetadataBuilder):
+class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
     """One schedule serves all graphs: each step makes it anew before its layers read it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,14 +76,13 @@ class ReferenceMetadataBuilder(MetadataBuilder):
         )
 
 
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
     capabilities = ReferenceCapabilities()
 
     def make_builder(self) -> ReferenceMetadataBuilder:
         return ReferenceMetadataBuilder(self.device)
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
-        assert isinstance(metadata, ReferenceMetadata)
+    def schedule(self, metadata: ReferenceMetadata) -> None:
         reference.schedule(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -99,9 +98,8 @@ class ReferenceBackend(AttentionBackend):
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: ReferenceMetadata,
     ) -> None:
-        assert isinstance(metadata, ReferenceMetadata)
         reference.kv_write(key_TKD, value_TKD, kv_cache, metadata.handle, layer.k_scale, layer.v_scale)
 
     def forward(
@@ -109,11 +107,10 @@ class ReferenceBackend(AttentionBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: ReferenceMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, ReferenceMetadata)
         reference.attention(
             query_THD,
             kv_cache,

@@ -19,7 +19,7 @@ import torch
 
 from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.kv_write import GpuBackend, GpuMetadata
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
+from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.attention.decode import (
@@ -62,7 +62,7 @@ class TritonMetadata(GpuMetadata):
     divide: bool
 
 
-class TritonMetadataBuilder(MetadataBuilder):
+class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
     """One set of plans, one for each window, serves all graphs: each step makes them anew for its layers."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
@@ -98,15 +98,14 @@ class TritonMetadataBuilder(MetadataBuilder):
         )
 
 
-class TritonBackend(GpuBackend):
+class TritonBackend(GpuBackend[TritonMetadata]):
     capabilities = TritonCapabilities()
     only_triton = True
 
     def make_builder(self) -> TritonMetadataBuilder:
         return TritonMetadataBuilder(self.spec, self.device, self.limits)
 
-    def schedule(self, metadata: AttentionMetadata) -> None:
-        assert isinstance(metadata, TritonMetadata)
+    def schedule(self, metadata: TritonMetadata) -> None:
         starts, lens = metadata.query_start_loc, metadata.seq_lens
         for window, (short, long) in metadata.plans.items():
             plan_decode(
@@ -127,11 +126,10 @@ class TritonBackend(GpuBackend):
         layer: AttentionLayer,
         query_THD: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: TritonMetadata,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(metadata, TritonMetadata)
         short, long = metadata.plans[layer.window]
         # The long ones first: few of their programs have work, and the short ones' take all the room that is left.
         if metadata.has_long:
