@@ -26,7 +26,7 @@ from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.text.output_text import TextBuilder
+from phonograph.text.output_text import text_builder
 from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ class _Sample:
 
     request: Request
     completion: CompletionOutput
-    text: TextBuilder | None
     parent: RequestOutput
 
 
@@ -166,7 +165,7 @@ class Session:
                 continue
             if not self.core.scheduler.abort(sample.request.request_id):
                 self._drop_held(sample)
-            self._contain(output, self._conclude, sample)
+            self._contain(output, self._update, sample)
         self.core.settle()
 
     def _contain(self, output: RequestOutput, work: Callable[[Part], None], part: Part) -> None:
@@ -190,18 +189,18 @@ class Session:
                 raise RequestError(structured.kind, shortened(structured.source), problem)
             error = dead_end(request, self._model.vocab_size) if no_token else None
             raise error or RequestFailure(sample.parent.request_id, part, problem)
-        if sample.text is not None:
-            self._read(sample, sample.text)
-        if request.finish_reason is not None:
+        self._update(sample)
+
+    def _update(self, sample: _Sample) -> None:
+        """Turn new tokens into output, and end the request at a stop string."""
+        request, completion = sample.request, sample.completion
+        completion.update(request.finish_reason, request.stop_reason)
+        if completion.finish_reason is not None:
+            if not request.finished:
+                self.core.scheduler.finish(request.request_id, completion.finish_reason, completion.stop_reason)
             self._close(sample)
         elif len(request.output_token_ids) == 1:
             self._report_prompt(sample)
-
-    def _conclude(self, sample: _Sample) -> None:
-        """Takes over the rest of a sample that has ended."""
-        if sample.text is not None:
-            self._read(sample, sample.text)
-        self._close(sample)
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
         """Gives all samples of a request to the scheduler, or none."""
@@ -267,36 +266,18 @@ class Session:
         )
         # The lists are the request's own: they grow in the output without being carried over.
         completion = CompletionOutput(
-            index=index,
-            text="",
-            token_ids=request.output_token_ids,
+            index,
+            text_builder(self.tokenizer, params, output.prompt_token_ids) or "",
+            request.output_token_ids,
             logprobs=None if params.logprobs is None else request.logprobs,
         )
         output.outputs.append(completion)
-        text = None
-        if self.tokenizer is not None and params.detokenize:
-            text = TextBuilder(self.tokenizer, params, output.prompt_token_ids)
-        return _Sample(request, completion, text, output)
-
-    def _read(self, sample: _Sample, text: TextBuilder) -> None:
-        """Turns new tokens into text, and ends the request at a stop string."""
-        request = sample.request
-        text.push(request.output_token_ids)
-        if request.finished:
-            text.finish()
-        if text.stopped is not None:
-            if not request.finished:
-                self.core.scheduler.finish(request.request_id, "stop", text.stopped)
-            # The same token may have reached max_tokens; the stop string is what the user asked about.
-            request.finish_reason, request.stop_reason = "stop", text.stopped
-        sample.completion.text = text.text
+        return _Sample(request, completion, output)
 
     def _close(self, sample: _Sample) -> None:
-        """A request has ended: what its output has yet to hear, and nothing more is kept of it."""
-        request, completion = sample.request, sample.completion
-        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+        """Report what is known of the prompt of a sample that has ended, and forget the sample."""
         self._report_prompt(sample)
-        del self._samples[request.request_id]
+        del self._samples[sample.request.request_id]
 
     @staticmethod
     def _report_prompt(sample: _Sample) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.text.output_text import TextBuilder
+from phonograph.engine.outputs import CompletionOutput
+from phonograph.text.output_text import text_builder
 from phonograph.text.tokenizer import Tokenizer
 
 
@@ -27,27 +28,18 @@ class Delta:
     logprobs: list[TokenLogprobs]
 
 
-class Sample:
-    """One choice of an answer. `finish_reason` is None while it grows.
+class Sample(CompletionOutput):
+    """One choice of an answer, which a stream takes piece by piece.
 
     last_token: when the engine made the latest one, in seconds of `time.monotonic`
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> None:
-        self.index = index
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        text = text_builder(tokenizer, params, prompt_token_ids) or ""
+        super().__init__(index, text, logprobs=None if params.logprobs is None else [])
         self.last_token: float | None = None
-        self._builder = TextBuilder(tokenizer, params, prompt_token_ids)
         self._num_taken = 0
         self._text_taken = 0
-
-    @property
-    def text(self) -> str:
-        """All of it that is certain."""
-        return self._builder.text
 
     def grow(
         self,
@@ -56,22 +48,18 @@ class Sample:
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
     ) -> None:
-        """Takes what the engine reported. A stop string in the text ends the sample, whatever the engine said."""
+        """Take what the engine reported. A stop string in the text ends the sample, whatever the engine said."""
         self.token_ids += token_ids
-        self.logprobs += logprobs or ()
-        self._builder.push(self.token_ids)
-        if finish_reason is not None:
-            self._builder.finish()
-        if self._builder.stopped is not None:
-            self.finish_reason, self.stop_reason = "stop", self._builder.stopped
-        elif finish_reason is not None:
-            self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if self.logprobs is not None:
+            self.logprobs += logprobs or ()
+        self.update(finish_reason, stop_reason)
 
     def take(self) -> Delta:
-        """What is new since the last call of this."""
-        start, text_start = self._num_taken, self._text_taken
-        self._num_taken, self._text_taken = len(self.token_ids), len(self.text)
-        return Delta(self.text[text_start:], self.token_ids[start:], self.logprobs[start:])
+        """Return what is new since the last call."""
+        start, text = self._num_taken, self.text_from(self._text_taken)
+        self._num_taken = len(self.token_ids)
+        self._text_taken += len(text)
+        return Delta(text, self.token_ids[start:], [] if self.logprobs is None else self.logprobs[start:])
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ class ChatAnswer:
             {
                 "index": sample.index,
                 "message": {"role": "assistant", **self._message(sample), "refusal": None},
-                **self._rest(sample, sample.logprobs),
+                **self._rest(sample, sample.logprobs or []),
             }
             for sample in self._call.samples
         ]
