@@ -407,7 +407,7 @@ def test_the_end_of_a_long_prompt(
     The work list is written by hand, as the plan of such a step would take minutes in the interpreter.
     """
     if kernel == "hopper":
-        on_threads("attention_prefill_hopper", "_prefill_kernel", device, monkeypatch)
+        on_threads("attention.prefill_hopper", "_prefill_kernel", device, monkeypatch)
         monkeypatch.setattr(attention_prefill, "gluon_usable", lambda: True)
     elif device.type == "cuda":
         monkeypatch.setattr(attention_prefill, "_HOPPER_TOKENS", 1 << 30)

@@ -39,7 +39,7 @@ STAMP = "phonograph-compiled"
 """In Triton's cache: the build whose kernels were compiled there."""
 MODULES = (
     "attention.decode", "attention.decode_plan", "attention.prefill", "attention.prefill_plan", "sampling.bitmask",
-    "gemm.gemm_small_m", "gemm.gemv", "elementwise.layers", "gemm.linear", "step.prepare",
+    "gemm.gemm_small_m", "gemm.gemv", "elementwise.layers", "gemm.gemm_dispatch", "step.prepare",
     "attention.rope_and_kv_write", "sampling.sample", "step.pinned_words",
 )  # fmt: skip
 """Imported before the first kernel is asked for: those of most steps."""
