@@ -17,29 +17,32 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.blocks import blocks_for
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.core import EngineCore
 from phonograph.engine.session import Session
-from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.runner.cpu_inputs import SlotTable, blocks_for, fill_buffers
-from phonograph.runner.model_runner import shape_of
+from phonograph.runner.cpu_inputs import CpuInputs
+from phonograph.runner.runner import shape_of
+from phonograph.runner.sequences import Sequences
 from phonograph.runner.steps import CompletedStep
 from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.scheduler import Scheduler, SchedulerLimits
 from phonograph.structured.compiler import GrammarCompiler
 
 T = TypeVar("T")
 
-BEFORE_THE_MODEL = ("schedule", "apply", "decide", "fill")
+BEFORE_THE_MODEL = ("schedule", "load", "apply", "decide", "rows", "write")
 """What runs before the model; the others run after it, where a device would hide them."""
 
 MAX_MODEL_LEN = 8192
@@ -85,11 +88,13 @@ class HostRunner:
         )
         self.counts: Counter[str] = Counter()
         self.dispatcher = Dispatcher(mode, captures, max_num_tokens=MAX_NUM_TOKENS)
-        self.slots = SlotTable(max_num_seqs=num_seqs, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
-        self.buffers = StaticBuffers(
-            max_num_tokens=MAX_NUM_TOKENS,
+        sampler = Sampler(max_num_seqs=num_seqs, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), seed=0)
+        self.sequences = Sequences(sampler, max_num_seqs=num_seqs)
+        self.inputs = CpuInputs(
             max_num_seqs=num_seqs,
-            max_blocks_per_seq=blocks_for(MAX_MODEL_LEN, BLOCK_SIZE),
+            max_num_tokens=MAX_NUM_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
         )
         self.batch = ScheduledBatch()
         self._clock = clock
@@ -97,12 +102,15 @@ class HostRunner:
     def submit(self, batch: ScheduledBatch) -> CompletedStep:
         timed = self._clock.timed
         self.batch = batch
-        timed("apply", self.slots.apply, batch, SlotFailures())
+        failures = SlotFailures()
+        timed("load", self.sequences.take_over, batch, failures)
+        timed("apply", self.inputs.take_over, batch, failures)
         decision = timed("decide", lambda: self.dispatcher.decide(shape_of(batch)))
-        timed("fill", fill_buffers, self.buffers, self.slots, batch, decision.key)
+        rows = timed("rows", self.sequences.rows, batch)
+        timed("write", lambda: self.inputs.write(rows, decision.key, prefix_len=None))
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
         output.token_ids = [7 + slot for slot in output.slots]
-        timed("append", self.slots.append_tokens, output.slots, output.token_ids)
+        timed("append", self.inputs.append_tokens, output.slots, output.token_ids)
         return CompletedStep(output, decision)
 
 
@@ -133,8 +141,8 @@ class Host:
         self._session = session
 
     @property
-    def buffers(self) -> StaticBuffers:
-        return self._runner.buffers
+    def inputs(self) -> CpuInputs:
+        return self._runner.inputs
 
     def step(self, times: dict[str, float]) -> ScheduledBatch:
         """Runs one step, gives its batch, and adds the seconds of each part; "session" is what no other part is."""
@@ -148,7 +156,7 @@ class Host:
 
 
 def measure(*, num_seqs: int, context_len: int, num_steps: int) -> dict[str, dict[str, float]]:
-    """Microseconds of each part over `num_steps` steps of `num_seqs` decodes; "before the model" is a sum of four."""
+    """Microseconds of each part over `num_steps` steps of `num_seqs` decodes; "before the model" is a sum."""
     host = Host(num_seqs, context_len, num_steps)
     steps: list[dict[str, float]] = []
     while len(steps) < num_steps:

@@ -215,7 +215,7 @@ def test_a_planted_growth_is_found(tmp_path: Path, files: list[str], lines: int,
         ("models/decoder.py", "from phonograph.attention.backend import KVLayout", "models must not import attention"),
         (
             "graphs/cuda.py",
-            "def capture():\n    import phonograph.runner.model_runner",
+            "def capture():\n    import phonograph.runner.runner",
             "graphs must not import runner",
         ),
         ("graphs/cuda.py", "if TYPE_CHECKING:\n    from phonograph import models", "graphs must not import models"),
@@ -245,7 +245,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, module: str, source: str, 
         target.touch()
     for name in (
         "graphs/resolve.py",
-        "runner/model_runner.py",
+        "runner/runner.py",
         "sampling/sampler.py",
         "server/http/application.py",
         "scheduling/scheduler.py",

@@ -166,7 +166,7 @@ def raises_for_victim(owner: Any, name: str, is_victim: Callable[..., bool], whe
 
 
 def slots_of_victim(llm: LLM) -> set[int]:
-    live: dict[int, Any] = llm.engine.core.runner._live  # pyright: ignore[reportAttributeAccessIssue]
+    live: dict[int, Any] = llm.engine.core.runner._sequences._live  # pyright: ignore[reportAttributeAccessIssue]
     return {slot for slot, sequence in live.items() if sequence.params.seed == VICTIM}
 
 

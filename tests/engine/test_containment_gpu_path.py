@@ -17,7 +17,7 @@ from phonograph.graphs.modes import GraphMode
 from phonograph.sampling import logprobs
 from phonograph.sampling.sampler import Sampler
 
-cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from table_engine import EOS, VOCAB, Engine, MakeEngine, engine_maker, free, ruled, wanted  # noqa: E402
 
@@ -31,9 +31,8 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def make() -> Iterator[MakeEngine]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield engine_maker(monkeypatch)
+def make() -> MakeEngine:
+    return engine_maker()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def victim_of(**params: Any) -> Request:
 
 
 def is_victim(engine: Engine, slot: int) -> bool:
-    live: dict[int, Any] = engine.core.runner._live
+    live: dict[int, Any] = engine.core.runner._sequences._live
     return slot in live and live[slot].params.seed == 4321
 
 
@@ -119,7 +118,7 @@ def test_a_grammar(
 
 @pytest.mark.parametrize("name", ["load", "_keep_tokens"])
 def test_loading_a_slot(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Sampler if name == "load" else cuda_runner.CudaRunner
+    owner = Sampler if name == "load" else cuda_inputs.CudaInputs
     function = getattr(owner, name)
 
     def broken(self: Any, slot: int, *rest: Any) -> None:
@@ -166,7 +165,7 @@ def test_a_result_that_is_no_token(
     engine: Engine, token_id: int, place: int, with_grammar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the device would return it: nothing but the bounds of the vocabulary tells."""
-    ring, victim = engine.core.runner._ring, victim_of()
+    ring, victim = engine.ring, victim_of()
     if with_grammar:
         victim.grammar = Ladder(8, VOCAB, EOS)
     send, sent = ring.send, [0]

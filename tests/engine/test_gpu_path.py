@@ -5,11 +5,11 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +30,7 @@ from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.structured.compiler import GrammarCompiler
 
-wiring_cuda = pytest.importorskip("phonograph.engine.wiring_cuda")
-cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
 core_process = pytest.importorskip("phonograph.engine.process.main")
 
 pytestmark = pytest.mark.skipif(
@@ -41,28 +40,21 @@ NEAR = 0.03
 """Half precision against float32: log-probabilities, and by how much a token may be behind the best."""
 
 
-class HostTorch:
-    """torch, for which every device is the CPU."""
+class HostPlatform(cuda_platform.CudaPlatform):
+    """A GPU's parts, with tensors in host memory."""
 
-    cuda = SimpleNamespace(current_device=lambda: 0)
+    def __init__(self, make_runtime: Callable[[], CallRuntime] = CallRuntime) -> None:
+        device = torch.device("cpu")
+        super().__init__(device, make_runtime=lambda device, scratch: make_runtime(), make_ring=HostRing)
 
-    def device(self, *_: Any) -> torch.device:
-        return torch.device("cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    def compile(self, launch: object) -> None:
+        """Launch nothing: the interpreter would take minutes for every kernel of every shape."""
 
 
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(build, "torch", HostTorch())
-    monkeypatch.setattr(wiring_cuda, "torch", HostTorch())
-    monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: CallRuntime())
-    monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "load_kernels", lambda self: None)
-    # Weights as they lie on a GPU.
+@pytest.fixture(autouse=True)
+def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as they lie on a GPU."""
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
-    yield
 
 
 def start(folder: Path) -> tuple[Session, Counter[str]]:
@@ -78,7 +70,7 @@ def start(folder: Path) -> tuple[Session, Counter[str]]:
         cudagraph_capture_sizes=[1, 2, 3, 24],
     )
     model = read_model_spec(folder)
-    engine = build.build_engine(make_plan(config, model, known_device("h200")))
+    engine = build.build_engine(make_plan(config, model, known_device("h200")), platform=HostPlatform())
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
 
@@ -127,7 +119,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
-def test_a_whole_engine(family: str, tmp_path: Path, on_host: None) -> None:
+def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
     session, counts = start(tmp_path)
@@ -149,9 +141,11 @@ def test_a_whole_engine(family: str, tmp_path: Path, on_host: None) -> None:
 
 
 def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(
-    tmp_path: Path, on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wiring_cuda, "CudaRuntime", lambda device, scratch: FailingRuntime())
+    platform = HostPlatform(FailingRuntime)
+    build_engine = functools.partial(build.build_engine, platform=platform)
+    monkeypatch.setattr(engine_start, "build_engine", build_engine)
     monkeypatch.setattr(engine_start, "this_device", lambda kind: known_device("h200"))
     make_checkpoint("llama_bias", tmp_path, **HEADS)
     settings = {

@@ -1,4 +1,4 @@
-"""CudaRunner with rows that have a grammar, around a model of one table, on a GPU or in Triton's interpreter."""
+"""Rows with a grammar in the runner on a GPU's parts, around a model of one table, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks
 from phonograph.sampling.sampler import Sampler
 
-pytest.importorskip("phonograph.runner.cuda_runner")
+pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, ruled, wanted
 
-from phonograph.runner.masked_sampling import MaskedSampling
+from phonograph.runner.cuda.masked_sampling import MaskedSampling
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    return engine_maker(monkeypatch)
+def make() -> MakeEngine:
+    return engine_maker()
 
 
 SETTINGS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7})

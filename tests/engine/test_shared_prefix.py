@@ -10,7 +10,7 @@ from scheduling import limits, output_of, request
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.core.batch import BlockAppend, ScheduledBatch
-from phonograph.runner.model_runner import shape_of
+from phonograph.runner.runner import shape_of
 from phonograph.scheduling.scheduler import Scheduler
 
 SIZE = 4

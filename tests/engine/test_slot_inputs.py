@@ -1,15 +1,16 @@
-"""What a batch's buffers hold, padding and stale values included."""
+"""Inputs of a step on the CPU, padding and stale values included."""
 
 from __future__ import annotations
 
 import numpy as np
+from step_rows import rows_of
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch
+from phonograph.core.blocks import most_step_tokens
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.cpu_inputs import SlotTable, fill_buffers, most_step_tokens
+from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
 
 
@@ -28,8 +29,11 @@ def new(slot: int, token_ids: list[int], num_computed: int = 0) -> NewSequence:
 
 
 def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
-    buffers = StaticBuffers(max_num_tokens=16, max_num_seqs=4, max_blocks_per_seq=8)
-    table = SlotTable(max_num_seqs=4, max_model_len=32, block_size=4)
+    inputs = CpuInputs(max_num_seqs=4, max_num_tokens=16, max_model_len=32, block_size=4)
+
+    def write(batch: ScheduledBatch, key: GraphKey | None, prefix_len: int | None = None) -> CommonMetadata:
+        return inputs.write(rows_of(batch), key, prefix_len=prefix_len)
+
     first = ScheduledBatch(
         slots=[0, 1, 2],
         query_lens=[9, 4, 3],
@@ -43,32 +47,32 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
             BlockAppend(slot=2, start=0, block_ids=[7]),
         ],
     )
-    table.apply(first, SlotFailures())
-    fill_buffers(buffers, table, first, GraphKey(GraphSet.MIXED, 16, 4))
-    table.append_tokens([0, 2], [91, 92])
+    inputs.take_over(first, SlotFailures())
+    write(first, GraphKey(GraphSet.MIXED, 16, 4))
+    inputs.append_tokens([0, 2], [91, 92])
     second = ScheduledBatch(
         slots=[0, 2], query_lens=[1, 3], context_lens=[9, 1], samples=[True] * 2, num_decodes=1, num_tokens=4
     )
     key = GraphKey(GraphSet.MIXED, 8, 4)
-    common: CommonMetadata = fill_buffers(buffers, table, second, key)
+    common = write(second, key)
     assert (common.num_reqs, common.num_decodes, common.num_tokens) == (2, 1, 4)
     assert (common.num_decode_tokens, common.max_query_len, common.max_seq_len) == (1, 3, 10)
     assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 1, 4, 4, 4]
     assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [10, 4, 0, 0]
     assert common.slot_mapping.tolist() == [5 * 4 + 1, 7 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, -1, -1, -1, -1]
-    assert buffers.input_ids_np[:8].tolist() == [91, 6, 7, 92, 0, 0, 0, 0]
-    assert buffers.positions_np[:8].tolist() == [9, 1, 2, 3, 0, 0, 0, 0]
-    assert buffers.logits_rows_np.tolist() == [0, 3, 0, 0]
+    assert inputs.input_ids_np[:8].tolist() == [91, 6, 7, 92, 0, 0, 0, 0]
+    assert inputs.positions_np[:8].tolist() == [9, 1, 2, 3, 0, 0, 0, 0]
+    assert inputs.logits_rows_np.tolist() == [0, 3, 0, 0]
     assert common.block_table[0, :3].tolist() == [3, 4, 5] and common.prefix is None
     # An eager step of one looks at no row behind its own.
     alone = ScheduledBatch(slots=[2], query_lens=[1], context_lens=[3], samples=[True], num_decodes=1, num_tokens=1)
-    buffers.seq_lens_np[1:] = 31
-    assert fill_buffers(buffers, table, alone, None).max_seq_len == 4
+    inputs.seq_lens_np[1:] = 31
+    assert write(alone, None).max_seq_len == 4
     # The same, all of its decodes, attends a prefix once.
     third = ScheduledBatch(
         slots=[2, 0], query_lens=[1, 1], context_lens=[3, 9], samples=[True] * 2, num_decodes=2, num_tokens=2
     )
-    common = fill_buffers(buffers, table, third, GraphKey(GraphSet.DECODE, 4, 4, 1, cascade=True), prefix_len=4)
+    common = write(third, GraphKey(GraphSet.DECODE, 4, 4, 1, cascade=True), prefix_len=4)
     assert common.prefix is not None and common.prefix.num_tokens == 4
     assert common.prefix.length.tolist() == [4]
     assert common.seq_lens.tolist() == [4, 10, 0, 0] and np.array_equal(common.seq_lens_cpu, [4, 10, 0, 0])

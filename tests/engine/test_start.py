@@ -1,13 +1,10 @@
-"""Starting an engine: what is reported meanwhile, and how graphs are captured that a capture refused at first."""
+"""Starting an engine: what is reported meanwhile."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +12,6 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from phonograph.engine.llm import LLM
-from phonograph.errors import CaptureError
-from phonograph.graphs.modes import GraphKey, GraphSet
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -71,81 +66,3 @@ def test_captures_neither_compile_nor_load(monkeypatch: pytest.MonkeyPatch) -> N
     LLM(model="demo", device="cuda", max_num_seqs=3, max_model_len=272, block_size=32, num_kv_blocks=96)
     assert loaded, "every kernel was known to this process: the limits are not unusual enough"
     assert not meanwhile
-
-
-KEYS = (
-    GraphKey(GraphSet.MIXED, 64, 4),
-    GraphKey(GraphSet.PIECEWISE, 32, 4),
-    GraphKey(GraphSet.MIXED, 24, 4),
-    GraphKey(GraphSet.DECODE, 2, 2),
-)
-
-
-def capture(monkeypatch: pytest.MonkeyPatch, failures: dict[GraphKey, int]) -> list[tuple[str, int]]:
-    """What CudaRunner.capture does with KEYS on a runtime that refuses each key as often as `failures` says."""
-    cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
-    done: list[tuple[str, int]] = []
-    dry = False
-
-    @contextmanager
-    def compile_only() -> Iterator[set[object]]:
-        nonlocal dry
-        dry = True
-        yield {"kernel"}
-        dry = False
-
-    def load(kernels: set[object]) -> None:
-        assert kernels == {"kernel"} and not dry
-        done.append(("load", 0))
-
-    def prepared(self: object, key: GraphKey) -> Callable[[], None]:
-        def run() -> None:
-            done.append(("dry" if dry else "run", key.num_tokens))
-
-        return run
-
-    def graphs(keys: tuple[GraphKey, ...], step: Callable[[GraphKey], object]) -> None:
-        for key in keys:
-            step(key)
-            failures[key] = failures.get(key, 0) - 1
-            if failures[key] >= 0:
-                done.append(("refused", key.num_tokens))
-                raise CaptureError("a library loads something")
-            done.append(("capture", key.num_tokens))
-
-    monkeypatch.setattr(cuda_runner, "compile_only", compile_only)
-    monkeypatch.setattr(cuda_runner, "load_kernels", load)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_prepared", prepared)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_eager_shapes", lambda self: [])
-    runner = cuda_runner.CudaRunner.__new__(cuda_runner.CudaRunner)
-    runner.dispatcher = SimpleNamespace(captures=SimpleNamespace(largest_first=lambda: KEYS))
-    runner.runtime = SimpleNamespace(memory_bytes=7)
-    runner._graphs = SimpleNamespace(capture=graphs)
-    runner.runtime.scope = nullcontext
-    runner._program = SimpleNamespace(few_layers=nullcontext)
-    runner._masked = SimpleNamespace(
-        sizes=(1, 2),
-        run=lambda size: done.append(("dry masks" if dry else "run masks", size)),
-        capture=lambda runtime: done.append(("capture masks", 0)) or 2,
-    )
-    seen: list[int] = []
-    runner.load_kernels()
-    report = runner.capture(lambda number, total, key: seen.append(key.num_tokens))
-    assert (report.num_graphs, report.memory_bytes) == (len(KEYS) + 2, 7)
-    assert seen == [key.num_tokens for key in KEYS]
-    assert done.pop() == ("capture masks", 0)
-    return done
-
-
-def test_kernels_are_loaded_and_only_broken_graphs_run_before_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    dry = [("dry", key.num_tokens) for key in KEYS]
-    captures = [("capture", 64), ("run", 32), ("capture", 32), ("capture", 24), ("capture", 2)]
-    masks = [("dry masks", size) for size in (1, 2)]
-    assert capture(monkeypatch, {}) == [*dry, *masks, ("load", 0), *captures]
-
-
-def test_a_refused_capture_is_repeated_once_after_an_eager_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = capture(monkeypatch, {KEYS[2]: 1})
-    assert done[-4:] == [("refused", 24), ("run", 24), ("capture", 24), ("capture", 2)]
-    with pytest.raises(CaptureError):
-        capture(monkeypatch, {KEYS[2]: 2})

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.cpu_inputs import blocks_for, most_step_tokens
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.errors import CaptureError, ReplayError
-from phonograph.graphs.buffers import StaticBuffers
-from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.errors import CaptureError
 from phonograph.graphs.tape.tape import TapeRuntime
 
 REPEATS = torch.ones(5, dtype=torch.int64)
@@ -245,20 +243,6 @@ def test_eager_call_breaks_the_capture_and_runs_at_each_replay(runtime: TapeRunt
     runtime.poison()
     graph.replay()
     assert torch.equal(graph.outputs[0], (x + 1) * 3.0 * 10), "what runs between pieces is not frozen"
-
-
-def test_replay_of_buffers_nobody_prepared() -> None:
-    buffers = StaticBuffers(max_num_tokens=8, max_num_seqs=4, max_blocks_per_seq=2)
-    key, other = GraphKey(GraphSet.DECODE, 4, 4, 1), GraphKey(GraphSet.MIXED, 8, 4)
-    with pytest.raises(ReplayError):
-        buffers.consume(key)
-    buffers.prepared(other)
-    with pytest.raises(ReplayError, match="mixed"):
-        buffers.consume(key)
-    buffers.prepared(key)
-    buffers.consume(key)
-    with pytest.raises(ReplayError):
-        buffers.consume(key)
 
 
 def test_pool_gives_memory_back_after_the_last_reader() -> None:

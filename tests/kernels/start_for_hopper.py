@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -27,18 +27,18 @@ import triton
 from far_gpu import FarGpu
 from triton.runtime.jit import JITFunction
 
+from phonograph.attention.selection import load
 from phonograph.attention.triton import backend as triton_backend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
-from phonograph.engine import build, wiring_cuda
+from phonograph.engine.build import make_model_parts, make_runner
 from phonograph.engine.plan import make_plan
+from phonograph.engine.startup.cuda_platform import CudaPlatform
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.launch.precompile import filed_under
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.loading import Loading
-from phonograph.runner import cuda_runner
-from phonograph.runner.cuda_runner import CudaRunner
+from phonograph.runner.runner import Runner
 from phonograph.sampling import sampler
 
 H200 = known_device("h200")
@@ -46,10 +46,6 @@ EAGER_TOKENS = (2049, 3000, 3333, 5000, 7777, 8190, 8192)
 
 kernels: set[tuple[str, str]] = set()
 """Launched since it was cleared."""
-
-
-class Started(Exception):
-    """With the runner, where its captures would begin."""
 
 
 class Event:
@@ -61,30 +57,19 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-class Runtime:
+class DryRuntime:
     """In place of CUDA graphs."""
 
-    def __init__(self, *_: Any) -> None:
-        self.memory_bytes = 0
+    name, runs_captured, memory_bytes = "dry", False, 0
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        yield
+    def __init__(self, *_: Any) -> None:
+        """Take a device and its scratch."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def eager_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
         function(*tensors)
-
-
-class TorchOfMeta(ModuleType):
-    """torch, but every device is one whose tensors have no memory."""
-
-    meta = torch.device("meta")
-
-    def device(self, *_: Any) -> torch.device:
-        return self.meta
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def pretend_gpu() -> None:
@@ -118,31 +103,15 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> N
     kernels.add((self.__name__, filed_under(self, args, keywords)))
 
 
-@contextmanager
-def nothing_compiled() -> Iterator[set[Any]]:
-    yield set()
-
-
-def make_runner(folder: str) -> CudaRunner:
-    def start(self: CudaRunner, *_: Any) -> None:
-        raise Started(self)
-
-    @contextmanager
-    def make_model(spec: Any, *_: Any, dtype: Any, device: Any, **__: Any) -> Generator[Loading]:
-        yield Loading(Transformer(spec, dtype, device), (), lambda: None)
-
-    load_kernels, CudaRunner.load_kernels = CudaRunner.load_kernels, start
-    build.torch = wiring_cuda.torch = TorchOfMeta("torch")
-    build.begin_loading, wiring_cuda.CudaRuntime = make_model, Runtime
-    cuda_runner.compile_only, cuda_runner.load_kernels = nothing_compiled, lambda _: None
+def make_hopper_runner(folder: str) -> Runner:
     config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda")
-    model = read_model_spec(folder, trust_remote_code=False, revision=None)
-    try:
-        build.build_engine(make_plan(config, model, H200))
-    except Started as started:
-        CudaRunner.load_kernels = load_kernels
-        return started.args[0]
-    raise AssertionError("it loads nothing")
+    spec = read_model_spec(folder, trust_remote_code=False, revision=None)
+    plan = make_plan(config, spec, H200)
+    meta = torch.device("meta")
+    make_runtime: Any = DryRuntime
+    backend = load(plan.selection)(plan.attention, meta, plan.limits.of_batches)
+    parts = make_model_parts(plan, backend, Transformer(spec, torch.bfloat16, meta))
+    return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
 
 
 def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
@@ -153,21 +122,22 @@ def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
 
 def main() -> None:
     pretend_gpu()
-    runner = make_runner(sys.argv[1])
+    runner = make_hopper_runner(sys.argv[1])
     JITFunction.run = record
     keys = runner.dispatcher.captures.largest_first()
-    few = launched(runner.load_kernels)
+    few = launched(runner.launch_kernels)
     type(runner._program).few_layers = lambda _: nullcontext()
-    every = launched(runner.load_kernels)
+    every = launched(runner.launch_kernels)
 
     def capture_all() -> None:
         for key in keys:
-            runner._prepared(key)()
+            runner._capturable(key)()
 
     def run_eagerly() -> None:
         for num_tokens in EAGER_TOKENS:
-            common = runner._synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, len(runner._num_known)))
-            runner._program.metadata = runner._builder.build(common, key=None)
+            slots = runner._sequences.max_num_seqs
+            common = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
+            runner.prepare(common, None)
             runner._run_eager(common)
 
     with torch.inference_mode():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from step_rows import rows_of
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch
-from phonograph.graphs.buffers import StaticBuffers
+from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
-from phonograph.runner.cpu_inputs import SlotTable, blocks_for, fill_buffers
+from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
 
 POISON = -77
@@ -21,7 +22,10 @@ class Sequences:
 
     def __init__(self, *, slots: int, max_tokens: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.rng = np.random.default_rng(slots * max_len + block_size)
-        self.table = SlotTable(max_num_seqs=slots, max_model_len=max_len, block_size=block_size)
+        self.inputs = CpuInputs(
+            max_num_seqs=slots, max_num_tokens=max_tokens, max_model_len=max_len, block_size=block_size
+        )
+        self.table = self.inputs.slots
         self.table.token_ids[:] = self.rng.integers(0, 1000, self.table.token_ids.shape)
         self.max_len = max_len
         self.computed = np.zeros(slots, np.int64)
@@ -29,7 +33,6 @@ class Sequences:
         self.next_block = 1
         self.layout = StepLayout(slots, max_tokens, max_appends=slots * blocks_for(max_len, block_size))
         max_blocks = self.table.block_table.shape[1]
-        self.buffers = StaticBuffers(max_num_tokens=max_tokens, max_num_seqs=slots, max_blocks_per_seq=max_blocks)
         self.device = device
         self.slot_blocks = torch.full((slots, max_blocks), POISON, dtype=torch.int32, device=device)
         self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
@@ -97,16 +100,16 @@ class Sequences:
 
     def check(self, query_lens: list[int], *, num_reqs: int, num_tokens: int, ahead: int = 0) -> None:
         batch, kept = self.draw(query_lens, ahead=ahead)
-        self.table.apply(batch, SlotFailures())
+        self.inputs.take_over(batch, SlotFailures())
         key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
-        for array in (self.buffers.input_ids_np, self.buffers.positions_np, self.buffers.slot_mapping_np):
+        for array in (self.inputs.input_ids_np, self.inputs.positions_np, self.inputs.slot_mapping_np):
             array[:] = POISON
-        for array in (self.buffers.query_start_loc_np, self.buffers.seq_lens_np, self.buffers.logits_rows_np):
+        for array in (self.inputs.query_start_loc_np, self.inputs.seq_lens_np, self.inputs.logits_rows_np):
             array[:] = POISON
-        fill_buffers(self.buffers, self.table, batch, key)
+        self.inputs.write(rows_of(batch), key, prefix_len=None)
         staging = self.upload(batch, kept)
         names = ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table", "logits_rows")
-        expected = {name: getattr(self.buffers, name) for name in names}
+        expected = {name: getattr(self.inputs, name) for name in names}
         got = {name: torch.full_like(tensor, POISON).to(self.device) for name, tensor in expected.items()}
         prepare(
             staging,

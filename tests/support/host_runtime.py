@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,22 @@ import torch
 class CallRuntime:
     """Where there are no graphs: a replay calls what was captured."""
 
+    name: str = "calls"
+    runs_captured: bool = True
     memory_bytes: int = 0
     log: list[str] = field(default_factory=list)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def eager_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        function(*tensors)
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def poison(self) -> None:
+        """Poison nothing: there is no pool."""
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
         outputs = function()
@@ -51,8 +62,3 @@ class HostRing:
         assert ticket >= len(self.sent) - self.depth
         self.log.append(f"read {self.latest - ticket}")
         return self.sent[ticket]
-
-
-@contextlib.contextmanager
-def nothing_compiled() -> Iterator[set[object]]:
-    yield set()

@@ -1,4 +1,4 @@
-"""CudaRunner around a model of one table, on a GPU or in Triton's interpreter.
+"""The runner on a GPU's parts around a model of one table, on a GPU or in Triton's interpreter.
 
 Without a GPU graphs are calls, and buffers are not pinned; everything else is what runs on one.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_runtime import CallRuntime, HostRing, nothing_compiled
+from host_runtime import CallRuntime, HostRing
 from ladders import Ladder
 from scheduling import limits, request
 
@@ -27,14 +27,17 @@ from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.scheduler import Scheduler
 
-cuda_runner = pytest.importorskip("phonograph.runner.cuda_runner")
+pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
-from phonograph.runner import cuda_inputs as device_inputs  # noqa: E402
-from phonograph.runner.device_sampler import DeviceSampler  # noqa: E402
-from phonograph.runner.masked_sampling import MaskedSampling  # noqa: E402
-from phonograph.runner.step_attention import StepAttention  # noqa: E402
-from phonograph.runner.step_program import StepProgram  # noqa: E402
-from phonograph.runner.synthetic_batches import SyntheticBatches  # noqa: E402
+from phonograph.runner.cuda.cuda_inputs import CudaInputs
+from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.device_sampler import DeviceSampler
+from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.runner.runner import Runner
+from phonograph.runner.sequences import Sequences
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
+from phonograph.runner.synthetic_batches import SyntheticBatches
 
 VOCAB, EOS, SLOTS, TOKENS = 100, 99, 5, 16
 
@@ -82,6 +85,7 @@ class Engine:
     records: list[StepRecord]
     log: list[str]
     num_graphs: int
+    ring: Any
 
     def run(self, *requests: Request, steps: int | None = None) -> None:
         for one in requests:
@@ -94,21 +98,17 @@ class Engine:
 MakeEngine = Callable[..., Engine]
 
 
-def engine_maker(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+def engine_maker() -> MakeEngine:
     """Engines around a table, with graphs where there is a GPU and stand-ins of one elsewhere."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    if not on_gpu:
-        monkeypatch.setattr(cuda_runner, "TokenRing", HostRing)
-        monkeypatch.setattr(cuda_runner, "compile_only", nothing_compiled)
-        monkeypatch.setattr(cuda_runner, "load_kernels", lambda kernels: None)
 
     def made(mode: GraphMode = GraphMode.FULL, **changes: Any) -> Engine:
         model = TableModel(device)
         bounds = limits(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, **changes)
         captures = make_capture_list(mode, max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, max_capture_tokens=8)
         resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
-        inputs = device_inputs.DeviceInputs(
+        inputs = CudaInputs(
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
             max_model_len=bounds.max_model_len,
@@ -116,11 +116,14 @@ def engine_maker(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
             vocab_size=VOCAB,
             device=device,
         )
+        log: list[str] = []
         runtime: Any = CallRuntime()
+        ring: Any = HostRing(depth=RING_DEPTH, max_rows=SLOTS)
         if on_gpu:
             from phonograph.graphs.cuda import CudaRuntime
+            from phonograph.runner.cuda.token_ring import TokenRing
 
-            runtime = CudaRuntime(device)
+            runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=SLOTS)
         sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
         device_sampler = DeviceSampler(inputs, model.logits_NV)
         backend: Any = Backend()
@@ -133,29 +136,32 @@ def engine_maker(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         )
         synthetic: dict[str, Any] = {"max_model_len": bounds.max_model_len, "block_size": bounds.block_size}
         builder: Any = Backend()
-        runner = cuda_runner.CudaRunner(
+        masked = MaskedSampling(
+            device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
+        )
+        runner = Runner(
             program=program,
             builder=builder,
             inputs=inputs,
-            sampler=sampler,
-            masked=MaskedSampling(
-                device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
-            ),
+            sampling=CudaSampling(sampler, inputs, masked, ring),
+            sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,
             synthetic=SyntheticBatches(inputs.load, num_blocks=bounds.num_blocks, vocab_size=VOCAB, **synthetic),
-            max_num_seqs=SLOTS,
-            max_num_tokens=TOKENS,
         )
-        runner.load_kernels()
+        if on_gpu:
+            from phonograph.engine.startup.cuda_platform import CudaPlatform
+
+            CudaPlatform(device).compile(runner.launch_kernels)
+        else:
+            runner.launch_kernels()
         report = runner.capture()
-        log: list[str] = []
         if not on_gpu:
-            runtime.log = runner._ring.log = log
+            runtime.log = ring.log = log
         core = EngineCore(Scheduler(bounds), runner)
         records: list[StepRecord] = []
         core.on_step = records.append
-        return Engine(core, model, records, log, report.num_graphs)
+        return Engine(core, model, records, log, report.num_graphs, ring)
 
     return made
 

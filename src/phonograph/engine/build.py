@@ -1,21 +1,24 @@
-"""Makes a running core from a plan: weights, KV cache, attention, graphs. Here and in `wiring*.py` parts meet."""
+"""Makes a running core from a plan: weights, KV cache, attention, graphs. The parts that a device has of its own come
+from its platform."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
 
 from phonograph.attention.backend import AnyBackend, AttentionLayer
+from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.selection import load
+from phonograph.core.blocks import blocks_for
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.wiring import Parts, make_cpu_runner
+from phonograph.engine.startup.cpu_platform import CpuPlatform
+from phonograph.engine.startup.platform import ModelParts, Platform
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
@@ -23,7 +26,11 @@ from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
+from phonograph.runner.runner import Runner
+from phonograph.runner.sequences import Sequences
+from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
+from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
@@ -71,41 +78,53 @@ def _unseen(phase: str, done: int, total: int) -> None:
     """Progress nobody watches."""
 
 
-def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Engine:
-    """Loads the model and captures all graphs. All libraries are imported before memory is allocated.
+def make_platform(kind: str) -> Platform:
+    """Return the platform of a kind of device ("cpu", "cuda").
+
+    Raises:
+        ConfigError: a GPU was asked for and its kernels' compiler is not installed.
+    """
+    if kind == "cpu":
+        return CpuPlatform()
+    if find_spec("triton") is None:
+        problem = "needs the package triton: pip install triton, or torch for CUDA, which brings it; cpu works without"
+        raise ConfigError("device", kind, problem)
+    # Imports Triton, which a CPU installation need not have.
+    from phonograph.engine.startup.cuda_platform import CudaPlatform
+
+    return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
+
+
+def build_engine(
+    plan: EnginePlan, progress: BuildProgress | None = None, *, platform: Platform | None = None
+) -> Engine:
+    """Load the model and capture all graphs. All libraries are imported before memory is allocated.
+
+    Args:
+        plan: what to build.
+        progress: called as the start goes on.
+        platform: in place of that of the plan's device.
 
     Raises:
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
     """
     report = progress or _unseen
-    on_gpu = plan.device.kind == "cuda"
     report("weights", 0, 1)
-    make_runner, compiling = make_cpu_runner, nullcontext
-    if on_gpu:
-        if find_spec("triton") is None:
-            problem = (
-                "needs the package triton: pip install triton, or torch for CUDA, which brings it; cpu works without"
-            )
-            raise ConfigError("device", plan.device.kind, problem)
-        # Imports Triton, which a CPU installation need not have.
-        from phonograph.engine.wiring_cuda import compiling, make_cuda_runner
-
-        make_runner = make_cuda_runner
+    platform = platform or make_platform(plan.device.kind)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
-        if done == 0 and on_gpu:
+        if done == 0 and platform.compiles:
             report("kernels", 1, 1)
         report("graphs", done, total)
 
-    device = torch.device(plan.device.kind)
-    with compiling():
+    with platform.starting():
         # Ahead of the weights, as a library may turn out not to take what this model needs.
-        backend = load(plan.selection)(plan.attention, device, plan.limits.of_batches)
+        backend = load(plan.selection)(plan.attention, platform.device, plan.limits.of_batches)
         with begin_loading(
             plan.model,
             plan.config.model,
             dtype=getattr(torch, plan.dtype),
-            device=device,
+            device=platform.device,
             load_format=plan.config.load_format,
             seed=plan.config.seed or 0,
             progress=lambda done, total: report("weights", done, total),
@@ -113,18 +132,18 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
         ) as loading:
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
-            parts = _make_parts(plan, backend, loading.model)
-            runner = make_runner(plan, parts)
-            if on_gpu:
+            parts = make_model_parts(plan, backend, loading.model)
+            runner = make_runner(plan, parts, platform)
+            if platform.compiles:
                 report("kernels", 0, 1)
-            runner.load_kernels()
+            platform.compile(runner.launch_kernels)
             # Captures come behind the weights: they are all Python, whose lock the threads that bring them need too.
             loading.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
     for retry in captured.retries:
         log.warning("%s", retry)
-    if on_gpu and not captured.num_graphs:
+    if platform.compiles and not captured.num_graphs:
         report("kernels", 1, 1)
     limits = plan.limits
     scheduler = Scheduler(
@@ -145,7 +164,44 @@ def build_engine(plan: EnginePlan, progress: BuildProgress | None = None) -> Eng
     return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
 
 
-def _make_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> Parts:
+def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
+    """Make a runner over the plan's limits; its kernels are still to be loaded and its graphs to be captured."""
+    limits, prefixes = plan.limits, None
+    if plan.attention.cascade:
+        prefixes = SharedPrefixes(
+            max_num_seqs=limits.max_num_seqs,
+            max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
+            block_size=limits.block_size,
+        )
+    sampler = Sampler(
+        max_num_seqs=limits.max_num_seqs,
+        vocab_size=plan.model.vocab_size,
+        device=platform.device,
+        seed=plan.config.seed,
+        batch_invariant=plan.attention.batch_invariant,
+    )
+    device_parts = platform.make_parts(plan, parts, sampler)
+    return Runner(
+        program=device_parts.program,
+        builder=parts.backend.make_builder(),
+        inputs=device_parts.inputs,
+        sampling=device_parts.sampling,
+        sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
+        dispatcher=plan.make_dispatcher(),
+        runtime=device_parts.runtime,
+        synthetic=SyntheticBatches(
+            device_parts.inputs.load,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            num_blocks=plan.memory.num_blocks,
+            vocab_size=plan.model.vocab_size,
+        ),
+        prefixes=prefixes,
+    )
+
+
+def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> ModelParts:
+    """Allocate the KV cache, and join what every device needs."""
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )
@@ -164,4 +220,4 @@ def _make_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> Pa
         )
         for index, window in enumerate(plan.model.windows)
     ]
-    return Parts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)
+    return ModelParts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)

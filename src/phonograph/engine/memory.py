@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import psutil
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.blocks import blocks_for
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
-from phonograph.runner.cpu_inputs import blocks_for
 from phonograph.sampling.grammar_masks import bitmask_words
 from phonograph.sampling.sampler import Sampler
 

@@ -12,6 +12,7 @@ from phonograph.attention.backend import UNBOUNDED, AttentionSpec, BatchLimits, 
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.blocks import most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.engine.startup.threads import Threads, plan_threads
@@ -21,7 +22,6 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.models.spec import ModelSpec
-from phonograph.runner.cpu_inputs import most_step_tokens
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}

@@ -44,6 +44,7 @@ class CudaRuntime:
     """
 
     name = "cuda"
+    runs_captured = False
 
     def __init__(self, device: torch.device, scratch: Sequence[torch.Tensor] = ()) -> None:
         self.device = device

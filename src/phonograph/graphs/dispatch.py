@@ -79,6 +79,7 @@ class Dispatcher:
     ) -> None:
         self.resolution = resolution
         self.captures = captures
+        self.max_num_tokens = max_num_tokens
         self.cascade = cascade
         self._query_len = captures.decode_query_len
         general = captures.mixed or captures.piecewise

@@ -33,9 +33,13 @@ class CapturedGraph(Protocol):
 
 
 class GraphRuntime(Protocol):
-    """Captures graphs into one memory pool."""
+    """Captures graphs into one memory pool.
+
+    runs_captured: True where a function has run when it is captured; False where only its eager calls have
+    """
 
     name: str
+    runs_captured: bool
 
     def scope(self) -> AbstractContextManager[object]:
         """What steps, captures and replays run within: on a GPU, the runtime's stream."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from phonograph.errors import CaptureError
 from phonograph.graphs.capture_list import CaptureRetry
-from phonograph.graphs.modes import GraphKey
+from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 
 CaptureProgress = Callable[[int, int, GraphKey], None]
@@ -26,7 +26,7 @@ class CaptureReport:
 
 
 class CapturedGraphs:
-    """What was captured, by key."""
+    """The graphs that were captured, by key."""
 
     def __init__(self, runtime: GraphRuntime) -> None:
         self.runtime = runtime
@@ -37,21 +37,48 @@ class CapturedGraphs:
         keys: tuple[GraphKey, ...],
         step: Callable[[GraphKey], Callable[[], tuple[torch.Tensor, ...]]],
         progress: CaptureProgress | None = None,
-    ) -> CaptureReport:
-        """Captures `keys` in their order. `step(key)` prepares a real batch of that shape and returns what runs it."""
-        start = time.perf_counter()
+    ) -> tuple[CaptureRetry, ...]:
+        """Capture `keys` in their order.
+
+        A library may have something left to load, which a capture refuses. Its first run is eager then, and the graph
+        is captured at a second try.
+
+        Args:
+            keys: the graphs.
+            step: prepares a real batch of a graph's shape and returns what runs it.
+            progress: called before each graph.
+
+        Returns:
+            The second tries, with the reasons.
+
+        Raises:
+            CaptureError: a second try failed too.
+        """
+        retries: list[CaptureRetry] = []
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys), key)
-            self._graphs[key] = self.runtime.capture(step(key))
-        seconds = time.perf_counter() - start
-        return CaptureReport(num_graphs=len(keys), seconds=seconds, memory_bytes=self.runtime.memory_bytes)
+            try:
+                self._capture(key, step)
+            except CaptureError as error:
+                retries.append(CaptureRetry(key, str(error)))
+                step(key)()
+                self._capture(key, step)
+        return tuple(retries)
+
+    def _capture(self, key: GraphKey, step: Callable[[GraphKey], Callable[[], tuple[torch.Tensor, ...]]]) -> None:
+        run = step(key)
+        if key.graphs is GraphSet.PIECEWISE and not self.runtime.runs_captured:
+            # Attention between the pieces runs during the capture, on what this makes.
+            run()
+        self._graphs[key] = self.runtime.capture(run)
 
     def graph(self, key: GraphKey) -> CapturedGraph:
+        """Return the graph of `key`."""
         return self._graphs[key]
 
     def replay(self, key: GraphKey) -> tuple[torch.Tensor, ...]:
-        """Replays the graph of `key`; the next replay overwrites the outputs."""
+        """Replay the graph of `key`; the next replay overwrites the outputs."""
         graph = self.graph(key)
         graph.replay()
         return graph.outputs

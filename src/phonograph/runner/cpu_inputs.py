@@ -1,18 +1,172 @@
-"""Persistent state of the running requests, one row a slot, and the static inputs of a step made from it.
+"""Inputs of a step on the CPU: persistent state of the sequences by slot, and the static tensors made from it.
 
-A step's batch names slots and lengths only; token ids and block tables are already here. So filling the buffers is a
-few vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
+A step's batch names slots and lengths only; token ids and block tables are already here. So writing a step is a few
+vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.core.batch import ScheduledBatch
-from phonograph.graphs.buffers import StaticBuffers
+from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
+from phonograph.runner.step_inputs import KernelRows, StepRows, SyntheticBatch
 from phonograph.sampling.failures import SlotFailures
+
+
+class CpuInputs:
+    """The static inputs of all graphs, in host memory, sized for the largest step.
+
+    Shapes, with T = max_num_tokens, R = max_num_seqs and N the blocks of the longest sequence:
+        input_ids       [T]    int32
+        positions       [T]    int64
+        slot_mapping    [T]    int64   -1 writes nothing
+        query_start_loc [R+1]  int32
+        seq_lens        [R]    int32
+        block_table     [R, N] int32
+        logits_rows     [R]    int64   row of `hidden` whose logits request r wants
+        prefix_len      [1]    int32   tokens of the prefix that a cascade attends once
+
+    Each has a numpy view of the same name with `_np` behind it, through which it is written.
+
+    slots: state of the sequences
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int) -> None:
+        self.slots = SlotTable(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self.input_ids_np = np.zeros(max_num_tokens, np.int32)
+        self.positions_np = np.zeros(max_num_tokens, np.int64)
+        self.slot_mapping_np = np.full(max_num_tokens, -1, np.int64)
+        self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
+        self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
+        self.block_table_np = np.zeros_like(self.slots.block_table)
+        self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
+        self.prefix_len_np = np.zeros(1, np.int32)
+        self.input_ids = torch.from_numpy(self.input_ids_np)
+        self.positions = torch.from_numpy(self.positions_np)
+        self.slot_mapping = torch.from_numpy(self.slot_mapping_np)
+        self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
+        self.seq_lens = torch.from_numpy(self.seq_lens_np)
+        self.block_table = torch.from_numpy(self.block_table_np)
+        self.logits_rows = torch.from_numpy(self.logits_rows_np)
+        self.prefix_len = torch.from_numpy(self.prefix_len_np)
+        # 0, 1, 2, ...: query_start_loc of a batch of single tokens.
+        self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
+
+    def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        """Take over sequences that start and blocks that were appended."""
+        self.slots.apply(batch, failures)
+
+    def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
+        """Write the sampled token of each slot behind its last one."""
+        self.slots.append_tokens(slots, token_ids)
+
+    def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
+        """Do nothing: the host has written all inputs before the step."""
+
+    def write(
+        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None = None
+    ) -> CommonMetadata:
+        """Write one step, and return the metadata that views its inputs; see `Inputs.write`."""
+        batch, table, slots, context_lens = rows.batch, self.slots, rows.slots, rows.context_lens
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
+        query_start_loc[0] = 0
+        if batch.num_decodes == num_reqs:
+            query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
+            seq_lens[:num_reqs] = context_lens + 1
+            positions, token_slots = context_lens, slots
+        else:
+            np.cumsum(rows.query_lens, out=query_start_loc[1 : num_reqs + 1])
+            seq_lens[:num_reqs] = context_lens + rows.query_lens
+            token_slots = np.repeat(slots, rows.query_lens)
+            starts = np.repeat(context_lens - query_start_loc[:num_reqs], rows.query_lens)
+            positions = np.arange(num_tokens) + starts
+        self.positions_np[:num_tokens] = positions
+        self.input_ids_np[:num_tokens] = table.token_ids[token_slots, positions]
+        block, offset = np.divmod(positions, table.block_size)
+        self.slot_mapping_np[:num_tokens] = table.block_table[token_slots, block] * table.block_size + offset
+        num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), table.block_size)
+        self.block_table_np[:num_reqs, :num_blocks] = table.block_table[slots, :num_blocks]
+        return self._pad(
+            key,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_decodes=batch.num_decodes,
+            max_query_len=max(batch.query_lens),
+            prefix_len=prefix_len,
+        )
+
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+        """Write a batch that no slot holds, padded to `key`."""
+        token, block_size = 0, self.slots.block_size
+        self.query_start_loc_np[0] = 0
+        for row, (query, context, blocks) in enumerate(
+            zip(batch.query_lens, batch.context_lens, batch.blocks, strict=True)
+        ):
+            self.block_table_np[row, : len(blocks)] = blocks
+            positions = np.arange(context, context + query)
+            self.positions_np[token : token + query] = positions
+            self.slot_mapping_np[token : token + query] = (
+                blocks[positions // block_size] * np.int64(block_size) + positions % block_size
+            )
+            token += query
+            self.query_start_loc_np[row + 1] = token
+            self.seq_lens_np[row] = query + context
+        self.input_ids_np[:token] = batch.token_ids
+        return self._pad(
+            key,
+            num_reqs=len(batch.query_lens),
+            num_tokens=token,
+            num_decodes=batch.num_decodes,
+            max_query_len=max(batch.query_lens),
+            prefix_len=batch.prefix_len,
+        )
+
+    def _pad(
+        self,
+        key: GraphKey | None,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        num_decodes: int,
+        max_query_len: int,
+        prefix_len: int | None,
+    ) -> CommonMetadata:
+        """Make the rows behind the batch harmless, up to the slots and tokens of `key`.
+
+        Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
+        """
+        padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
+        self.logits_rows_np[:num_reqs] = self.query_start_loc_np[1 : num_reqs + 1] - 1
+        if padded_reqs > num_reqs:
+            self.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
+            self.seq_lens_np[num_reqs:padded_reqs] = 0
+            self.logits_rows_np[num_reqs:padded_reqs] = 0
+        if padded_tokens > num_tokens:
+            self.input_ids_np[num_tokens:padded_tokens] = 0
+            self.positions_np[num_tokens:padded_tokens] = 0
+            self.slot_mapping_np[num_tokens:padded_tokens] = -1
+        if prefix_len is not None:
+            self.prefix_len_np[0] = prefix_len
+        return CommonMetadata(
+            num_reqs=num_reqs,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            num_decode_tokens=int(self.query_start_loc_np[num_decodes]),
+            max_query_len=max_query_len,
+            max_seq_len=int(self.seq_lens_np[:num_reqs].max()),
+            query_start_loc=self.query_start_loc[: padded_reqs + 1],
+            seq_lens=self.seq_lens[:padded_reqs],
+            block_table=self.block_table[:padded_reqs],
+            slot_mapping=self.slot_mapping[:padded_tokens],
+            query_start_loc_cpu=self.query_start_loc_np[: padded_reqs + 1],
+            seq_lens_cpu=self.seq_lens_np[:padded_reqs],
+            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
+        )
 
 
 class SlotTable:
@@ -25,10 +179,7 @@ class SlotTable:
         self.block_table = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
 
     def apply(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Takes over what changed since the last step: sequences that start, and blocks that were appended.
-
-        failures: receives the slots whose tokens cannot be taken over; they keep others, and their results are dropped
-        """
+        """Take over what changed since the last step; `failures` receives slots whose tokens cannot be loaded."""
         for new in batch.new:
             self.num_tokens[new.slot] = len(new.token_ids)
             failures.run(new.slot, "token ids", self._load, new.slot, new.token_ids)
@@ -39,7 +190,7 @@ class SlotTable:
         self.token_ids[slot, : len(token_ids)] = token_ids
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
-        """Writes the sampled token of each slot behind its last one."""
+        """Write the sampled token of each slot behind its last one."""
         num_tokens, table = self.num_tokens, self.token_ids
         max_model_len = table.shape[1]
         for slot, token_id in zip(slots, token_ids, strict=True):
@@ -48,102 +199,3 @@ class SlotTable:
             if end < max_model_len:
                 table[slot, end] = token_id
             num_tokens[slot] = end + 1
-
-
-def most_step_tokens(*, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
-    """Tokens of the largest step that the cache holds, of at most so many sequences without context."""
-    whole, rest = divmod(num_blocks, blocks_for(max_model_len, block_size))
-    fitting = whole * max_model_len + min(rest * block_size, max_model_len)
-    return min(fitting, max_num_seqs * max_model_len)
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
-
-
-def fill_buffers(
-    buffers: StaticBuffers,
-    table: SlotTable,
-    batch: ScheduledBatch,
-    key: GraphKey | None,
-    prefix_len: int | None = None,
-) -> CommonMetadata:
-    """Writes the inputs of one step, padded to `key`, and returns the metadata that views them.
-
-    prefix_len: of the prefix to attend once, or None where the step does not cascade
-    """
-    num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
-    slots = np.array(batch.slots, np.int64)
-    context_lens = np.array(batch.context_lens, np.int64)
-    query_start_loc, seq_lens = buffers.query_start_loc_np, buffers.seq_lens_np
-    query_start_loc[0] = 0
-    if batch.num_decodes == num_reqs:
-        query_start_loc[1 : num_reqs + 1] = buffers.counting_np[1 : num_reqs + 1]
-        seq_lens[:num_reqs] = context_lens + 1
-        positions, token_slots = context_lens, slots
-    else:
-        query_lens = np.array(batch.query_lens, np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1 : num_reqs + 1])
-        seq_lens[:num_reqs] = context_lens + query_lens
-        token_slots = np.repeat(slots, query_lens)
-        positions = np.arange(num_tokens) + np.repeat(context_lens - query_start_loc[:num_reqs], query_lens)
-    buffers.positions_np[:num_tokens] = positions
-    buffers.input_ids_np[:num_tokens] = table.token_ids[token_slots, positions]
-    block, offset = np.divmod(positions, table.block_size)
-    buffers.slot_mapping_np[:num_tokens] = table.block_table[token_slots, block] * table.block_size + offset
-    num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), table.block_size)
-    buffers.block_table_np[:num_reqs, :num_blocks] = table.block_table[slots, :num_blocks]
-    buffers.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
-    max_query_len = max(batch.query_lens)
-    return pad_buffers(
-        buffers,
-        key,
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        num_decodes=batch.num_decodes,
-        max_query_len=max_query_len,
-        prefix_len=prefix_len,
-    )
-
-
-def pad_buffers(
-    buffers: StaticBuffers,
-    key: GraphKey | None,
-    *,
-    num_reqs: int,
-    num_tokens: int,
-    num_decodes: int,
-    max_query_len: int,
-    prefix_len: int | None,
-) -> CommonMetadata:
-    """Makes the rows behind the batch harmless, up to the slots and tokens of `key`, and marks the buffers prepared.
-
-    Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
-    """
-    padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
-    if padded_reqs > num_reqs:
-        buffers.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
-        buffers.seq_lens_np[num_reqs:padded_reqs] = 0
-        buffers.logits_rows_np[num_reqs:padded_reqs] = 0
-    if padded_tokens > num_tokens:
-        buffers.input_ids_np[num_tokens:padded_tokens] = 0
-        buffers.positions_np[num_tokens:padded_tokens] = 0
-        buffers.slot_mapping_np[num_tokens:padded_tokens] = -1
-    if prefix_len is not None:
-        buffers.prefix_len_np[0] = prefix_len
-    buffers.prepared(key)
-    return CommonMetadata(
-        num_reqs=num_reqs,
-        num_decodes=num_decodes,
-        num_tokens=num_tokens,
-        num_decode_tokens=int(buffers.query_start_loc_np[num_decodes]),
-        max_query_len=max_query_len,
-        max_seq_len=int(buffers.seq_lens_np[:num_reqs].max()),
-        query_start_loc=buffers.query_start_loc[: padded_reqs + 1],
-        seq_lens=buffers.seq_lens[:padded_reqs],
-        block_table=buffers.block_table[:padded_reqs],
-        slot_mapping=buffers.slot_mapping[:padded_tokens],
-        query_start_loc_cpu=buffers.query_start_loc_np[: padded_reqs + 1],
-        seq_lens_cpu=buffers.seq_lens_np[:padded_reqs],
-        prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=buffers.prefix_len),
-    )

@@ -1,190 +1,204 @@
-"""Runs scheduled batches: persistent slots, static buffers, a decision, a graph or an eager step, sampled tokens.
+"""One runner for every device: it executes scheduled batches, on whatever inputs, sampling and graphs it is made of.
 
-The runner never meets a request, only slots. It owns everything with an address that a graph froze.
+A step is written, replayed or run eagerly, sampled, and handed out. Where the parts allow it (`lookahead`) its tokens
+are read when the next step has been sent: on a GPU `submit` sends one pinned buffer and replays one graph, and nothing
+in it waits for the device but for rows that the host has a part in. The runner never meets a request, only slots.
 """
 
 from __future__ import annotations
 
-import functools
+import time
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import AnyBuilder, CommonMetadata
-from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput
-from phonograph.graphs.buffers import StaticBuffers
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.core.batch import ScheduledBatch
+from phonograph.errors import ReplayError
+from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
-from phonograph.runner.cpu_inputs import SlotTable, fill_buffers
-from phonograph.runner.step_program import StepProgram
-from phonograph.runner.steps import CompletedStep, load_sequences, take_tokens
+from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
+from phonograph.runner.sequences import Sequences
+from phonograph.runner.step_inputs import Inputs
+from phonograph.runner.step_program import StepOutputs, StepProgram
+from phonograph.runner.steps import PendingStep, Sampling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
-from phonograph.sampling.logprobs import step_prompt_logprobs
-from phonograph.sampling.sampler import Sampler
+
+_PROMPT_ROWS = "log-probabilities of prompt tokens, whose rows graphs of so many tokens leave out of the last layer"
 
 
-class ModelRunner:
-    """Runs steps, each at once when it is submitted. `counts` tells how many each kind of decision had.
+class Runner:
+    """Executes steps. It owns everything with an address that a graph froze.
 
-    prefixes:    finds what a step may attend once, or None where no step cascades
-    num_threads: threads of torch's operators while it works; None leaves torch's number
+    counts:    how many steps each kind of decision had
+    lookahead: steps that may be in flight beside the one whose result is waited for
+    prefixes:  finds what a step may attend once, or None where no step cascades
     """
-
-    lookahead: int = 0
 
     def __init__(
         self,
         *,
         program: StepProgram,
         builder: AnyBuilder,
-        buffers: StaticBuffers,
-        slots: SlotTable,
-        sampler: Sampler,
+        inputs: Inputs,
+        sampling: Sampling,
+        sequences: Sequences,
         dispatcher: Dispatcher,
         runtime: GraphRuntime,
         synthetic: SyntheticBatches,
         prefixes: SharedPrefixes | None = None,
-        num_threads: int | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.lookahead = sampling.lookahead
         self.dispatcher = dispatcher
         self.runtime = runtime
+        self.synthetic = synthetic
         self._program = program
         self._builder = builder
-        self._buffers = buffers
-        self._slots = slots
-        self._sampler = sampler
-        self._synthetic = synthetic
+        self._inputs = inputs
+        self._sampling = sampling
+        self._sequences = sequences
         self._prefixes = prefixes
-        self._num_threads = num_threads
         self._graphs = CapturedGraphs(runtime)
-        self._live: dict[int, NewSequence] = {}
+        self._prepared_for: GraphKey | None = None
 
-    def load_kernels(self) -> None:
-        """There are none that would have to be compiled."""
-
-    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
-        """Captures every graph of the capture list, largest first."""
-        with operator_threads(self._num_threads):
-            return self._graphs.capture(self.dispatcher.captures.largest_first(), self._capturable, progress)
-
-    def _capturable(self, key: GraphKey) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        self._program.metadata = self._builder.build(self._synthetic.capture_batch(key), key=key)
-        return functools.partial(self.run_shape, key)
-
-    def submit(self, batch: ScheduledBatch) -> CompletedStep:
-        """Runs one step; its result is what it sampled."""
-        with torch.inference_mode(), operator_threads(self._num_threads):
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step. At most `lookahead` + 1 are in flight."""
+        with torch.inference_mode(), self.runtime.scope():
             failures = SlotFailures()
-            load_sequences(batch, self._live, self._sampler, failures)
-            self._slots.apply(batch, failures)
-            if self._prefixes is not None:
-                self._prefixes.update(batch.appends)
-            shape = shape_of(batch, self._prefixes)
-            decision = self.dispatcher.decide(shape)
-            self.counts[decision.label] += 1
-            prefix_len = shape.prefix_len if decision.cascade else None
-            common = fill_buffers(self._buffers, self._slots, batch, decision.key, prefix_len)
-            self._program.metadata = self._builder.build(common, key=decision.key)
-            hidden, logits = self._run_eager(common) if decision.key is None else self.replay(decision.key)
-            return CompletedStep(self._sample(batch, hidden, logits, failures), decision)
+            self._take_over(batch, failures)
+            scores_prompts = self._sequences.scores_prompts(batch)
+            decision, prefix_len = self._decide(batch, scores_prompts)
+            rows = self._sequences.rows(batch)
+            plan = self._sampling.plan(rows)
+            common = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
+            self.prepare(common, decision.key)
+            if decision.key is None:
+                outputs = self._run_eager(common, all_hidden=scores_prompts)
+            else:
+                outputs = self.replay(decision.key)
+            step = self._sampling.finish(rows, plan, outputs, decision, failures)
+            if scores_prompts:
+                logits_fn = self._program.model.prompt_logits
+                scores = self._sequences.prompt_logprobs(batch, outputs.hidden, logits_fn, failures)
+                step.output.prompt_logprobs = scores
+            return step
 
-    def replay(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replays `key` on the buffers prepared for it; the next replay overwrites what it returns."""
-        self._buffers.consume(key)
-        hidden, logits = self._graphs.replay(key)
-        return hidden, logits
+    def prepare(self, common: CommonMetadata, key: GraphKey | None) -> None:
+        """Build the attention metadata of inputs that were written for `key` (None: for an eager step)."""
+        self._program.metadata = self._builder.build(common, key=key)
+        self._prepared_for = key
 
-    def run_shape(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
-        hidden, logits, _ = self._program.run(
+    def replay(self, key: GraphKey) -> StepOutputs:
+        """Replay `key` on what was prepared for it, once. The next step overwrites what it returns.
+
+        Raises:
+            ReplayError: inputs and metadata are those of another step, or used up. A peer's kernels once looped forever
+                on the stale plan of an earlier batch.
+        """
+        if self._prepared_for != key:
+            raise ReplayError(f"{key} was to replay, but the inputs are those of {self._prepared_for}")
+        self._prepared_for = None
+        return StepOutputs(*self._graphs.replay(key))
+
+    def run_shape(self, key: GraphKey) -> StepOutputs:
+        """Run the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
+        return self._program.run(
             num_tokens=key.num_tokens,
             num_reqs=key.num_reqs,
-            every_row=key.graphs is GraphSet.DECODE and key.query_len == 1,
+            every_row=_every_row(key),
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
-        return hidden, logits
 
-    def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
-        """Writes a random batch that runs as `key`; for verification, as are the next two."""
-        return self._synthetic.random_batch(key, rng)
+    def launch_kernels(self) -> None:
+        """Launch the kernels of all steps, in few layers, so that they can be compiled. Weights need not be there."""
+        num_slots = self._sequences.max_num_seqs
+        with torch.inference_mode(), self.runtime.scope(), self._program.few_layers():
+            for key in graph_shapes(self.dispatcher.captures):
+                self.prepare(self.synthetic.capture_batch(key), key)
+                self.run_shape(key)
+            most = self.synthetic.most_tokens(num_slots)
+            for key in eager_shapes(self.dispatcher, num_slots=num_slots, most_tokens=most):
+                common = self.synthetic.capture_batch(key)
+                self.prepare(common, None)
+                self._run_eager(common)
+            self._sampling.launch()
 
-    def replay_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
-        """Replays the graph on the batch drawn for it."""
-        self._program.metadata = self._builder.build(common, key=key)
-        self._buffers.prepared(key)
-        with operator_threads(self._num_threads):
-            hidden, logits = self.replay(key)
-        return {"hidden": hidden, "logits": logits}
+    def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
+        """Capture every graph of the capture list, largest first, with kernels that are loaded.
 
-    def run_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]:
-        """Runs the batch drawn for `key` eagerly, at the same padded shape, on metadata built for it."""
-        self._program.metadata = self._builder.build(common, key=key)
-        with operator_threads(self._num_threads):
-            hidden, logits = self.run_shape(key)
-        return {"hidden": hidden, "logits": logits}
+        Raises:
+            CaptureError: a graph could not be captured at the second try either.
+        """
+        keys = self.dispatcher.captures.largest_first()
+        start = time.perf_counter()
+        retries = self._graphs.capture(keys, self._capturable, progress)
+        num_behind = self._sampling.capture(self.runtime) if keys else 0
+        return CaptureReport(
+            num_graphs=len(keys) + num_behind,
+            seconds=time.perf_counter() - start,
+            memory_bytes=self.runtime.memory_bytes,
+            retries=retries,
+        )
 
-    def _run_eager(self, common: CommonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits, _ = self._program.run(
+    def _take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        self._sequences.take_over(batch, failures)
+        self._inputs.take_over(batch, failures)
+        if self._prefixes is not None:
+            self._prefixes.update(batch.appends)
+
+    def _decide(self, batch: ScheduledBatch, scores_prompts: bool) -> tuple[Decision, int | None]:
+        """Return the decision, and the length of the prefix that the step attends once."""
+        shape = shape_of(batch, self._prefixes)
+        decision = self.dispatcher.decide(shape)
+        if scores_prompts and decision.key is not None and self._leaves_rows_out(decision.key):
+            decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
+        self.counts[decision.label] += 1
+        return decision, shape.prefix_len if decision.cascade else None
+
+    def _leaves_rows_out(self, key: GraphKey) -> bool:
+        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens)
+
+    def _run_eager(self, common: CommonMetadata, *, all_hidden: bool = False) -> StepOutputs:
+        return self._program.run(
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
             every_row=common.num_tokens == common.num_reqs,
             pieces=False,
+            all_hidden=all_hidden,
         )
-        return hidden, logits
 
-    def _sample(
-        self, batch: ScheduledBatch, hidden: torch.Tensor, logits: torch.Tensor, failures: SlotFailures
-    ) -> StepOutput:
-        logits_fn = self._program.model.prompt_logits
-        scores = step_prompt_logprobs(batch, self._live, hidden, logits_fn, failures)
-        output = StepOutput(prompt_logprobs=scores, failures=failures.by_slot)
-        if all(batch.samples):
-            slots, chosen = batch.slots, logits[: batch.num_reqs]
-        else:
-            rows = [row for row, samples in enumerate(batch.samples) if samples]
-            if not rows:
-                return output
-            slots, chosen = [batch.slots[row] for row in rows], logits[rows]
-        live, num_tokens = self._live, self._slots.num_tokens
-        sampled = self._sampler.sample(chosen, slots, [num_tokens[slot] - live[slot].prompt_len for slot in slots])
-        failures.by_slot.update(sampled.failures)
-        take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
-        self._slots.append_tokens(slots, output.token_ids)
-        output.logprobs = sampled.logprobs
-        return output
+    def _capturable(self, key: GraphKey) -> Callable[[], StepOutputs]:
+        """Write the batch that `key` is captured with. What this returns runs it."""
 
+        def run() -> StepOutputs:
+            with torch.inference_mode(), self.runtime.scope():
+                return self.run_shape(key)
 
-@contextmanager
-def operator_threads(count: int | None) -> Generator[None]:
-    """Gives torch's operators so many threads, and afterwards the number before. Setting it takes 0.1 us."""
-    if count is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        with torch.inference_mode(), self.runtime.scope():
+            self.prepare(self.synthetic.capture_batch(key), key)
+        return run
 
 
 def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> BatchShape:
-    """The facts of a batch that the dispatcher looks at; what its sequences share, only where `prefixes` finds it."""
+    """Return what the dispatcher looks at; what the sequences share, only where `prefixes` finds it."""
     if batch.num_decodes == batch.num_reqs:
         uniform = 1
     else:
         first = batch.query_lens[0]
         uniform = first if all(length == first for length in batch.query_lens) else None
-    # Mixed batches do not cascade, so nobody asks what they share.
+    # Mixed batches do not cascade, so that it does not matter what they share.
     prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
     return BatchShape(
         num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform, prefix_len=prefix_len
     )
+
+
+def _every_row(key: GraphKey) -> bool:
+    """Return True if each token of the graph is a request's last."""
+    return key.graphs is GraphSet.DECODE and key.query_len == 1

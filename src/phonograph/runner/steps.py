@@ -7,13 +7,16 @@ flight while their tokens are not known yet. Whoever drives it needs no more tha
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phonograph.core.batch import NewSequence, ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.runner.step_inputs import KernelRows, StepRows
+from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
-from phonograph.sampling.sampler import Sampler
 
 NO_TOKEN = "the model's logits are not finite"
 
@@ -24,6 +27,11 @@ class PendingStep(Protocol):
     @property
     def decision(self) -> Decision:
         """The graph that runs it, and why."""
+        ...
+
+    @property
+    def output(self) -> StepOutput:
+        """What is known of its result so far."""
         ...
 
     def result(self) -> StepOutput:
@@ -53,6 +61,55 @@ class StepRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """The part of a runner that samples each row of a step. Rows of the host are in none.
+
+    in_step: rows that the step's own kernels sample, or None where the host samples all
+    masked:  numbers of the rows with a grammar that are masked and sampled on the device behind the step
+    on_host: numbers of the rows whose logits the host needs, beside kernels that sample the others
+    """
+
+    in_step: KernelRows | None = None
+    masked: Sequence[int] = ()
+    on_host: Sequence[int] = ()
+
+
+class Sampling(Protocol):
+    """Sampling of a runner's steps.
+
+    lookahead: as in `StepRunner`
+    """
+
+    lookahead: int
+
+    def plan(self, rows: StepRows) -> SamplingPlan:
+        """Decide what samples each row, before the step is written."""
+        ...
+
+    def finish(
+        self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
+    ) -> PendingStep:
+        """Sample what the step did not sample itself, and hand out the step.
+
+        Args:
+            rows: the step, which has been sent to the device.
+            plan: made for it.
+            outputs: what the step leaves.
+            decision: the graph that runs it; the step's own decision adds how rows are sampled behind it.
+            failures: receives the slots for which the work raises.
+        """
+        ...
+
+    def launch(self) -> None:
+        """Launch each kernel that `finish` may need, on whatever its inputs hold."""
+        ...
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Capture the graphs that `finish` replays; returns how many."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class CompletedStep:
     """A step that had run when it was submitted."""
 
@@ -61,27 +118,6 @@ class CompletedStep:
 
     def result(self) -> StepOutput:
         return self.output
-
-
-def load_sequences(
-    batch: ScheduledBatch, live: dict[int, NewSequence], sampler: Sampler, failures: SlotFailures
-) -> None:
-    """Takes over which slots a step frees and loads.
-
-    live:     the sequence of each slot, updated
-    failures: receives the slots that cannot be loaded; they are sampled as greedy ones, and their tokens dropped
-    """
-    for slot in batch.freed:
-        sampler.clear(slot)
-        live.pop(slot, None)
-    for new in batch.new:
-        live[new.slot] = new
-        prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
-        ends, index, grammar = new.end_token_ids, new.sample_index, new.grammar
-        if not failures.run(
-            new.slot, "sampling parameters", sampler.load, new.slot, new.params, prompt, output, ends, index, grammar
-        ):
-            sampler.clear(new.slot)
 
 
 def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], vocab_size: int) -> None:

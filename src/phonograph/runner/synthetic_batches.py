@@ -7,33 +7,14 @@ never on nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.errors import MemoryLimitError
-from phonograph.graphs.buffers import StaticBuffers
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.cpu_inputs import blocks_for, most_step_tokens, pad_buffers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticBatch:
-    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end.
-
-    prefix_len: leading tokens for which all have the same blocks, to be attended once; None where nothing cascades
-    """
-
-    query_lens: list[int]
-    context_lens: list[int]
-    blocks: list[np.ndarray]
-    token_ids: np.ndarray
-    prefix_len: int | None = None
-
-    @property
-    def num_decodes(self) -> int:
-        return sum(length == 1 for length in self.query_lens)
+from phonograph.runner.step_inputs import SyntheticBatch
 
 
 class SyntheticBatches:
@@ -163,33 +144,3 @@ class SyntheticBatches:
             ),
             key,
         )
-
-
-def load_buffers(buffers: StaticBuffers, batch: SyntheticBatch, key: GraphKey, *, block_size: int) -> CommonMetadata:
-    """Writes a batch that no slot holds, padded to `key`."""
-    token = 0
-    buffers.query_start_loc_np[0] = 0
-    for row, (query, context, blocks) in enumerate(
-        zip(batch.query_lens, batch.context_lens, batch.blocks, strict=True)
-    ):
-        buffers.block_table_np[row, : len(blocks)] = blocks
-        positions = np.arange(context, context + query)
-        buffers.positions_np[token : token + query] = positions
-        buffers.slot_mapping_np[token : token + query] = (
-            blocks[positions // block_size] * np.int64(block_size) + positions % block_size
-        )
-        token += query
-        buffers.query_start_loc_np[row + 1] = token
-        buffers.seq_lens_np[row] = query + context
-    num_reqs = len(batch.query_lens)
-    buffers.input_ids_np[:token] = batch.token_ids
-    buffers.logits_rows_np[:num_reqs] = buffers.query_start_loc_np[1 : num_reqs + 1] - 1
-    return pad_buffers(
-        buffers,
-        key,
-        num_reqs=num_reqs,
-        num_tokens=token,
-        num_decodes=batch.num_decodes,
-        max_query_len=max(batch.query_lens),
-        prefix_len=batch.prefix_len,
-    )

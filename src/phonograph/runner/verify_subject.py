@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphKey
-from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.verification import Drawn
+from phonograph.runner.runner import Runner
+from phonograph.runner.step_program import StepOutputs
 
 # Blocks filled at a time: a cache may take nearly all memory there is.
 _BLOCKS_AT_ONCE = 4096
-
-
-class Verifiable(Protocol):
-    """What a runner offers for verification. Batches are drawn, then run twice; results are by name."""
-
-    dispatcher: Dispatcher
-
-    @property
-    def runtime(self) -> GraphRuntime: ...
-    def draw(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata: ...
-    def replay_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]: ...
-    def run_drawn(self, key: GraphKey, common: CommonMetadata) -> dict[str, torch.Tensor]: ...
 
 
 class RunnerSubject:
@@ -35,7 +21,7 @@ class RunnerSubject:
     It overwrites the whole KV cache, so no request may be in flight.
     """
 
-    def __init__(self, runner: Verifiable, kv_caches: list[torch.Tensor]) -> None:
+    def __init__(self, runner: Runner, kv_caches: list[torch.Tensor]) -> None:
         self._runner = runner
         self._kv_caches = kv_caches
         self._common: CommonMetadata | None = None
@@ -51,7 +37,7 @@ class RunnerSubject:
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
         with torch.inference_mode(), self._runner.runtime.scope():
-            common = self._runner.draw(key, rng)
+            common = self._runner.synthetic.random_batch(key, rng)
         self._common = common
         return Drawn(
             num_tokens=common.num_tokens,
@@ -67,13 +53,15 @@ class RunnerSubject:
         with torch.inference_mode(), self._runner.runtime.scope():
             self._poison_written(common)
             self._runner.runtime.poison()
-            return self._results(common, self._runner.replay_drawn(key, common))
+            self._runner.prepare(common, key)
+            return self._results(common, self._runner.replay(key))
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
         common = self._batch()
         with torch.inference_mode(), self._runner.runtime.scope():
             self._poison_written(common)
-            return self._results(common, self._runner.run_drawn(key, common))
+            self._runner.prepare(common, key)
+            return self._results(common, self._runner.run_shape(key))
 
     def _batch(self) -> CommonMetadata:
         assert self._common is not None, "prepare() comes first"
@@ -89,11 +77,11 @@ class RunnerSubject:
         for cache in self._kv_caches:
             cache[:, blocks, offsets] = float("nan")
 
-    def _results(self, common: CommonMetadata, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _results(self, common: CommonMetadata, outputs: StepOutputs) -> dict[str, torch.Tensor]:
         """Padded rows are compared too: they must be finite, or they could poison a real row some day."""
         blocks, offsets = self._written(common)
         written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-        results = {**{name: tensor.clone() for name, tensor in outputs.items()}, "kv": written}
+        results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
         # They are compared outside the runtime's scope, on another stream.
         self._runner.runtime.synchronize()
         return results

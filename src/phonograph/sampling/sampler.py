@@ -196,7 +196,7 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def sample(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Sampled:
+    def sample(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int] | np.ndarray) -> Sampled:
         """One token for each row, and a place in the counts of its slot. Reads the logits only.
 
         logits_NV:   any float dtype; row i belongs to slots[i], and no slot comes twice

@@ -86,7 +86,7 @@ def explain(
 
 def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> BatchShape:
     """The facts of a batch whose sequences share so many tokens: of these, what is computed and in full blocks."""
-    from phonograph.runner.model_runner import shape_of
+    from phonograph.runner.runner import shape_of
 
     shape, size = shape_of(batch), plan.limits.block_size
     if not common_prefix:

@@ -14,8 +14,8 @@ contents of its tensors, as a device kernel would.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,15 +72,22 @@ class TapeGraph:
 
 
 class TapeRuntime:
-    """Captures on the CPU; see `GraphRuntime` for the contract."""
+    """Captures on the CPU; see `GraphRuntime` for the contract.
+
+    num_threads: threads of torch's operators within `scope`; None leaves torch's number
+    """
 
     name = "tape"
-    scope = staticmethod(nullcontext)
+    runs_captured = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self._pool = torch.empty(0, dtype=torch.uint8)
         self._pools: list[torch.Tensor] = []
         self._recorder: _Recorder | None = None
+
+    def scope(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._num_threads is None else _operator_threads(self._num_threads)
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> TapeGraph:
         if self._recorder is not None:
@@ -124,6 +131,17 @@ class TapeRuntime:
         steps = [step for call in recorder.calls if (step := binder.step(call)) is not None]
         num_pieces = 1 + sum(call.break_here for call in recorder.calls)
         return TapeGraph(steps, tuple(binder.place(tensor) for tensor in outputs), num_pieces)
+
+
+@contextmanager
+def _operator_threads(count: int) -> Generator[None]:
+    """Give torch's operators so many threads, and afterwards the number before. Setting it takes 0.1 us."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Recorder(TorchDispatchMode):

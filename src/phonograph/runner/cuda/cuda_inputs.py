@@ -7,8 +7,6 @@ tensors out of both. The tensors here are what every graph froze, so they are ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -16,14 +14,14 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.core.batch import BlockAppend
-from phonograph.errors import ReplayError
+from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
-from phonograph.runner.cpu_inputs import blocks_for
-from phonograph.runner.pinned import PinnedWords
-from phonograph.runner.synthetic_batches import SyntheticBatch
+from phonograph.runner.cuda.pinned import PinnedWords
+from phonograph.runner.step_inputs import KernelRows, StepRows, SyntheticBatch
+from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
 
 _MAX_APPENDS = 4096
@@ -32,30 +30,7 @@ _UPLOADS = 4
 """Pinned buffers in turn: more than steps can be in flight."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
-    """One step as arrays by row, decodes first.
-
-    slots, context_lens, query_lens: int64
-    given:      tokens that the host knows, by row; a row without is one token, the slot's last one
-    appends:    blocks added to rows' slots
-    samples:    bool: the row's next token is chosen by the kernel
-    parameters: how
-    prefix_len: of the prefix that the step attends once, or None where it does not cascade
-    """
-
-    slots: np.ndarray
-    context_lens: np.ndarray
-    query_lens: np.ndarray
-    num_decodes: int
-    given: dict[int, np.ndarray]
-    appends: Sequence[BlockAppend]
-    samples: np.ndarray
-    parameters: KernelParameters
-    prefix_len: int | None = None
-
-
-class DeviceInputs:
+class CudaInputs:
     """Device state by slot, inputs of a step, and the uploads that change them.
 
     Shapes, with T = max_num_tokens, R = max_num_seqs and NB the blocks of the longest sequence; what the prepare kernel
@@ -98,64 +73,59 @@ class DeviceInputs:
         self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
         self._next = 0
         self._views: dict[tuple[int, int], _Views] = {}
-        self._written_for: GraphKey | None = None
+        # By slot: tokens that the host knows, and how many.
+        self._tokens: dict[int, np.ndarray] = {}
+        self._num_known = np.zeros(max_num_seqs, np.int64)
 
-    def write(self, rows: StepRows, key: GraphKey | None) -> CommonMetadata:
-        """Sends one step, to be padded to `key` (None: as it is), and returns the metadata that views its inputs."""
-        upload = self._uploads[self._next % _UPLOADS]
-        self._next += 1
-        upload.wait()
-        num_reqs = len(rows.slots)
-        seq_lens = rows.context_lens + rows.query_lens
-        query_starts = upload.views.query_starts
-        query_starts[0] = 0
-        np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        num_tokens = int(query_starts[num_reqs])
-        upload.views.header[:4] = num_reqs, num_tokens, rows.num_decodes, rows.prefix_len or 0
-        upload.views.slots[:num_reqs] = rows.slots
-        upload.views.context_lens[:num_reqs] = rows.context_lens
-        upload.views.sample_slots[:num_reqs] = np.where(rows.samples, rows.slots, -1)
-        for name, values in rows.parameters._asdict().items():
-            getattr(upload.views, name.removesuffix("_N"))[:num_reqs] = values
-        num_given = self._give_tokens(upload, rows, num_reqs)
-        num_appended = self._append(upload, rows, num_reqs)
-        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_given)
-        upload.send(self._staging, used)
-        self.written(key)
-        return self._metadata(rows, key, num_tokens, query_starts, seq_lens)
+    def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        """Take over the token ids of sequences that start; blocks travel with the step."""
+        for new in batch.new:
+            self._num_known[new.slot] = len(new.token_ids)
+            if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids):
+                self._tokens[new.slot] = np.zeros(len(new.token_ids), np.int32)
+
+    def _keep_tokens(self, slot: int, token_ids: list[int]) -> None:
+        self._tokens[slot] = np.array(token_ids, np.int32)
+
+    def write(
+        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
+    ) -> CommonMetadata:
+        """Send one step, and return the metadata that views its inputs; see `Inputs.write`."""
+        slots, context_lens, query_lens = rows.batch.slots, rows.context_lens, rows.query_lens
+        # A row without given tokens is one token, the slot's last one.
+        given = {
+            int(row): self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
+            for row in np.flatnonzero(context_lens < self._num_known[rows.slots])
+        }
+        return self._send(rows, key, given, prefix_len, sampling)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Sends a batch that no sequence stands behind, greedy, and prepares it, so that its slots are known."""
+        """Send a batch that no sequence stands behind, greedy, and prepare it, so that its slots are known."""
         num_reqs = len(batch.query_lens)
-        slots = np.arange(num_reqs)
         starts = np.cumsum([0, *batch.query_lens])
-        common = self.write(
-            StepRows(
-                slots=slots,
-                context_lens=np.array(batch.context_lens, np.int64),
-                query_lens=np.array(batch.query_lens, np.int64),
-                num_decodes=batch.num_decodes,
-                given={row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)},
-                appends=[
-                    BlockAppend(slot=row, start=0, block_ids=blocks.tolist()) for row, blocks in enumerate(batch.blocks)
-                ],
-                samples=np.ones(num_reqs, bool),
-                parameters=KernelParameters(
-                    temperature_N=np.zeros(num_reqs),
-                    top_k_N=np.zeros(num_reqs, np.int64),
-                    top_p_N=np.ones(num_reqs),
-                    min_p_N=np.zeros(num_reqs),
-                    draw_keys_N=np.zeros(num_reqs, np.int64),
-                ),
-                prefix_len=batch.prefix_len,
-            ),
-            key,
+        appends = [BlockAppend(slot=row, start=0, block_ids=blocks.tolist()) for row, blocks in enumerate(batch.blocks)]
+        rows = StepRows(
+            batch=ScheduledBatch(num_decodes=batch.num_decodes, appends=appends),
+            slots=np.arange(num_reqs),
+            context_lens=np.array(batch.context_lens, np.int64),
+            query_lens=np.array(batch.query_lens, np.int64),
+            samples=np.ones(num_reqs, bool),
+            draws=np.zeros(num_reqs, np.int64),
         )
+        greedy = KernelParameters(
+            temperature_N=np.zeros(num_reqs),
+            top_k_N=np.zeros(num_reqs, np.int64),
+            top_p_N=np.ones(num_reqs),
+            min_p_N=np.zeros(num_reqs),
+            draw_keys_N=rows.draws,
+        )
+        given = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
+        common = self._send(rows, key, given, batch.prefix_len, KernelRows(rows.samples, greedy))
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
-        """Launches the prepare kernel for a padded shape: the head of every step."""
+        """Launch the prepare kernel for a padded shape: the head of every step."""
         prepare(
             self._staging,
             self._layout,
@@ -173,38 +143,57 @@ class DeviceInputs:
             logits_rows_R=self.logits_rows,
         )
 
-    def written(self, key: GraphKey | None) -> None:
-        """Marks the inputs as those of a step that runs as `key` (None: eagerly)."""
-        self._written_for = key
+    def _send(
+        self,
+        rows: StepRows,
+        key: GraphKey | None,
+        given: dict[int, np.ndarray],
+        prefix_len: int | None,
+        sampling: KernelRows | None,
+    ) -> CommonMetadata:
+        """Upload a step; `given` has the tokens that the host knows, by row, and the rest is as in `write`."""
+        upload = self._uploads[self._next % _UPLOADS]
+        self._next += 1
+        upload.wait()
+        num_reqs = len(rows.slots)
+        seq_lens = rows.context_lens + rows.query_lens
+        query_starts = upload.views.query_starts
+        query_starts[0] = 0
+        np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
+        num_tokens = int(query_starts[num_reqs])
+        upload.views.header[:4] = num_reqs, num_tokens, rows.batch.num_decodes, prefix_len or 0
+        upload.views.slots[:num_reqs] = rows.slots
+        upload.views.context_lens[:num_reqs] = rows.context_lens
+        if sampling is None:
+            upload.views.sample_slots[:num_reqs] = -1
+        else:
+            upload.views.sample_slots[:num_reqs] = np.where(sampling.samples, rows.slots, -1)
+            for name, values in sampling.parameters._asdict().items():
+                getattr(upload.views, name.removesuffix("_N"))[:num_reqs] = values
+        num_given = self._give_tokens(upload, given, num_reqs)
+        num_appended = self._append(upload, rows)
+        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_given)
+        upload.send(self._staging, used)
+        return self._metadata(rows, key, prefix_len, num_tokens, query_starts, seq_lens)
 
-    def consume(self, key: GraphKey) -> None:
-        """Takes the inputs for one replay of `key`.
-
-        Raises:
-            ReplayError: they were written for something else, or are used up.
-        """
-        if self._written_for != key:
-            raise ReplayError(f"{key} was to replay, but the device holds the inputs of {self._written_for}")
-        self._written_for = None
-
-    def _give_tokens(self, upload: _Upload, rows: StepRows, num_reqs: int) -> int:
+    def _give_tokens(self, upload: _Upload, given: dict[int, np.ndarray], num_reqs: int) -> int:
         token_starts, tokens = upload.views.token_starts, upload.views.tokens
         token_starts[:num_reqs] = -1
         num_given = 0
-        for row, given in rows.given.items():
+        for row, token_ids in given.items():
             token_starts[row] = num_given
-            tokens[num_given : num_given + len(given)] = given
-            num_given += len(given)
+            tokens[num_given : num_given + len(token_ids)] = token_ids
+            num_given += len(token_ids)
         return num_given
 
-    def _append(self, upload: _Upload, rows: StepRows, num_reqs: int) -> int:
-        """Writes the blocks added to rows' slots; how many of them travel in the upload."""
-        views, most = upload.views, self._layout.max_appends
+    def _append(self, upload: _Upload, rows: StepRows) -> int:
+        """Write the blocks added to rows' slots; returns how many of them travel in the upload."""
+        views, most, num_reqs = upload.views, self._layout.max_appends, len(rows.slots)
         views.append_starts[: num_reqs + 1] = 0
         num_appended = 0
-        if rows.appends:
+        if rows.batch.appends:
             row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
-            for row, append in sorted(((row_of[item.slot], item) for item in rows.appends), key=itemgetter(0)):
+            for row, append in sorted(((row_of[item.slot], item) for item in rows.batch.appends), key=itemgetter(0)):
                 end = num_appended + len(append.block_ids)
                 if end > most:
                     self._append_ahead(append)
@@ -226,9 +215,15 @@ class DeviceInputs:
         apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_table)
 
     def _metadata(
-        self, rows: StepRows, key: GraphKey | None, num_tokens: int, query_starts: np.ndarray, seq_lens: np.ndarray
+        self,
+        rows: StepRows,
+        key: GraphKey | None,
+        prefix_len: int | None,
+        num_tokens: int,
+        query_starts: np.ndarray,
+        seq_lens: np.ndarray,
     ) -> CommonMetadata:
-        num_reqs = len(rows.slots)
+        num_reqs, num_decodes = len(rows.slots), rows.batch.num_decodes
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
         starts_cpu[: num_reqs + 1] = query_starts[: num_reqs + 1]
@@ -244,12 +239,11 @@ class DeviceInputs:
             )
             if key is not None:  # eager shapes are without number
                 self._views[padded_reqs, padded_tokens] = views
-        length = rows.prefix_len
         return CommonMetadata(
             num_reqs=num_reqs,
-            num_decodes=rows.num_decodes,
+            num_decodes=num_decodes,
             num_tokens=num_tokens,
-            num_decode_tokens=int(starts_cpu[rows.num_decodes]),
+            num_decode_tokens=int(starts_cpu[num_decodes]),
             max_query_len=int(rows.query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             query_start_loc_cpu=starts_cpu,
@@ -258,7 +252,7 @@ class DeviceInputs:
             seq_lens=views.seq_lens,
             block_table=views.block_table,
             slot_mapping=views.slot_mapping,
-            prefix=None if length is None else CommonPrefix(num_tokens=length, length=self._prefix_len),
+            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len),
         )
 
 

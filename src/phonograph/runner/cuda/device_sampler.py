@@ -6,7 +6,7 @@ import torch
 
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import sample
-from phonograph.runner.cuda_inputs import DeviceInputs
+from phonograph.runner.cuda.cuda_inputs import CudaInputs
 
 
 class DeviceSampler:
@@ -15,7 +15,7 @@ class DeviceSampler:
     logits_RV: static, where steps leave their logits
     """
 
-    def __init__(self, inputs: DeviceInputs, logits_RV: torch.Tensor, *, batch_invariant: bool = False) -> None:
+    def __init__(self, inputs: CudaInputs, logits_RV: torch.Tensor, *, batch_invariant: bool = False) -> None:
         self._inputs = inputs
         self._logits_RV = logits_RV
         self._batch_invariant = batch_invariant

@@ -20,8 +20,8 @@ import torch
 from phonograph.core.grammar import Matcher
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
-from phonograph.runner.pinned import PinnedWords
-from phonograph.runner.token_ring import TokenRing
+from phonograph.runner.cuda.pinned import PinnedWords
+from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks, bitmask_words
 

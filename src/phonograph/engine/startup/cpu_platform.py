@@ -1,0 +1,53 @@
+"""Parts of an engine on the CPU: the tape, inputs in host memory, torch's kernels, and sampling by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from phonograph.engine.plan import EnginePlan
+from phonograph.engine.startup.platform import DeviceParts, ModelParts
+from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.torch_kernels import TorchKernels
+from phonograph.runner.cpu_inputs import CpuInputs
+from phonograph.runner.cpu_sampling import CpuSampling
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
+from phonograph.sampling.sampler import Sampler
+
+
+class CpuPlatform:
+    """The CPU; see `Platform`."""
+
+    device = torch.device("cpu")
+    compiles = False
+
+    def starting(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def compile(self, launch: Callable[[], None]) -> None:
+        """Do nothing: torch's operators are compiled."""
+
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
+        """Make the parts; see `Platform`."""
+        limits, model = plan.limits, parts.model
+        runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
+        inputs = CpuInputs(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+        )
+        rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
+        model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps))
+        attention = StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime)
+        return DeviceParts(
+            runtime=runtime,
+            inputs=inputs,
+            program=StepProgram(model=model, attention=attention, inputs=inputs),
+            sampling=CpuSampling(sampler, inputs),
+        )

@@ -1,0 +1,103 @@
+"""Parts of an engine on a GPU: CUDA graphs, one static workspace, state and sampling on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+
+from phonograph.engine.plan import EnginePlan
+from phonograph.engine.startup.platform import DeviceParts, ModelParts
+from phonograph.graphs.cuda import CudaRuntime
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.launch import compile_helper
+from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
+from phonograph.kernels.triton.launch.preload import load_kernels
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.workspace import Workspace
+from phonograph.runner.cuda.cuda_inputs import CudaInputs
+from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.device_sampler import DeviceSampler
+from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.runner.cuda.token_ring import TokenRing
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
+from phonograph.sampling.sampler import Sampler
+
+
+class CudaPlatform:
+    """A GPU; see `Platform`.
+
+    make_runtime: called with the device and the static tensors that graphs use for intermediates
+    make_ring:    called with `depth` and `max_rows`
+    """
+
+    compiles = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        make_runtime: Callable[[torch.device, list[torch.Tensor]], GraphRuntime] = CudaRuntime,
+        make_ring: Callable[..., TokenRing] = TokenRing,
+    ) -> None:
+        self.device = device
+        self._make_runtime = make_runtime
+        self._make_ring = make_ring
+
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """Begin what compiling kernels needs; see `Platform`."""
+        begin_hashing()
+        compile_helper.start_early()
+        try:
+            yield
+        finally:
+            compile_helper.end_helper(compiled_all=False)
+
+    def compile(self, launch: Callable[[], None]) -> None:
+        """Compile and load the kernels; see `Platform`."""
+        with compile_only() as kernels:
+            launch()
+        load_kernels(kernels)
+
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
+        """Make the parts; see `Platform`."""
+        limits, model, device = plan.limits, parts.model, self.device
+        spec, batch_invariant = model.spec, plan.attention.batch_invariant
+        with torch.inference_mode():
+            workspace = Workspace.make(spec, limits.max_num_batched_tokens, limits.max_num_seqs, model.dtype, device)
+            rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
+            model.bind(TritonKernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
+            inputs = CudaInputs(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                block_size=limits.block_size,
+                vocab_size=spec.vocab_size,
+                device=device,
+            )
+        runtime = self._make_runtime(device, workspace.tensors())
+        device_sampler = DeviceSampler(inputs, workspace.logits_NV, batch_invariant=batch_invariant)
+        masked = MaskedSampling(
+            device_sampler.sample_masked,
+            masks=sampler.grammars,
+            max_rows=limits.max_num_seqs,
+            vocab_size=spec.vocab_size,
+            device=device,
+        )
+        ring = self._make_ring(depth=RING_DEPTH, max_rows=limits.max_num_seqs)
+        return DeviceParts(
+            runtime=runtime,
+            inputs=inputs,
+            program=StepProgram(
+                model=model,
+                attention=StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime),
+                inputs=inputs,
+                sampler=device_sampler,
+                batch_invariant=batch_invariant,
+            ),
+            sampling=CudaSampling(sampler, inputs, masked, ring),
+        )

@@ -1,0 +1,58 @@
+"""Sampling on the CPU: torch's sampler takes the logits of a step that has run, and the step is complete."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from phonograph.core.batch import StepOutput
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.runner.cpu_inputs import CpuInputs
+from phonograph.runner.step_inputs import StepRows
+from phonograph.runner.step_program import StepOutputs
+from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import Sampler
+
+_ALL_ON_HOST = SamplingPlan()
+
+
+class CpuSampling:
+    """Samples each step when it is submitted, and writes the tokens behind those of their sequences."""
+
+    def __init__(self, sampler: Sampler, inputs: CpuInputs) -> None:
+        self.lookahead = 0
+        self._sampler = sampler
+        self._inputs = inputs
+
+    def plan(self, rows: StepRows) -> SamplingPlan:
+        """Leave all rows to `finish`."""
+        return _ALL_ON_HOST
+
+    def finish(
+        self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
+    ) -> CompletedStep:
+        """Sample the rows that have a next token."""
+        output, batch = StepOutput(failures=failures.by_slot), rows.batch
+        if rows.samples.all():
+            slots, logits_NV, draws = batch.slots, outputs.logits[: batch.num_reqs], rows.draws
+        else:
+            chosen = np.flatnonzero(rows.samples)
+            if not chosen.size:
+                return CompletedStep(output, decision)
+            slots = [batch.slots[row] for row in chosen.tolist()]
+            logits_NV, draws = outputs.logits[torch.from_numpy(chosen)], rows.draws[chosen]
+        sampled = self._sampler.sample(logits_NV, slots, draws)
+        failures.by_slot.update(sampled.failures)
+        take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
+        self._inputs.append_tokens(slots, output.token_ids)
+        output.logprobs = sampled.logprobs
+        return CompletedStep(output, decision)
+
+    def launch(self) -> None:
+        """Do nothing: no kernel has to be compiled."""
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Capture nothing: the host samples."""
+        return 0

@@ -1,0 +1,125 @@
+"""Sampling on a GPU: in the step, behind it, or by the host; the tokens are read when the next step has been sent.
+
+Kernels of the step sample most rows. Two kinds of rows make the host wait for the device, and only in steps that have
+them. Masks of rows with a grammar need the tokens of the step before, and are filled while the device is in this one.
+Rows that no kernel can sample (penalties, bias, min_tokens, log-probabilities) need this step's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.runtime import GraphRuntime
+from phonograph.runner.cuda.cuda_inputs import CudaInputs
+from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.runner.cuda.token_ring import TokenRing
+from phonograph.runner.step_inputs import KernelRows, StepRows
+from phonograph.runner.step_program import StepOutputs
+from phonograph.runner.steps import SamplingPlan, take_tokens
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import Sampler
+
+LOOKAHEAD = 1
+RING_DEPTH = LOOKAHEAD + 2
+"""Steps whose tokens a ring holds: those in flight, and the one that is being sent."""
+
+
+class StepInFlight:
+    """A step on the device. `output` has what was known when it was sent; `result` adds the tokens."""
+
+    def __init__(
+        self,
+        ring: TokenRing,
+        ticket: int,
+        batch: ScheduledBatch,
+        output: StepOutput,
+        decision: Decision,
+        vocab_size: int,
+    ) -> None:
+        self.decision = decision
+        self.output = output
+        self._vocab_size = vocab_size
+        self._ring = ring
+        self._ticket = ticket
+        self._batch = batch
+
+    def result(self) -> StepOutput:
+        """Wait until the device has come to the end of the step."""
+        output, batch = self.output, self._batch
+        tokens: list[int] = self._ring.read(self._ticket)[: batch.num_reqs].tolist()
+        slots = batch.slots
+        if not all(batch.samples):
+            rows = [row for row, samples in enumerate(batch.samples) if samples]
+            slots, tokens = [slots[row] for row in rows], [tokens[row] for row in rows]
+        take_tokens(output, slots, tokens, self._vocab_size)
+        return output
+
+
+class CudaSampling:
+    """Leaves rows to the step where its kernels can sample them, and hands out steps in flight.
+
+    masked: samples the rows with a grammar, behind the step
+    ring:   brings tokens to the host; of RING_DEPTH steps
+    """
+
+    def __init__(self, sampler: Sampler, inputs: CudaInputs, masked: MaskedSampling, ring: TokenRing) -> None:
+        self.lookahead = LOOKAHEAD
+        self._sampler = sampler
+        self._inputs = inputs
+        self._masked = masked
+        self._ring = ring
+
+    def plan(self, rows: StepRows) -> SamplingPlan:
+        """Divide the rows among the step's kernels, those behind the step, and the host."""
+        slots, draws = rows.slots, rows.draws
+        needs_host = self._sampler.needs_logits(slots, draws) & rows.samples
+        on_host: list[int] = np.flatnonzero(needs_host).tolist() if needs_host.any() else []
+        masked: list[int] = []
+        in_step = rows.samples & ~needs_host
+        grammars = self._sampler.grammars
+        if grammars.in_use:
+            constrained = grammars.constrained[slots] & in_step
+            masked = np.flatnonzero(constrained).tolist()
+            in_step = in_step & ~constrained
+        return SamplingPlan(KernelRows(in_step, self._sampler.kernel_parameters(slots, draws)), masked, on_host)
+
+    def finish(
+        self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
+    ) -> StepInFlight:
+        """Sample behind the step, and send its tokens on their way to the host."""
+        batch = rows.batch
+        self._masked.follow(self._ring, failures)
+        if plan.masked:
+            slots = [batch.slots[row] for row in plan.masked]
+            decision = self._masked.sample(plan.masked, slots, decision, failures)
+        output = StepOutput(failures=failures.by_slot)
+        if plan.on_host:
+            self._sample_on_host(rows, plan.on_host, outputs, output)
+        ticket = self._ring.send(outputs.tokens)
+        return StepInFlight(self._ring, ticket, batch, output, decision, self._sampler.vocab_size)
+
+    def launch(self) -> None:
+        """Launch masked sampling of each size that has a graph."""
+        for size in self._masked.sizes:
+            self._masked.run(size)
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Capture the graphs of masked sampling."""
+        return self._masked.capture(runtime)
+
+    def _sample_on_host(self, rows: StepRows, numbers: Sequence[int], outputs: StepOutputs, output: StepOutput) -> None:
+        logits_NV, device = outputs.logits, outputs.logits.device
+        slots = [rows.batch.slots[row] for row in numbers]
+        chosen = np.array(numbers)
+        rows_P = torch.from_numpy(chosen).to(device)
+        sampled = self._sampler.sample(logits_NV[rows_P], slots, rows.draws[chosen])
+        output.failures.update(sampled.failures)
+        output.logprobs = sampled.logprobs
+        token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
+        self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids.clamp(min=0)
+        outputs.tokens[rows_P] = token_ids

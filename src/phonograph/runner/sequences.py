@@ -1,0 +1,84 @@
+"""The sequences in the runner's slots: which are there, how each is sampled, and whose prompts are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
+from phonograph.runner.step_inputs import StepRows
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.logprobs import step_prompt_logprobs
+from phonograph.sampling.sampler import Sampler
+
+
+class Sequences:
+    """Slots 0 .. max_num_seqs - 1 and what is loaded in them; the sampler is kept in step."""
+
+    def __init__(self, sampler: Sampler, *, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._sampler = sampler
+        self._live: dict[int, NewSequence] = {}
+        self._scored: set[int] = set()
+        self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+
+    def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        """Free and load slots as a step says.
+
+        Args:
+            batch: the step.
+            failures: receives the slots that cannot be loaded; they are sampled as greedy ones, and their tokens
+                dropped.
+        """
+        sampler = self._sampler
+        for slot in batch.freed:
+            sampler.clear(slot)
+            self._live.pop(slot, None)
+        self._scored.difference_update(batch.freed)
+        for new in batch.new:
+            self._live[new.slot] = new
+            self._prompt_lens[new.slot] = new.prompt_len
+            if new.params.prompt_logprobs is not None:
+                self._scored.add(new.slot)
+            prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
+            ends, index, grammar = new.end_token_ids, new.sample_index, new.grammar
+            part = "sampling parameters"
+            if not failures.run(
+                new.slot, part, sampler.load, new.slot, new.params, prompt, output, ends, index, grammar
+            ):
+                sampler.clear(new.slot)
+
+    def rows(self, batch: ScheduledBatch) -> StepRows:
+        """Return the step as arrays."""
+        slots = np.array(batch.slots, np.int64)
+        context_lens = np.array(batch.context_lens, np.int64)
+        query_lens = np.array(batch.query_lens, np.int64)
+        return StepRows(
+            batch=batch,
+            slots=slots,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            samples=np.array(batch.samples, bool),
+            draws=context_lens + query_lens - self._prompt_lens[slots],
+        )
+
+    def scores_prompts(self, batch: ScheduledBatch) -> bool:
+        """Return True if log-probabilities of prompt tokens are wanted of this step."""
+        if self._scored.isdisjoint(batch.slots):
+            return False
+        return any(
+            slot in self._scored and context_len + 1 < self._live[slot].prompt_len
+            for slot, context_len in zip(batch.slots, batch.context_lens, strict=True)
+        )
+
+    def prompt_logprobs(
+        self,
+        batch: ScheduledBatch,
+        hidden_TE: torch.Tensor,
+        logits_fn: Callable[[torch.Tensor], torch.Tensor],
+        failures: SlotFailures,
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Compute those log-probabilities; see `step_prompt_logprobs`."""
+        return step_prompt_logprobs(batch, self._live, hidden_TE, logits_fn, failures)

@@ -1,0 +1,90 @@
+"""A step's numbers, and the protocol by which they get into the static tensors that every graph reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.batch import ScheduledBatch
+from phonograph.graphs.modes import GraphKey
+from phonograph.runner.step_program import StepTensors
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.sampler import KernelParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """One step as arrays by row, decodes first.
+
+    batch:        the step as the scheduler made it
+    slots:        int64 [N], as `context_lens`, `query_lens` and `draws`
+    samples:      bool [N], True where the row's next token is sampled
+    draws:        tokens that each request has generated before, the index of its draw
+    """
+
+    batch: ScheduledBatch
+    slots: np.ndarray
+    context_lens: np.ndarray
+    query_lens: np.ndarray
+    samples: np.ndarray
+    draws: np.ndarray
+
+
+class KernelRows(NamedTuple):
+    """Rows that the step's own kernels sample, bool [N], and the parameters of all rows."""
+
+    samples: np.ndarray
+    parameters: KernelParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticBatch:
+    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end.
+
+    prefix_len: leading tokens for which all have the same blocks, to be attended once; None where nothing cascades
+    """
+
+    query_lens: list[int]
+    context_lens: list[int]
+    blocks: list[np.ndarray]
+    token_ids: np.ndarray
+    prefix_len: int | None = None
+
+    @property
+    def num_decodes(self) -> int:
+        """Number of sequences with a query of one token."""
+        return sum(length == 1 for length in self.query_lens)
+
+
+class Inputs(StepTensors, Protocol):
+    """State of the running sequences by slot, and the static inputs of a step made from it."""
+
+    def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
+        """Take over the sequences that start with this step.
+
+        Args:
+            batch: the step, whose appended blocks may as well be taken over when it is written.
+            failures: receives the slots whose tokens cannot be taken over; they have others, and their results are
+                dropped.
+        """
+        ...
+
+    def write(
+        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
+    ) -> CommonMetadata:
+        """Write one step, and return the metadata that views its inputs.
+
+        Args:
+            rows: the step.
+            key: the graph that it is padded to, or None to leave it as it is.
+            prefix_len: tokens of the prefix that the step attends once, or None where it does not cascade.
+            sampling: rows that the step samples itself; None where the host samples all of them.
+        """
+        ...
+
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+        """Write a batch that no sequence stands behind, padded to `key`."""
+        ...

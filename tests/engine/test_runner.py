@@ -1,0 +1,168 @@
+"""The runner on parts that note what it does with them: kernels, captures, second tries, and replays."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from host_runtime import CallRuntime
+
+from phonograph.errors import CaptureError, ReplayError
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.runner.runner import Runner
+
+KEYS = (
+    GraphKey(GraphSet.MIXED, 64, 4),
+    GraphKey(GraphSet.PIECEWISE, 32, 4),
+    GraphKey(GraphSet.MIXED, 24, 4),
+    GraphKey(GraphSet.DECODE, 2, 2, 1),
+)
+OUTPUTS = (torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(0))
+
+Log = list[tuple[str, int]]
+
+
+class NotingRuntime(CallRuntime):
+    """Refuses each graph as often as `failures` says. It runs nothing that it captures."""
+
+    runs_captured = False
+
+    def __init__(self, done: Log, failures: dict[GraphKey, int]) -> None:
+        super().__init__(memory_bytes=7)
+        self.done, self.failures = done, dict(failures)
+        self.dry, self.prepared = False, KEYS[0]
+
+    def capture(self, function: object) -> Any:
+        key = self.prepared
+        self.failures[key] = self.failures.get(key, 0) - 1
+        if self.failures[key] >= 0:
+            self.done.append(("refused", key.num_tokens))
+            raise CaptureError("a library loads something")
+        self.done.append(("capture", key.num_tokens))
+        return SimpleNamespace(outputs=OUTPUTS, replay=lambda: self.done.append(("replay", key.num_tokens)))
+
+
+class Program:
+    """Notes its shapes."""
+
+    model, metadata = None, None
+    few_layers = nullcontext
+
+    def __init__(self, runtime: NotingRuntime) -> None:
+        self.runtime = runtime
+
+    def run(self, *, num_tokens: int, **_: Any) -> tuple[torch.Tensor, ...]:
+        self.runtime.done.append(("dry" if self.runtime.dry else "run", num_tokens))
+        return OUTPUTS
+
+
+class Sampling:
+    """Has two graphs of its own."""
+
+    lookahead = 1
+
+    def __init__(self, runtime: NotingRuntime) -> None:
+        self.runtime = runtime
+
+    def launch(self) -> None:
+        assert self.runtime.dry
+        self.runtime.done.append(("dry sampling", 0))
+
+    def capture(self, runtime: object) -> int:
+        self.runtime.done.append(("capture sampling", 0))
+        return 2
+
+
+def make_runner(failures: dict[GraphKey, int] | None = None, *, runs_captured: bool = False) -> tuple[Runner, Log]:
+    done: Log = []
+    runtime = NotingRuntime(done, failures or {})
+    runtime.runs_captured = runs_captured
+
+    def capture_batch(key: GraphKey) -> GraphKey:
+        runtime.prepared = key
+        return key
+
+    captures = SimpleNamespace(largest_first=lambda: KEYS)
+    parts: dict[str, Any] = {
+        "program": Program(runtime),
+        "builder": SimpleNamespace(build=lambda common, *, key: common),
+        "inputs": None,
+        "sampling": Sampling(runtime),
+        "sequences": SimpleNamespace(max_num_seqs=4),
+        "dispatcher": SimpleNamespace(captures=captures, max_num_tokens=64, cascade=None),
+        "runtime": runtime,
+        "synthetic": SimpleNamespace(capture_batch=capture_batch, most_tokens=lambda max_num_seqs: 0),
+    }
+    return Runner(**parts), done
+
+
+def capture(failures: dict[GraphKey, int] | None = None, **settings: Any) -> Log:
+    runner, done = make_runner(failures, **settings)
+    seen: list[int] = []
+    runtime: Any = runner.runtime
+    runtime.dry = True
+    runner.launch_kernels()
+    runtime.dry = False
+    report = runner.capture(lambda number, total, key: seen.append(key.num_tokens))
+    assert (report.num_graphs, report.memory_bytes) == (len(KEYS) + 2, 7)
+    assert seen == [key.num_tokens for key in KEYS]
+    assert [retry.key for retry in report.retries] == [key for key in KEYS if key in (failures or {})]
+    assert done.pop() == ("capture sampling", 0)
+    return done
+
+
+def test_all_kernels_are_launched_and_only_broken_graphs_run_before_their_capture() -> None:
+    dry = [("dry", key.num_tokens) for key in KEYS]
+    captures = [("capture", 64), ("run", 32), ("capture", 32), ("capture", 24), ("capture", 2)]
+    assert capture() == [*dry, ("dry sampling", 0), *captures]
+    # Where a captured function has run, its attention between the pieces has had its inputs.
+    assert ("run", 32) not in capture(runs_captured=True)
+
+
+def test_a_refused_capture_is_repeated_once_after_an_eager_run() -> None:
+    done = capture({KEYS[2]: 1})
+    assert done[-4:] == [("refused", 24), ("run", 24), ("capture", 24), ("capture", 2)]
+    with pytest.raises(CaptureError):
+        capture({KEYS[2]: 2})
+
+
+def test_a_replay_needs_inputs_of_its_own() -> None:
+    runner, done = make_runner()
+    common: Any = None
+    key, other = KEYS[3], KEYS[0]
+    runner.capture()
+    done.clear()
+    runner.prepare(common, other)
+    with pytest.raises(ReplayError, match="mixed"):
+        runner.replay(key)
+    runner.prepare(common, key)
+    runner.replay(key)
+    with pytest.raises(ReplayError, match="None"):
+        runner.replay(key)
+    runner.prepare(common, None)
+    with pytest.raises(ReplayError):
+        runner.replay(key)
+    assert done == [("replay", 2)]
+
+
+def test_kernels_are_loaded_once_all_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("phonograph.engine.startup.cuda_platform")
+    done: list[str] = []
+
+    @contextmanager
+    def compile_only() -> Any:
+        done.append("begin")
+        yield {"kernel"}
+        done.append("end")
+
+    def load(kernels: set[str]) -> None:
+        assert kernels == {"kernel"}
+        done.append("load")
+
+    monkeypatch.setattr(cuda, "compile_only", compile_only)
+    monkeypatch.setattr(cuda, "load_kernels", load)
+    cuda.CudaPlatform(torch.device("cpu")).compile(lambda: done.append("launch"))
+    assert done == ["begin", "launch", "end", "load"]
