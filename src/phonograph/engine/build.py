@@ -92,7 +92,7 @@ def make_platform(kind: str) -> Platform:
     # Imports Triton, which a CPU installation need not have.
     from phonograph.engine.startup.cuda_platform import CudaPlatform
 
-    return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
+    return CudaPlatform(torch.device(kind))
 
 
 def build_engine(

@@ -65,7 +65,8 @@ class CudaPlatform:
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""
-        limits, model, device = plan.limits, parts.model, self.device
+        limits, model = plan.limits, parts.model
+        device = parts.kv_caches[0].device  # with its index
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
         with torch.inference_mode():
             workspace = Workspace.make(spec, limits.max_num_batched_tokens, limits.max_num_seqs, model.dtype, device)
