@@ -39,7 +39,6 @@ from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
 from phonograph.kernels.triton.gemm.tuning import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 from phonograph.kernels.triton.launch.precompile import compile_only
-from phonograph.kernels.triton.launch.preload import load_kernels
 from phonograph.models.layers.kernel_set import KVTarget
 
 SHARED = 229_000, 113_000
@@ -136,11 +135,10 @@ class Chain:
         )
 
     def compile(self, settings: list[Settings], rows_class: int) -> None:
-        with torch.inference_mode(), compile_only() as kernels:
+        with torch.inference_mode(), compile_only():
             for one in settings:
                 with applied(one, rows_class), self.model.only_layers(range(1)):
                     self.run()
-        load_kernels(kernels)
 
     def graph(self, settings: Settings, rows_class: int, layers: int) -> torch.cuda.CUDAGraph:
         with (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,23 +146,3 @@ def test_a_replay_needs_inputs_of_its_own() -> None:
     with pytest.raises(ReplayError):
         runner.replay(key)
     assert done == [("replay", 2)]
-
-
-def test_kernels_are_loaded_once_all_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = pytest.importorskip("phonograph.engine.startup.cuda_platform")
-    done: list[str] = []
-
-    @contextmanager
-    def compile_only() -> Any:
-        done.append("begin")
-        yield {"kernel"}
-        done.append("end")
-
-    def load(kernels: set[str]) -> None:
-        assert kernels == {"kernel"}
-        done.append("load")
-
-    monkeypatch.setattr(cuda, "compile_only", compile_only)
-    monkeypatch.setattr(cuda, "load_kernels", load)
-    cuda.CudaPlatform(torch.device("cpu")).compile(lambda: done.append("launch"))
-    assert done == ["begin", "launch", "end", "load"]

@@ -16,24 +16,12 @@ from programs import report_of
 
 pytest.importorskip("triton")
 
-from triton.runtime.build import compile_module_from_src
-
 from phonograph.kernels.triton.launch import compile_helper, precompile
 
 KERNELS = {
     "_plan_kernel", "_attention_kernel", "_prefill_kernel", "_merge_kernel", "_few_rows_kernel", "scan_kernel",
     "filter_kernel",
 }  # fmt: skip
-
-
-NUMBERED_LAUNCHER = """
-#include <Python.h>
-static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(NUMBER); }
-static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
-PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
-"""
-"""One of Triton's modules for launching, whose function tells which one it is."""
 
 
 def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
@@ -67,30 +55,23 @@ def test_a_launcher_that_cannot_be_built_is_no_problem_of_the_kernel(tmp_path: P
     assert done["told"] == [["_few_rows_kernel", True]] and done["launchers"] == [["_few_rows_kernel", False]]
 
 
-def test_threads_get_the_launchers_that_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's way with modules of one name gives them others' where they may load at the same time."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "__triton_launcher", raising=False)
+def test_launchers_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's way with modules of one name gives threads others' launchers where they load at the same time."""
+    inside = most = 0
 
-    def launcher(number: int) -> Any:
-        module = compile_module_from_src(NUMBERED_LAUNCHER.replace("NUMBER", str(number)), "__triton_launcher")
+    def init_handles() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
         time.sleep(0.001)  # where another thread may come between
-        return module.launch
+        inside -= 1
 
-    active = SimpleNamespace(launcher_cls=launcher)
-    monkeypatch.setattr(precompile, "driver", SimpleNamespace(active=active))
-    numbers = list(range(8))
-    assert [launcher(number)() for number in numbers] == numbers, "built"
-
-    def others() -> int:
-        with ThreadPoolExecutor(8) as pool:
-            made = pool.map(lambda number: active.launcher_cls(number)(), numbers * 8)
-            return sum(got != number for got, number in zip(made, numbers * 8, strict=True))
-
-    assert others() > 0, "threads are not told apart by themselves"
-    with precompile.launchers_in_turn():
-        assert others() == 0
-    assert active.launcher_cls is launcher
+    kernel: Any = SimpleNamespace(_init_handles=init_handles)
+    function: Any = object()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(32):
+            pool.submit(precompile._load, function, kernel)
+    assert most == 1
 
 
 def test_without_its_helper_a_process_compiles_by_itself(tmp_path: Path) -> None:

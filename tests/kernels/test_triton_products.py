@@ -27,7 +27,6 @@ from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class, takes_squares
 from phonograph.kernels.triton.launch.precompile import compile_only
-from phonograph.kernels.triton.launch.preload import load_kernels
 
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
@@ -85,10 +84,9 @@ def test_large_layers_of_few_rows_keep_the_l1_cache(
     """The driver is told so for them alone."""
     sizes = ((64, 1024), (4100, 2048))
     cases = [Case(rows, outputs, inputs, torch.bfloat16, device) for outputs, inputs in sizes]
-    with compile_only() as kernels:
+    with compile_only():
         for case in cases:
             linear(case.x, case.weight, None, case.out)
-    load_kernels(kernels)
     driver, carveouts = ctypes.CDLL("libcuda.so.1"), []
     for function in (small, large):
         for kernel in function.device_caches[torch.cuda.current_device()][0].values():

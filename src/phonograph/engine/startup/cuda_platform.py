@@ -13,7 +13,6 @@ from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
-from phonograph.kernels.triton.launch.preload import load_kernels
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.triton_kernels import TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -59,9 +58,8 @@ class CudaPlatform:
 
     def compile(self, launch: Callable[[], None]) -> None:
         """Compile and load the kernels; see `Platform`."""
-        with compile_only() as kernels:
+        with compile_only():
             launch()
-        load_kernels(kernels)
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -29,8 +29,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_usable
-from phonograph.kernels.triton.launch.preload import LARGE, prefer_l1
 
 _REGISTERS = 65536
 """Of a multiprocessor."""

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_usable
-from phonograph.kernels.triton.launch.preload import LARGE, prefer_l1
 
 
 class GemvConfig(NamedTuple):

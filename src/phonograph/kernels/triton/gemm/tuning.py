@@ -12,8 +12,8 @@ import torch
 
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.launch.l1_carveout import LARGE
 from phonograph.kernels.triton.launch.pdl import gluon_usable
-from phonograph.kernels.triton.launch.preload import LARGE
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 

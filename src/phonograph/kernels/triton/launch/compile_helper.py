@@ -1,12 +1,13 @@
-"""A process that compiles kernels, in as many children of its own as there are cores for it.
+"""Helper process that compiles kernels on all cores.
 
-Triton makes a kernel's intermediate code in Python, under Python's lock: in one process the kernels of a start take ten
-seconds, however many threads they have. So a helper imports the compiler once and forks a child for each kernel. What
-they make, and the C module that launches it, is in Triton's cache on disk, where the engine's process finds it; what a
-child could not make it makes itself, and has the error.
+Triton generates a kernel's intermediate code in Python, under the interpreter lock, so threads of one process hardly
+help. The helper imports the compiler once and forks a pool of children. They fill Triton's cache on disk with the
+kernels and with the C modules that launch them, and the engine's process loads both from there. Where a child fails,
+the engine's process compiles the kernel itself, and so raises the child's error.
 
-The helper is a program of its own (`python -m phonograph.kernels.triton.launch.compile_helper`), as the children of
-`multiprocessing` would run the user's script again. It ends when its standard input does. Both sides send pickles.
+The helper is a program of its own (`python -m phonograph.kernels.triton.launch.compile_helper`), because a process
+started by `multiprocessing` imports the user's script again. It ends when its standard input does. Requests and answers
+are pickles.
 """
 
 # pyright: basic
@@ -16,68 +17,58 @@ import contextlib
 import gc
 import importlib.util
 import logging
+import multiprocessing
 import os
 import pickle
-import select
+import pkgutil
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from phonograph.core.device import num_cores
-from phonograph.kernels.triton.launch.frames import framed, read_frame
 
 log = logging.getLogger(__name__)
 
 STAMP = "phonograph-compiled"
-"""In Triton's cache: the build whose kernels were compiled there."""
-MODULES = (
-    "attention.decode", "attention.decode_plan", "attention.prefill", "attention.prefill_plan", "sampling.bitmask",
-    "gemm.gemm_small_m", "gemm.gemv", "elementwise.layers", "gemm.gemm_dispatch", "step.prepare",
-    "attention.rope_and_kv_write", "sampling.sample", "step.pinned_words",
-)  # fmt: skip
-"""Imported before the first kernel is asked for: those of most steps."""
+"""File in Triton's cache that names the build whose kernels are all there."""
 KERNELS = Path(__file__).parents[1]
 """Folder of our Triton kernels."""
-_MOST_CHILDREN = 32
+ALONE = 8
+"""Largest number of missing kernels for which the engine's process starts no helper."""
+_MAX_CHILDREN = 32
 _CHILD_BYTES = 1 << 30
-"""More than one takes."""
-_POLL_SECONDS = 0.02
+"""Upper bound of a child's memory."""
 _PIPE_BYTES = 1 << 20
-"""The most that Linux gives without asking further."""
+"""Largest pipe that Linux grants without privileges."""
+_ENDED = "the helper has ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A kernel as `triton.compile` takes it.
+class Job(NamedTuple):
+    """Kernel to compile.
 
-    module, name: where the function is
-    key: the hash of its source in the engine's process. Triton's goes by which functions were hashed before (it takes
-    over the global constants of a function that it calls only where that was), and what is compiled is filed under it.
+    module, name: location of the function
+    key: hash of the function's source in the engine's process, under which Triton files the kernel. It depends on which
+        functions were hashed before: the constants of a called function join the hash only if that one was.
+    arch: compute capability, 90 for 9.0
+    specialization: JSON that `JITFunction.preload` reads
     """
 
     module: str
     name: str
     key: str
-    signature: Mapping[str, Any]
-    constants: Mapping[Any, Any]
-    attributes: Mapping[Any, Any]
-    target: tuple[Any, ...]
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, function: Any, *about: Any) -> Job:
-        return cls(function.module, function.__name__, function.cache_key, *about)
+    arch: int
+    specialization: str
 
 
 class CompileHelper:
-    """The helper, from the engine's process. One thread asks; any may wait for the answers."""
+    """Client of the helper process. One thread sends jobs; any thread may wait for the answers."""
 
     def __init__(self) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -89,40 +80,28 @@ class CompileHelper:
             # Ctrl-C is for the engine's process, which ends this one.
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        with contextlib.suppress(ImportError, AttributeError, OSError):  # Linux has it, and allows it mostly
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._jobs, self._results = self._process.stdin, self._process.stdout
+        with contextlib.suppress(ImportError, AttributeError, OSError):  # absent outside Linux, or refused
             import fcntl
 
-            # Room for all kernels of a start, so that whoever asks need not wait for the helper's imports.
-            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            # Room for all jobs of a start, so that sending does not wait for the helper's imports.
+            fcntl.fcntl(self._jobs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[str | None]] = {}
-        self._number = 0
+        self._answers: list[Future[str | None]] = []
         self._ended = False
         threading.Thread(target=self._receive, name="compile-helper", daemon=True).start()
 
-    def ask(self, job: Job) -> Future[str | None]:
-        """Has it compiled. The future's result is None where it was, else why not; it raises nothing."""
-        future: Future[str | None] = Future()
-        try:
-            data = pickle.dumps(job)
-        except Exception as error:  # of what values a kernel may have been given
-            future.set_result(f"cannot be sent: {error!r}")
-            return future
+    def send(self, job: Job, answer: Future[str | None]) -> None:
+        """Requests a kernel. The answer becomes None once it is on disk, else the reason why it is not."""
         with self._lock:
             if self._ended:
-                future.set_result("the helper has ended")
-                return future
-            self._number += 1
-            number = self._number
-            self._waiting[number] = future
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(framed(pickle.dumps((number, data))))
-            self._process.stdin.flush()
-        except OSError as error:
-            self._told(number, f"the helper has ended: {error!r}")
-        return future
+                answer.set_result(_ENDED)
+                return
+            self._answers.append(answer)
+            with contextlib.suppress(OSError):  # `_receive` sees the end too, and answers
+                pickle.dump((len(self._answers) - 1, job), self._jobs)
+                self._jobs.flush()
 
     def close(self) -> None:
         """Ends the helper and its children. Closing again does nothing."""
@@ -131,39 +110,33 @@ class CompileHelper:
         self._process.wait()
 
     def _receive(self) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
             while True:
-                self._told(*pickle.loads(read_frame(self._process.stdout)))
+                number, problem = pickle.load(self._results)
+                self._answers[number].set_result(problem)
         with self._lock:
             self._ended = True
-            waiting = list(self._waiting)
-        for number in waiting:
-            self._told(number, "the helper has ended")
-
-    def _told(self, number: int, problem: str | None) -> None:
-        with self._lock:
-            future = self._waiting.pop(number, None)
-        if future is not None:
-            future.set_result(problem)
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_result(_ENDED)
 
 
-ALONE = 8
-"""Kernels that a process compiles by itself."""
 _current: CompileHelper | None = None
 _startable = True
 _starting = threading.Lock()
 
 
 def start_early() -> None:
-    """Starts the helper beside the imports of this process, if a GPU is here and kernels may have to be compiled."""
+    """Starts the helper beside this process's imports, if there is a GPU and kernels may be missing."""
     if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None and not _is_stamped():
         helper(ALONE + 1)
 
 
 def helper(num_missing: int) -> CompileHelper | None:
-    """The one helper of this process. There is none yet where so few kernels are missing that importing the compiler
-    again would take longer, and none where no process can be started."""
+    """Returns this process's helper, started if more than ALONE kernels are missing; None if there is none.
+
+    For fewer kernels, importing the compiler a second time takes longer than compiling them here.
+    """
     global _current, _startable
     with _starting:
         if _current is None and num_missing > ALONE and _startable:
@@ -176,7 +149,7 @@ def helper(num_missing: int) -> CompileHelper | None:
 
 
 def end_helper(*, compiled_all: bool) -> None:
-    """Ends it, if there is one. compiled_all: the next start of this build will hardly need one."""
+    """Ends the helper, if there is one. `compiled_all` marks the cache, so that the next start begins without one."""
     global _current
     if _current is None:
         return
@@ -195,103 +168,74 @@ def _is_stamped() -> bool:
 
 
 def _stamp_file() -> Path:
-    # As Triton has it, which takes seconds to import.
+    # Triton's rule, repeated here because importing Triton takes seconds.
     folder = os.environ.get("TRITON_CACHE_DIR")
     return (Path(folder) if folder else Path.home() / ".triton" / "cache") / STAMP
 
 
 def _build() -> str:
-    """Changes with our kernels and with the compiler."""
-    from importlib.metadata import PackageNotFoundError, version
+    """Returns a text that changes with our kernels and with the compiler."""
+    from importlib.metadata import version
 
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = ""
     newest = max(file.stat().st_mtime_ns for file in KERNELS.rglob("*.py"))
-    return f"{triton} {newest} {KERNELS}"
+    return f"{version('triton')} {newest} {KERNELS}"
 
 
 # -- the helper's own process ------------------------------------------------------------------------------------------
 
 
-def _compile(job: Job) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.driver import CudaLauncher
-    from triton.compiler import ASTSource
+def _compile(job: Job) -> str | None:
+    """Compiles a kernel and its launcher into Triton's cache, in a child. Returns the error's text, or None."""
+    try:
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.driver import CudaLauncher
+        from triton.runtime import driver
 
-    function = getattr(importlib.import_module(job.module), job.name)
-    function.hash = job.key
-    source_type: Any = ASTSource
-    if function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source_type = GluonASTSource
-    kernel = triton.compile(
-        source_type(function, job.signature, job.constants, job.attributes),
-        target=GPUTarget(*job.target),
-        options=dict(job.options),
-    )
-    # Only to be built: in the engine's process, where they are loaded one after another, each would be waited for.
+        # Compiling asks the driver for its target alone. Triton's own driver would make a context on the GPU.
+        target: Any = SimpleNamespace(
+            get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", job.arch, 32)
+        )
+        driver.set_active(target)
+        function = getattr(importlib.import_module(job.module), job.name)
+        function.hash = job.key
+        kernel = function.preload(job.specialization)
+    except Exception as error:
+        return repr(error)[:500]
+    # Built here because the engine's process loads launchers one at a time.
     with contextlib.suppress(Exception):
         CudaLauncher(kernel.src, kernel.metadata)
+    return None
 
 
-def _run_child(job: bytes, number: int, out: int) -> None:
-    """In the child. What cannot be compiled is told in a few words; whoever asked will meet the whole error."""
-    try:
-        _compile(pickle.loads(job))
-        problem = None
-    except BaseException as error:
-        problem = repr(error)[:500]
-    _answer(out, number, problem)
-
-
-def _answer(out: int, number: int, problem: str | None) -> None:
-    # One write of less than a pipe takes at once, so that children need not take turns.
-    os.write(out, framed(pickle.dumps((number, problem))))
+def _answer(out: int, number: int, compiled: Future[str | None]) -> None:
+    """Writes a child's answer, at once: it is shorter than what a pipe takes whole."""
+    if not compiled.cancelled():
+        error = compiled.exception()
+        with contextlib.suppress(OSError):  # the engine's process has ended
+            os.write(out, pickle.dumps((number, repr(error) if error else compiled.result())))
 
 
 def main() -> None:
-    # What a compiler prints must not come between the answers.
+    # Standard output becomes standard error, as the compiler's prints must not come between the answers.
     out = os.dup(1)
     os.dup2(2, 1)
-    for module in MODULES:
-        importlib.import_module(f"phonograph.kernels.triton.{module}")
-    with contextlib.suppress(ImportError):  # a Triton whose Gluon is another
-        for module in ("attention.prefill_hopper", "gemm.gemm_ring"):
-            importlib.import_module(f"phonograph.kernels.triton.{module}")
+    for module in pkgutil.walk_packages([str(KERNELS)], "phonograph.kernels.triton."):
+        with contextlib.suppress(ImportError):  # the installed Triton has another Gluon
+            importlib.import_module(module.name)
     from triton.runtime.cache import triton_key
 
-    triton_key()  # hashes the compiler, which every child would do again
+    triton_key()  # hashes the compiler, once for all children
     gc.collect()
     gc.freeze()
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = max(1, min(_MOST_CHILDREN, num_cores(), free_bytes // _CHILD_BYTES))
-    # Without a buffer, in which a request could wait unseen.
-    requests = os.fdopen(0, "rb", buffering=0)
-    waiting, running = deque[tuple[int, bytes]](), dict[int, int]()
-    while True:
-        if select.select([requests], [], [], _POLL_SECONDS if running else None)[0]:
-            try:
-                waiting.append(pickle.loads(read_frame(requests)))
-            except EOFError:
-                return
-        while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            number = running.pop(pid)
-            if status != 0:
-                _answer(out, number, f"a child ended with status {status}")
-        while waiting and len(running) < most:
-            number, job = waiting.popleft()
-            pid = os.fork()
-            if pid == 0:
-                _run_child(job, number, out)
-                os._exit(0)
-            running[pid] = number
+    children = max(1, min(_MAX_CHILDREN, num_cores(), free_bytes // _CHILD_BYTES))
+    pool = ProcessPoolExecutor(children, multiprocessing.get_context("fork"))
+    pool.submit(os.getpid)  # forks the children, before the first job
+    with contextlib.suppress(EOFError, BrokenProcessPool):
+        while True:
+            number, job = pickle.load(sys.stdin.buffer)
+            pool.submit(_compile, job).add_done_callback(partial(_answer, out, number))
+    pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Compiles the kernels of a step in parallel, by running the step's Python without launching anything.
+"""Parallel compilation of a step's kernels, by running the step's Python without launching anything.
 
-A kernel is compiled when it is first launched, one after another, which would take most of the start-up. Within
-`compile_only` every launch is turned into the request to compile that kernel; what follows finds them ready. Half of a
-compilation holds Python's lock, so where many kernels are missing from Triton's cache on disk, processes make them
-(`compile_helper`), and threads of this one only load. The processes begin as soon as a kernel is asked for, the threads
-when the step's Python is done: each of its calls of torch lets go of the lock and would have to wait for them all.
-
-Each is also made ready to launch as soon as it is compiled: its code is loaded, and so is a small C module of Triton's
-that launches it, which the helper has built too.
+Triton compiles a kernel at its first launch, one after another, which would take most of the start. Inside
+`compile_only` a launch only requests its kernel. If the kernel is missing from Triton's cache on disk, a child of the
+helper process (`compile_helper`) begins to compile it. Threads of this process load the kernels when the block ends:
+each of the step's calls of torch releases the interpreter lock, and would wait for all of those threads.
 """
 
 # pyright: basic
@@ -19,177 +15,152 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from triton import AsyncCompileMode
-from triton.compiler import ASTSource, CompiledKernel, make_backend
-from triton.compiler import compile as compile_here
+from triton import AsyncCompileMode, knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
-from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
-from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import JITFunction, compute_cache_key
+from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.jit import JITFunction, JitFunctionInfo, compute_cache_key
 
 from phonograph.core.device import num_cores
 from phonograph.kernels.triton.launch.compile_helper import Job, end_helper, helper
+from phonograph.kernels.triton.launch.l1_carveout import set_carveout
 
 log = logging.getLogger(__name__)
 
-_THREADS = 32
-_Load = Callable[[], CompiledKernel]
+_MAX_THREADS = 32
 
 
-class _Pool(ThreadPoolExecutor):
-    """Threads that load the kernels asked for, from `begin` on."""
-
-    def __init__(self, device: int) -> None:
-        threads = min(_THREADS, 2 * num_cores())
-        super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
-        self._begun = threading.Event()
-
-    def submit(self, fn: Callable[[], _Load], /) -> Future[CompiledKernel]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """fn: what Triton would have the pool call, which calls a `_Compiler`: it is called here."""
-        load = fn()
-
-        def compile_and_load() -> CompiledKernel:
-            self._begun.wait()
-            kernel = load()
-            # What a device has no room for says so again where it is launched.
-            with suppress(OutOfResources):
-                kernel._init_handles()
-            return kernel
-
-        return super().submit(compile_and_load)
-
-    def begin(self) -> None:
-        self._begun.set()
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A kernel that is not on disk. answer: why the helper could not compile it, or None; there once it was asked."""
-
-    job: Job
-    answer: Future[str | None] | None = None
-
-
-class _Compiler:
-    """Has the helper's children compile what is not on disk. A call is one of `triton.compile`, but only asks; what it
-    returns waits for the kernel."""
+class _CompileMode(AsyncCompileMode):
+    """Collects the kernels of all launches inside; compiles and loads them at the end."""
 
     def __init__(self) -> None:
-        self._asked: list[_Asked] = []
+        threads, device = min(_MAX_THREADS, 2 * num_cores()), torch.cuda.current_device()
+        super().__init__(ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)))
+        target: Any = driver.active.get_current_target()
+        self._arch: int = target.arch
+        self._requests: list[tuple[str, Callable[[], CompiledKernel], Callable[[CompiledKernel], None]]] = []
+        self._num_missing = 0
+        self._unsent: list[tuple[Job, Future[str | None]]] = []
 
-    def __call__(self, src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> _Load:
-        asked = None
-        if isinstance(src, ASTSource) and not _on_disk(src, target, options, _env_vars):
-            about = target.backend, target.arch, target.warp_size
-            asked = _Asked(Job.of(src.fn, src.signature, src.constants, src.attrs, about, options))
-            self._asked.append(asked)
-            there = helper(len(self._asked))
-            if there is not None:
-                for each in self._asked:
-                    if each.answer is None:
-                        each.answer = there.ask(each.job)
+    def note_job(self, *, fn: JitFunctionInfo, compile: Mapping[str, Any], **_: Any) -> None:
+        """Describes the kernel of the `submit` that follows; Triton calls it (`knobs.runtime.jit_cache_hook`)."""
+        self._function = fn.jit_function
+        self._specialization: str = compile["specialization_data"]
 
-        def load() -> CompiledKernel:
-            if asked is not None and asked.answer is not None:
-                problem = asked.answer.result()
-                if problem is not None:
-                    log.info("%s is compiled in this process: %s", src.name, problem)
-            return compile_here(src, target=target, options=options, _env_vars=_env_vars)
+    def submit(
+        self, key: str, compile_fn: Callable[[], CompiledKernel], finalize_fn: Callable[[CompiledKernel], None]
+    ) -> None:
+        function, answer = self._function, Future[str | None]()
+        if _on_disk(key, function.__name__):
+            answer.set_result(None)
+        else:
+            job = Job(function.module, function.__name__, function.cache_key, self._arch, self._specialization)
+            self._num_missing += 1
+            self._unsent.append((job, answer))
+            compiler = helper(self._num_missing)
+            while compiler is not None and self._unsent:
+                compiler.send(*self._unsent.pop(0))
+        self._requests.append((key, partial(_compiled, function, answer, compile_fn), finalize_fn))
 
-        return load
+    def __exit__(self, *error: Any) -> None:
+        for _, answer in self._unsent:
+            answer.set_result(None)
+        for request in self._requests:
+            super().submit(*request)
+        try:
+            super().__exit__(*error)
+        finally:
+            self.executor.shutdown()
+            active_mode.set(None)  # Triton leaves it set where a kernel did not compile
+
+
+def _compiled(
+    function: JITFunction[Any], answer: Future[str | None], compile_fn: Callable[[], CompiledKernel]
+) -> CompiledKernel:
+    """Returns a kernel, loaded, once the helper has answered."""
+    problem = answer.result()
+    if problem is not None:
+        log.info("%s is compiled in this process: %s", function.__name__, problem)
+    kernel = compile_fn()
+    _load(function, kernel)
+    return kernel
+
+
+_loading = threading.Lock()
+
+
+def _load(function: JITFunction[Any], kernel: CompiledKernel) -> None:
+    """Makes a kernel ready to launch: builds or loads the C module that launches it, and loads its code.
+
+    One at a time: all of Triton's launcher modules have one name, and a module that was loaded before fills the module
+    that has the name at that moment. Another thread would get a launcher for other arguments.
+    """
+    with _loading:
+        kernel._init_handles()
+        set_carveout(function, kernel)
+
+
+def _on_disk(key: str, name: str) -> bool:
+    """Returns True if Triton's cache has the kernel, by the rule of `triton.compile`."""
+    metadata = f"{name[:150]}.json"
+    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(metadata)
+    return metadata in (files or {})
 
 
 _hashing: threading.Thread | None = None
 
 
 def begin_hashing() -> None:
-    """Hashes the compiler in a thread, a third of a second that the first look into Triton's cache would take."""
+    """Hashes the compiler in a thread, which the first look into Triton's cache needs."""
     global _hashing
     if _hashing is None:
         _hashing = threading.Thread(target=triton_key, name="hash-triton", daemon=True)
         _hashing.start()
 
 
-def _on_disk(src: ASTSource, target: Any, options: Any, env_vars: Any) -> bool:
-    """Whether Triton's cache has it: as `triton.compile` looks."""
-    backend = make_backend(target)
-    parsed = backend.parse_options({**options, **src.parse_options()})
-    key = get_cache_key(src, backend, parsed, env_vars=env_vars)
-    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    metadata = f"{src.name[:150]}.json"
-    return metadata in (files.get_group(metadata) or {})
-
-
-@contextmanager
-def launchers_in_turn() -> Iterator[None]:
-    """Inside, threads make the modules that launch kernels one after another.
-
-    Python files them all under one name. One that was loaded before it does not load again but puts its functions into
-    the module that has the name, which may be the one that another thread has just loaded and not yet looked into:
-    that thread would get the launcher of other arguments. It was seen once, in a start on a busy host.
-    """
-    active: Any = driver.active
-    lock = threading.Lock()
-    make = active.launcher_cls
-
-    def make_alone(*about: Any) -> Any:
-        with lock:
-            return make(*about)
-
-    active.launcher_cls = make_alone
-    try:
-        yield
-    finally:
-        active.launcher_cls = make
-
-
 def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
-    """The name by which Triton knows, on the current device, the kernel that a launch needs."""
+    """Returns Triton's name, on the current device, for the kernel that a launch needs."""
     caches = function.device_caches[torch.cuda.current_device()]
     _, specialization, options = caches[-1](*arguments, **{"debug": function.debug, **keywords})
     return compute_cache_key(caches[1], specialization, options)
 
 
 @contextmanager
-def compile_only() -> Iterator[set[tuple[JITFunction[Any], object]]]:
-    """Inside, launches of Triton kernels only have them compiled; yields the set of kernels seen, filled meanwhile.
+def compile_only() -> Iterator[None]:
+    """Launches no kernel inside, but compiles all that would be; they are loaded when the block ends.
 
-    Everything compiled is ready at the end. Not for several threads at a time.
+    Not for several threads at a time.
 
     Raises:
         triton.CompilationError: a kernel does not compile.
+        triton.runtime.errors.OutOfResources: the device has not the memory or threads that a kernel needs.
     """
     launch = JITFunction.run
-    seen: set[tuple[JITFunction[Any], object]] = set()
-    compiler = _Compiler()
+    seen: set[tuple[JITFunction[Any], str]] = set()
     complete = False
 
     def request(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        key = self, filed_under(self, args, kwargs)
-        if key not in seen:
-            seen.add(key)
-            self.compile = compiler
-            launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = self, filed_under(self, args, kwargs)
+        if kernel not in seen:
+            seen.add(kernel)
+            compiled_before: Any = launch(self, *args, grid=grid, warmup=True, **kwargs)
+            if compiled_before is not None:
+                _load(self, compiled_before)
 
     if _hashing is not None:
         _hashing.join()
     JITFunction.run = request  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with launchers_in_turn(), _Pool(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
-            try:
-                yield seen
-            finally:
-                pool.begin()
+        with knobs.runtime.scope(), _CompileMode() as mode:
+            knobs.runtime.jit_cache_hook = mode.note_job
+            yield
         complete = True
     finally:
         JITFunction.run = launch
-        for function, _ in seen:
-            function.compile = compile_here
         end_helper(compiled_all=complete)
-        active_mode.set(None)  # Triton leaves it set where a kernel did not compile
