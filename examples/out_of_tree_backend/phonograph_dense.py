@@ -13,13 +13,13 @@ import torch
 
 from phonograph.attention.backend import (
     AttentionBackend,
+    AttentionCall,
     AttentionKind,
     AttentionLayer,
     AttentionSpec,
     BatchLimits,
-    Capabilities,
 )
-from phonograph.attention.capabilities import Declaration
+from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.selection import Registered
 from phonograph.core.device import DeviceSpec
@@ -29,17 +29,14 @@ SPLIT = 128
 """Keys of one split."""
 
 
-class DenseCapabilities(Capabilities):
+class DenseCapabilities(DeclaredCapabilities):
     name = "dense"
-    _declared = Declaration(
+    declared = Declaration(
         devices=("cpu", "cuda"),
         dtypes=("float32", "float16", "bfloat16"),
         kv_dtypes=("float32", "float16", "bfloat16"),
         kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
     )
-
-    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        return self._declared.refusals(spec, device)
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         return Support(GraphSupport.ALWAYS, "its schedule is made by operators in the graph, its bounds are the key's")
@@ -71,20 +68,15 @@ def _split_bytes(spec: AttentionSpec, *, logits: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMetadata(AttentionMetadata):
-    """The batch's tensors, and the schedule: for each row its sequence (-1: nobody's) and its place in the query.
+    """The schedule: for each row its sequence (-1: none) and its place in the query.
 
     max_query_len, num_splits: bounds that a graph freezes
     """
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     sequence_T: torch.Tensor
     place_T: torch.Tensor
     max_query_len: int
     num_splits: int
-    causal: bool
 
 
 class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
@@ -97,15 +89,11 @@ class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DenseMetadata:
         sequence_T, place_T = self._schedule[:, : common.slot_mapping.shape[0]]
         return DenseMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            slot_mapping=common.slot_mapping,
+            common=common,
             sequence_T=sequence_T,
             place_T=place_T,
             max_query_len=self.max_query_len(common, key),
             num_splits=self.num_splits(common, key),
-            causal=common.causal,
         )
 
     def max_query_len(self, common: CommonMetadata, key: GraphKey | None) -> int:
@@ -126,7 +114,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         return DenseMetadataBuilder(self.device, self.limits)
 
     def schedule(self, metadata: DenseMetadata) -> None:
-        starts = metadata.query_start_loc.long()
+        starts = metadata.common.query_start_loc.long()
         row_T = torch.arange(len(metadata.sequence_T), device=self.device)
         # Of the empty slots that begin where a row does, the row belongs to none.
         sequence_T = torch.searchsorted(starts[1:], row_T, right=True)
@@ -134,35 +122,27 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         metadata.sequence_T.copy_(sequence_T.masked_fill(is_nobodys, -1))
         metadata.place_T.copy_(row_T - starts[sequence_T.clamp(max=len(starts) - 2)])
 
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: DenseMetadata,
-    ) -> None:
-        slot_T = metadata.slot_mapping
+    def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[DenseMetadata]) -> None:
+        slot_T = call.metadata.common.slot_mapping
         # torch cannot write nowhere: rows without a slot write once more what row 0 does, or what is there already.
         valid_T = slot_T >= 0
         target_T = torch.where(valid_T, slot_T, slot_T[:1]).clamp(min=0)
         block_T, offset_T = target_T // self.spec.block_size, target_T % self.spec.block_size
         mask_T11 = valid_T[:, None, None]
-        for plane, new_TKD in zip(kv_cache, (key_TKD, value_TKD), strict=True):
+        for plane, new_TKD in zip(call.kv_cache, (key_TKD, value_TKD), strict=True):
             first = torch.where(mask_T11[:1], new_TKD[:1], plane[block_T[:1], offset_T[:1]])
             plane.index_put_((block_T, offset_T), torch.where(mask_T11, new_TKD[: len(slot_T)], first))
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: DenseMetadata,
+        call: AttentionCall[DenseMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
         """Queries are laid out by sequence and place [R, Q], attended there split by split, and put back in rows."""
-        starts, lens_R = metadata.query_start_loc.long(), metadata.seq_lens.long()
+        layer, kv_cache, metadata = call
+        starts, lens_R = metadata.common.query_start_loc.long(), metadata.common.seq_lens.long()
         place_Q = torch.arange(metadata.max_query_len, device=self.device)
         row_RQ = (starts[:-1, None] + place_Q).clamp(max=len(query_THD) - 1)
         position_RQ = (lens_R - starts[1:] + starts[:-1])[:, None] + place_Q
@@ -204,10 +184,10 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         self, kv_cache: torch.Tensor, metadata: DenseMetadata, key_W: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, W, K, D] of a split, zeros where a sequence has none: what lies there may be NaN."""
-        table = metadata.block_table
+        table = metadata.common.block_table
         block_W, offset_W = key_W // self.spec.block_size, key_W % self.spec.block_size
         blocks_RW = table[:, block_W.clamp(max=table.shape[1] - 1)].long()
-        absent = (key_W >= metadata.seq_lens[:, None])[:, :, None, None]
+        absent = (key_W >= metadata.common.seq_lens[:, None])[:, :, None, None]
         keys, values = (plane[blocks_RW, offset_W].float().masked_fill(absent, 0.0) for plane in kv_cache)
         return keys, values
 
@@ -222,7 +202,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         """Which keys of a split each query attends to, as [R, Q, W]."""
         position, (left, right) = position_RQ[:, :, None], layer.window
         seen = (key_W < lens_R[:, None, None]).expand(*position_RQ.shape, -1)
-        seen = seen & (key_W <= position) if metadata.causal else seen
+        seen = seen & (key_W <= position) if metadata.common.causal else seen
         seen = seen & (key_W >= position - left) if left >= 0 else seen
         return seen & (key_W <= position + right) if right >= 0 else seen
 

@@ -13,10 +13,10 @@ import torch
 from fake_flash import CALLS
 from paged import Arena, Batch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout, MakeBackend
+from phonograph.attention.backend import AttentionCall, AttentionKind, AttentionSpec, BatchLimits, KVLayout, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_refusals
-from phonograph.attention.metadata import AttentionMetadata
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.attention.selection import load, select
 from phonograph.core.device import known_device
@@ -263,7 +263,8 @@ def test_what_the_launches_of_version_3_are_told(installed: Installed) -> None:
         arena.backend.schedule(metadata)
         CALLS.clear()
         out = torch.zeros(SLOTS, 4, 32, device=DEVICE)
-        arena.backend.forward(arena.layers[0], arena.query, arena.cache.nan_to_num(), metadata, out)
+        call = AttentionCall(arena.layers[0], arena.cache.nan_to_num(), metadata)
+        arena.backend.forward(arena.query, call, out)
         prefix, suffix = CALLS
         assert (prefix["causal"], suffix["causal"]) == (False, True)
         assert prefix["cu_seqlens_q"].tolist() == [0, len(lengths)] and prefix["seqused_k"].tolist() == [prefix_len]
@@ -307,9 +308,9 @@ def test_host_copies_are_cut_as_the_tensors_are() -> None:
     kept = []
 
     class Keeping:
-        def build(self, common: object, *, key: GraphKey | None) -> AttentionMetadata:
+        def build(self, common: CommonMetadata, *, key: GraphKey | None) -> AttentionMetadata:
             kept.append((common, key))
-            return AttentionMetadata()
+            return AttentionMetadata(common=common)
 
     arena.builder._prefix = arena.builder._suffix = Keeping()
     key = GraphKey(GraphSet.DECODE, SLOTS, SLOTS, 1, cascade=True)

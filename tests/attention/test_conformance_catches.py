@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec
+from phonograph.attention.backend import AnyCall, AttentionCall, AttentionLayer, AttentionSpec
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceMetadata
 from phonograph.testing.conformance import check_backend
 
@@ -33,14 +34,18 @@ class Wrong(ReferenceBackend):
     def layer(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
 
+    def common(self, common: CommonMetadata) -> CommonMetadata:
+        return common
+
     def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
-        return metadata
+        return replace(metadata, common=self.common(metadata.common))
 
     def schedule(self, metadata: Any) -> None:
         super().schedule(self.metadata(metadata))
 
-    def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, *outputs: Any) -> None:
-        super().forward(self.layer(layer), query, kv_cache, self.metadata(metadata), *outputs)
+    def forward(self, query: Any, call: AttentionCall[ReferenceMetadata], *outputs: Any) -> None:
+        call = AttentionCall(self.layer(call.layer), call.kv_cache, self.metadata(call.metadata))
+        super().forward(query, call, *outputs)
 
 
 def without(**changes: object) -> type[ReferenceBackend]:
@@ -52,43 +57,43 @@ def without(**changes: object) -> type[ReferenceBackend]:
 
 
 class OneKeyShort(Wrong):
-    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
-        return replace(metadata, seq_lens=metadata.seq_lens - (metadata.seq_lens > 1).int())
+    def common(self, common: CommonMetadata) -> CommonMetadata:
+        return replace(common, seq_lens=common.seq_lens - (common.seq_lens > 1).int())
 
 
 class OneKeyTooMany(Wrong):
-    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
-        return replace(metadata, seq_lens=metadata.seq_lens + (metadata.seq_lens > 1).int())
+    def common(self, common: CommonMetadata) -> CommonMetadata:
+        return replace(common, seq_lens=common.seq_lens + (common.seq_lens > 1).int())
 
 
 class NotCausal(Wrong):
-    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
-        return replace(metadata, causal=False)
+    def common(self, common: CommonMetadata) -> CommonMetadata:
+        return replace(common, causal=False)
 
 
 class IgnoresQueryStartLoc(Wrong):
     """What a graph of one-token queries does to a mixed batch."""
 
-    def metadata(self, metadata: ReferenceMetadata) -> ReferenceMetadata:
-        starts = torch.arange(len(metadata.query_start_loc), dtype=torch.int32)
-        return replace(metadata, query_start_loc=torch.minimum(starts, metadata.query_start_loc[-1]))
+    def common(self, common: CommonMetadata) -> CommonMetadata:
+        starts = torch.arange(len(common.query_start_loc), dtype=torch.int32)
+        return replace(common, query_start_loc=torch.minimum(starts, common.query_start_loc[-1]))
 
 
 class LeavesPadding(ReferenceBackend):
-    def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, out: Any, *lse: Any) -> None:
-        super().forward(layer, query, kv_cache, metadata, out, *lse)
-        out[metadata.query_start_loc[-1] :] = 1e-30
+    def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:
+        super().forward(query, call, out, *lse)
+        out[call.metadata.common.query_start_loc[-1] :] = 1e-30
 
 
 class WritesPadding(ReferenceBackend):
-    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, metadata: Any) -> None:
-        kv_cache[:, 0, -1] = 0
-        super().write_kv(layer, key, value, kv_cache, metadata)
+    def write_kv(self, key: Any, value: Any, call: AnyCall) -> None:
+        call.kv_cache[:, 0, -1] = 0
+        super().write_kv(key, value, call)
 
 
 class SwapsKeysAndValues(ReferenceBackend):
-    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, metadata: Any) -> None:
-        super().write_kv(layer, value, key, kv_cache, metadata)
+    def write_kv(self, key: Any, value: Any, call: AnyCall) -> None:
+        super().write_kv(value, key, call)
 
 
 WRONG = {
@@ -122,7 +127,7 @@ def test_the_wrong_one_fails(wrong: str) -> None:
 
 def test_a_missing_lse_fails() -> None:
     class NoLse(ReferenceBackend):
-        def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, out: Any, *lse: Any) -> None:
-            super().forward(layer, query, kv_cache, metadata, out)
+        def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:
+            super().forward(query, call, out)
 
     assert not any(result.passed for result in check_backend(NoLse, SPEC, torch.device("cpu")))

@@ -17,7 +17,14 @@ from fake_flash import CALLS
 from flash_kernels import kernel_missing
 
 from phonograph.attention import selection as select_module
-from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionKind,
+    AttentionSpec,
+    BatchLimits,
+    KVLayout,
+)
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata
@@ -262,7 +269,7 @@ class Step:
         for layer in self.layers:
             out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
             lse = torch.full((self.spec.num_query_heads, self.tokens), torch.nan) if self.spec.lse else None
-            self.backend.forward(layer, self.query, self.cache, metadata, out, lse)
+            self.backend.forward(self.query, AttentionCall(layer, self.cache, metadata), out, lse)
             end = int(self.starts[-1])
             assert bool(out[:end].isfinite().all())
         return list(CALLS)
@@ -674,8 +681,8 @@ def test_padding_that_is_written_is_noticed(installed: Installed, device: torch.
     installed("vllm 3")
 
     class Careless(FlashAttention3Backend):
-        def forward(self, layer, query_THD, kv_cache, metadata, out_THD, lse_HT=None) -> None:  # type: ignore[no-untyped-def]
-            super().forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+        def forward(self, query_THD, call, out_THD, lse_HT=None) -> None:  # type: ignore[no-untyped-def]
+            super().forward(query_THD, call, out_THD, lse_HT)
             out_THD[-1] = 1
 
     shape = BatchShape(name="padded", query_lens=(1, 3), seq_lens=(7, 9), padded_reqs=1, padded_tokens=2)

@@ -93,7 +93,9 @@ def test_the_parts_tensors_stay_where_they_are() -> None:
         metadata = builder.build(common(query_lens, slots=8, tokens=6), key=key)
         parts = metadata.decode, metadata.prefill
         assert all(isinstance(part, TritonMetadata) for part in parts)
-        seen.append([tensor.data_ptr() for part in parts for tensor in (part.query_start_loc, part.seq_lens)])
+        seen.append(
+            [tensor.data_ptr() for part in parts for tensor in (part.common.query_start_loc, part.common.seq_lens)]
+        )
         # Six tokens hold no more than six decodes, whatever the slots.
         assert parts[0].seq_lens.shape == (6,) and parts[1].seq_lens.shape == (8,)
         assert metadata.num_decode_rows == 6

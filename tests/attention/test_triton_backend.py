@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.attention.backend import AttentionKind, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import (
+    AttentionCall,
+    AttentionKind,
+    AttentionLayer,
+    AttentionSpec,
+    BatchLimits,
+    KVLayout,
+)
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.attention.triton.capabilities import TritonCapabilities
@@ -100,7 +107,8 @@ def test_when_both_launches_run_at_the_same_time(
     backend = TritonBackend(TINY, torch.device("cpu"), limits)
     metadata = backend.make_builder().build(common(query_lens), key=None)
     query = torch.empty(sum(query_lens), 4, 32)
-    backend.forward(AttentionLayer(index=0, scale=1.0), query, torch.empty(2, 1, 16, 2, 32), metadata, query)
+    call = AttentionCall(AttentionLayer(index=0, scale=1.0), torch.empty(2, 1, 16, 2, 32), metadata)
+    backend.forward(query, call, query)
     assert metadata.divide == together
     alone = [("decode_attention", False)]
     assert launched == (

@@ -287,10 +287,8 @@ class Careless(TritonBackend):
 
     fault = ""
 
-    def forward(
-        self, layer: Any, query_THD: Any, kv_cache: Any, metadata: Any, out_THD: Any, lse_HT: Any = None
-    ) -> None:
-        super().forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+    def forward(self, query_THD: Any, call: Any, out_THD: Any, lse_HT: Any = None) -> None:
+        super().forward(query_THD, call, out_THD, lse_HT)
         if self.fault == "a row":
             out_THD[2] *= 1.05
         if self.fault == "padding":
@@ -298,7 +296,7 @@ class Careless(TritonBackend):
         if self.fault == "lse":
             lse_HT[1, 0] += 0.1
         if self.fault == "cache":
-            kv_cache[0, 0, 0] = 0
+            call.kv_cache[0, 0, 0] = 0
 
 
 @pytest.mark.parametrize("fault", ["a row", "padding", "lse", "cache"])

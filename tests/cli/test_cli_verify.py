@@ -40,9 +40,10 @@ class Backend(ReferenceBackend):
     def make_builder(self):
         return Builder(self, super().make_builder())
 
-    def forward(self, layer, *tensors):
+    def forward(self, query, call, *outputs):
         # No key is further back than the longest sequence is long: a bound that excludes nothing, while it is true.
-        super().forward(replace(layer, window=(self.longest - 1, 0)), *tensors)
+        layer = replace(call.layer, window=(self.longest - 1, 0))
+        super().forward(query, call._replace(layer=layer), *outputs)
 
 
 registered = Registered(capabilities=Capabilities(), loader=lambda: Backend)

@@ -50,8 +50,8 @@ def test_every_kind_of_batch() -> None:
 def test_a_kernel_that_computes_something_else_has_no_time(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     forward = ReferenceBackend.forward
 
-    def wrong(self: ReferenceBackend, layer: Any, query: Any, cache: Any, metadata: Any, out: torch.Tensor) -> None:
-        forward(self, layer, query, cache, metadata, out)
+    def wrong(self: ReferenceBackend, query: Any, call: Any, out: torch.Tensor) -> None:
+        forward(self, query, call, out)
         out[-1] *= factor
 
     monkeypatch.setattr(ReferenceBackend, "forward", wrong)
@@ -64,7 +64,7 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     schedule = ReferenceBackend.schedule
 
     def failing(self: ReferenceBackend, metadata: Any) -> None:
-        if len(metadata.seq_lens) == 2:
+        if len(metadata.common.seq_lens) == 2:
             raise RuntimeError("no such kernel\nand much more")
         schedule(self, metadata)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized
@@ -104,7 +104,7 @@ class Sequences:
         with torch.inference_mode():
             metadata = self.builder.build(common, key=key)
             self.backend.schedule(metadata)
-            self.backend.forward(self.layer, query, self.cache, metadata, out)
+            self.backend.forward(query, AttentionCall(self.layer, self.cache, metadata), out)
         assert bool(out[:num_tokens].isfinite().all())
         return [out[int(a) : int(b)] for a, b in itertools.pairwise(starts[: len(pieces) + 1])]
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import re
 
+import numpy as np
 import torch
 
-from phonograph.attention.backend import UNBOUNDED, AttentionLayer, AttentionSpec
-from phonograph.attention.flash_attn.libraries import Launch
+from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec
+from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
 from phonograph.attention.flash_attn.providers import make_library, provider_of
+from phonograph.attention.metadata import CommonMetadata
 
 _ABSENT = re.compile(
     # Of a kernel whose PTX is not there, the driver knows no more than the last.
@@ -58,23 +60,30 @@ def _launch(version: str, head_size: int, dtype: str, device: torch.device) -> N
     library = make_library(version, spec)
     query_THD = torch.zeros(2, 2, head_size, dtype=getattr(torch, dtype), device=device)
     pages_BSKD = query_THD.new_zeros(1, block_size, 1, head_size)
-    launch = Launch(
+    common = CommonMetadata(
+        num_reqs=1,
+        num_decodes=0,
+        num_tokens=2,
+        num_decode_tokens=0,
+        max_query_len=2,
+        max_seq_len=2,
         query_start_loc=torch.tensor([0, 2], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([2], dtype=torch.int32, device=device),
         block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        max_query_len=2,
-        max_seq_len=2,
-        causal=True,
-        num_splits=1,
-        whole=True,
+        slot_mapping=torch.arange(2, device=device),
+        query_start_loc_cpu=np.array([0, 2], np.int32),
+        seq_lens_cpu=np.array([2], np.int32),
     )
+    launch = Launch(max_query_len=2, max_seq_len=2, num_splits=1)
+    metadata = FlashAttentionMetadata(common=common, launch=launch, plan=Plan(), whole=True)
     window = (UNBOUNDED, UNBOUNDED)
     layer = AttentionLayer(index=0, scale=head_size**-0.5, window=window)
     with torch.inference_mode():
-        plan = library.schedule(launch, window)
+        plan = library.schedule(metadata, window)
         # Of FP8 it makes bfloat16.
         out_THD = torch.empty_like(query_THD, dtype=torch.bfloat16 if dtype.startswith("float8") else None)
-        library.attend(layer, query_THD, pages_BSKD, pages_BSKD.clone(), launch, plan, out_THD)
+        call = AttentionCall(layer, torch.stack([pages_BSKD, pages_BSKD]), metadata)
+        library.attend(query_THD, pages_BSKD, pages_BSKD.clone(), call, plan, out_THD)
         if device.type == "cuda":
             # An error of the launch may come with the next call only.
             torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import FP8_QUERY_TOLERANCE, rounded_queries
@@ -133,10 +133,11 @@ class Arena:
     def run(self, metadata: AttentionMetadata) -> None:
         self.plans = getattr(metadata, "plans", {})
         self.backend.schedule(metadata)
-        self.backend.write_kv(self.layers[0], self.key, self.value, self.cache, metadata)
+        self.backend.write_kv(self.key, self.value, AttentionCall(self.layers[0], self.cache, metadata))
         for layer, out, lse in zip(self.layers, self.outs, self.lses, strict=True):
             lse_HT = None if lse is None else lse[:-1]
-            self.backend.forward(layer, self.query, self.cache, metadata, out[: self.num_tokens], lse_HT)
+            call = AttentionCall(layer, self.cache, metadata)
+            self.backend.forward(self.query, call, out[: self.num_tokens], lse_HT)
 
     def run_unpadded(self, common: CommonMetadata) -> None:
         """Runs the batch as the engine does eagerly: with as many slots and rows as there are sequences and tokens."""
@@ -154,11 +155,11 @@ class Arena:
             key=None,
         )
         self.backend.schedule(metadata)
-        self.backend.write_kv(self.layers[0], self.key[:end], self.value[:end], self.cache, metadata)
+        self.backend.write_kv(self.key[:end], self.value[:end], AttentionCall(self.layers[0], self.cache, metadata))
         for layer, out, lse in zip(self.layers, self.outs, self.lses, strict=True):
             out[end : self.num_tokens] = 0
             lse_HT = None if lse is None else torch.full_like(lse[:-1, :end], torch.nan).contiguous()
-            self.backend.forward(layer, self.query[:end], self.cache, metadata, out[:end], lse_HT)
+            self.backend.forward(self.query[:end], AttentionCall(layer, self.cache, metadata), out[:end], lse_HT)
             if lse is not None and lse_HT is not None:
                 lse[:-1, :end], lse[:-1, end:] = lse_HT, -torch.inf
 

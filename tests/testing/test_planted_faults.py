@@ -10,7 +10,7 @@ import pytest
 import torch
 from phonograph_dense import DenseBackend, DenseCapabilities, DenseMetadata, DenseMetadataBuilder
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec
+from phonograph.attention.backend import AnyCall, AttentionSpec
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import Registered
 from phonograph.core.device import DeviceSpec
@@ -59,6 +59,10 @@ class StaleMaxQueryLength(Sample):
             return max(1, common.max_query_len)
 
 
+def with_lens(metadata: DenseMetadata, lens: torch.Tensor) -> DenseMetadata:
+    return replace(metadata, common=replace(metadata.common, seq_lens=lens))
+
+
 class StaleSplitCount(Sample):
     class builder(DenseMetadataBuilder):
         def num_splits(self, common: CommonMetadata, key: GraphKey | None) -> int:
@@ -89,8 +93,8 @@ class MovedBuffer(Sample):
 class IgnoresSoftcap(Sample):
     capabilities = Softcapped()
 
-    def forward(self, layer: AttentionLayer, *args: Any) -> None:
-        super().forward(replace(layer, softcap=0.0), *args)
+    def forward(self, query: Any, call: AnyCall, *outputs: Any) -> None:
+        super().forward(query, call._replace(layer=replace(call.layer, softcap=0.0)), *outputs)
 
 
 class LeavesPadding(Sample):
@@ -106,9 +110,9 @@ class HiddenMovedBuffer(Sample):
         self.made = LensBuilder(self.device, self.limits)
         return self.made
 
-    def forward(self, layer: AttentionLayer, query: Any, kv_cache: Any, metadata: Any, *outputs: Any) -> None:
-        lens = self.made.lens[: len(metadata.seq_lens)]
-        super().forward(layer, query, kv_cache, replace(metadata, seq_lens=lens), *outputs)
+    def forward(self, query: Any, call: AnyCall, *outputs: Any) -> None:
+        lens = self.made.lens[: len(call.metadata.common.seq_lens)]
+        super().forward(query, call._replace(metadata=with_lens(call.metadata, lens)), *outputs)
 
 
 class LensBuilder(DenseMetadataBuilder):
@@ -121,13 +125,13 @@ class LensBuilder(DenseMetadataBuilder):
 class LeaksPadding(Sample):
     """Sums over all rows of a batch, so that one NaN among them reaches everybody."""
 
-    def forward(self, layer: AttentionLayer, query: torch.Tensor, *args: Any) -> None:
-        super().forward(layer, query + 0.0 * query.sum(), *args)
+    def forward(self, query: torch.Tensor, *args: Any) -> None:
+        super().forward(query + 0.0 * query.sum(), *args)
 
 
 class MultipliesAbsentKeys(Sample):
     def _gathered(self, kv_cache: Any, metadata: Any, key_W: Any) -> Any:
-        everything = replace(metadata, seq_lens=torch.full_like(metadata.seq_lens, 2**30))
+        everything = with_lens(metadata, torch.full_like(metadata.common.seq_lens, 2**30))
         return super()._gathered(kv_cache, everything, key_W)
 
 
@@ -139,12 +143,12 @@ class BuildReadsTensors(Sample):
 
         def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DenseMetadata:
             self._lens[: len(common.seq_lens)].copy_(common.seq_lens)
-            return replace(super().build(common, key=key), seq_lens=self._lens[: len(common.seq_lens)])
+            return with_lens(super().build(common, key=key), self._lens[: len(common.seq_lens)])
 
 
 class ReadsOnTheHost(Sample):
     def schedule(self, metadata: Any) -> None:
-        if int(metadata.seq_lens.max()) > 0:
+        if int(metadata.common.seq_lens.max()) > 0:
             super().schedule(metadata)
 
 
@@ -185,9 +189,9 @@ class StaleDecodeCount(Sample):
 class ForgetsToWrite(Sample):
     """Right but in a graph, where the numerics of the suite do not look: only padded batches go unwritten."""
 
-    def write_kv(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, metadata: Any) -> None:
+    def write_kv(self, key: Any, value: Any, call: AnyCall) -> None:
         if key.shape[0] != 7:
-            super().write_kv(layer, key, value, kv_cache, metadata)
+            super().write_kv(key, value, call)
 
 
 class OrderHangsOnSplits(Sample):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from phonograph_dense import DenseBackend, DenseCapabilities
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -59,7 +59,8 @@ def recorded_bytes(spec: AttentionSpec, limits: BatchLimits, key: GraphKey, monk
 
     def step() -> tuple[torch.Tensor, ...]:
         backend.schedule(metadata)
-        backend.forward(AttentionLayer(index=0, scale=1.0, softcap=1.5), query_THD, cache, metadata, out_THD)
+        call = AttentionCall(AttentionLayer(index=0, scale=1.0, softcap=1.5), cache, metadata)
+        backend.forward(query_THD, call, out_THD)
         return (out_THD,)
 
     runtime.capture(step)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 
@@ -160,12 +160,22 @@ class BatchLimits:
     max_model_len: int
 
 
+class AttentionCall(NamedTuple, Generic[MetadataT]):
+    """What every method of a backend needs to know of one layer in one step.
+
+    kv_cache: [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a view with permuted strides
+    metadata: of the step, from the backend's builder
+    """
+
+    layer: AttentionLayer
+    kv_cache: torch.Tensor
+    metadata: MetadataT
+
+
 class AttentionBackend(ABC, Generic[MetadataT]):
     """Runs attention for one KV group. Built once, used for every layer of the group.
 
-    The KV cache of a layer is `kv_cache` [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a
-    view with permuted strides. Host work in `forward` counts: under piecewise graphs it runs for every layer of every
-    step.
+    Host work in `forward` counts: under piecewise graphs it runs for every layer of every step.
 
     clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
         put them there before, and they stay.
@@ -196,28 +206,19 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         """
 
     @abstractmethod
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: MetadataT,
-    ) -> None:
+    def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[MetadataT]) -> None:
         """Writes new keys and values to their slots (block id * block size + offset); slot -1 writes nothing.
 
         The slot mapping may be shorter than the keys, whose rows behind it are padding.
 
-        A call of its own, so that it stays inside piecewise graphs.
+        A method of its own, so that it stays inside piecewise graphs.
         """
 
     @abstractmethod
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: MetadataT,
+        call: AttentionCall[MetadataT],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
@@ -228,12 +229,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         """
 
     def forward_lse(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: MetadataT,
-        out_THD: torch.Tensor,
+        self, query_THD: torch.Tensor, call: AttentionCall[MetadataT], out_THD: torch.Tensor
     ) -> torch.Tensor:
         """`forward` for those who read the LSE at once: returns it, whatever it holds for rows of no request.
 
@@ -241,11 +237,13 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         """
         num_tokens, num_heads, _ = query_THD.shape
         lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
-        self.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+        self.forward(query_THD, call, out_THD, lse_HT)
         return lse_HT
 
 
 AnyBackend = AttentionBackend[Any]
 """A backend whose metadata the holder only passes on."""
+AnyCall = AttentionCall[Any]
+"""A call whose metadata the holder only passes on."""
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AnyBackend]
 """A backend's class, or what else makes one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, KVLayout
 from phonograph.core.device import DeviceSpec
 
 
@@ -90,6 +90,15 @@ class Declaration:
         if spec.sinks and not self.sinks:
             found.append("attention sinks; its kernels have none")
         return found
+
+
+class DeclaredCapabilities(Capabilities):
+    """Capabilities whose refusals are, or begin with, those of a declaration."""
+
+    declared: Declaration
+
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        return self.declared.refusals(spec, device)
 
 
 def _either(values: Iterable[object]) -> str:

@@ -107,8 +107,11 @@ def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """What a backend's forward needs beyond the tensors of a layer; made by that backend's builder only."""
+    """A step as a backend sees it: the batch, and in subclasses what its builder adds."""
+
+    common: CommonMetadata
 
 
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.attention.backend import UNBOUNDED, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
 from phonograph.bench.floor import attention_work, this_chip
@@ -179,10 +179,10 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     layer = AttentionLayer(index=0, scale=spec.head_size**-0.5, window=window)
     with torch.inference_mode():
         metadata = builder.build(common, key=key if on_gpu else None)
-        calls = itertools.cycle(inputs.kv_caches)
+        calls = itertools.cycle([AttentionCall(layer, kv_cache, metadata) for kv_cache in inputs.kv_caches])
 
         def forward() -> None:
-            backend.forward(layer, inputs.query, next(calls), metadata, inputs.out)
+            backend.forward(inputs.query, next(calls), inputs.out)
 
         def schedule() -> None:
             backend.schedule(metadata)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.attention.backend import AnyBackend, AttentionLayer
+from phonograph.attention.backend import AnyBackend, AnyCall, AttentionCall, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.layers.kernel_set import KVTarget
@@ -49,12 +49,10 @@ class StepAttention:
             q_THD, k_TKD, v_TKD: rotated queries and keys, and values; views whose heads are contiguous will do.
             layer: index of the layer.
         """
-        metadata = self.metadata
-        assert metadata is not None, "the step's attention metadata is built before it runs"
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if not self._backend.clears_padding:
             out_THD.zero_()
-        self._backend.write_kv(self.layers[layer], k_TKD, v_TKD, self._kv_caches[layer], metadata)
+        self._backend.write_kv(k_TKD, v_TKD, self._call(layer))
         self.read(q_THD, layer, out_THD)
         return out_THD
 
@@ -77,7 +75,9 @@ class StepAttention:
             self._read(layer, q_THD, out_THD)
 
     def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
-        # Read at call time: between pieces this runs again at each replay, with that step's metadata.
-        metadata = self.metadata
-        assert metadata is not None
-        self._backend.forward(self.layers[layer], q_THD, self._kv_caches[layer], metadata, out_THD)
+        self._backend.forward(q_THD, self._call(layer), out_THD)
+
+    def _call(self, layer: int) -> AnyCall:
+        # Made at call time: between pieces `_read` runs again at each replay, with that step's metadata.
+        assert self.metadata is not None, "the step's attention metadata is built before it runs"
+        return AttentionCall(self.layers[layer], self._kv_caches[layer], self.metadata)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AnyBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
 from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,
@@ -99,14 +99,15 @@ def _check(backend: AnyBackend, layer: AttentionLayer, shape: BatchShape, batch:
     builder = backend.make_builder()
     metadata = builder.build(common, key=None)
     backend.schedule(metadata)
-    backend.write_kv(layer, batch.key, batch.value, batch.kv_cache, metadata)
+    call = AttentionCall(layer, batch.kv_cache, metadata)
+    backend.write_kv(batch.key, batch.value, call)
     problem = _write_problem(spec, layer, batch, before)
     num_tokens = batch.query.shape[0]
     out_THD = torch.full_like(batch.query, torch.nan)
     if not backend.clears_padding:
         out_THD[common.num_tokens :] = 0
     lse_HT = torch.full((spec.num_query_heads, num_tokens), torch.nan, device=backend.device) if spec.lse else None
-    backend.forward(layer, batch.query, batch.kv_cache, metadata, out_THD, lse_HT)
+    backend.forward(batch.query, call, out_THD, lse_HT)
 
     out, query = _host(out_THD), _host(batch.query)
     if backend.quantizes_queries:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AnyBackend, MakeBackend
+from phonograph.attention.backend import AnyBackend, AttentionCall, MakeBackend
 from phonograph.attention.metadata import AnyBuilder, AttentionMetadata
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.modes import GraphKey
@@ -91,10 +91,10 @@ class Rig:
         self.backend.schedule(metadata)
         rows = slice(0, num_tokens)
         for index, layer in enumerate(inputs.layers):
-            cache = inputs.caches[index]
-            self.backend.write_kv(layer, inputs.key_TKD[rows], inputs.value_TKD[rows], cache, metadata)
+            call = AttentionCall(layer, inputs.caches[index], metadata)
+            self.backend.write_kv(inputs.key_TKD[rows], inputs.value_TKD[rows], call)
             lse_HT = None if inputs.lses_HT is None else inputs.lses_HT[index][:, rows]
-            self.backend.forward(layer, inputs.query_THD[rows], cache, metadata, inputs.outs_THD[index][rows], lse_HT)
+            self.backend.forward(inputs.query_THD[rows], call, inputs.outs_THD[index][rows], lse_HT)
 
     def _outputs(self) -> Outputs:
         inputs = self.inputs

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.cascade.rule import part_limits
 from phonograph.attention.metadata import AnyBuilder, AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -33,14 +33,11 @@ class CascadeKernels(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeMetadata(AttentionMetadata):
-    """Of a step that cascades: that of both launches, and the batch's own tensors, which the cut reads."""
+    """Of a step that cascades: that of both launches, and the batch's own, which the cut reads."""
 
     prefix: AttentionMetadata
     suffix: AttentionMetadata
     prefix_len: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
 
 
 class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
@@ -60,12 +57,10 @@ class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
         # To the prefix's launch all tokens of the graph are one query.
         prefix_key = None if key is None else GraphKey(GraphSet.MIXED, key.num_tokens, 1)
         return CascadeMetadata(
+            common=common,
             prefix=self._prefix.build(prefixes, key=prefix_key),
             suffix=self._suffix.build(suffixes, key=key),
             prefix_len=common.prefix.length,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
         )
 
     def _split(self, common: CommonMetadata, prefix: CommonPrefix) -> tuple[CommonMetadata, CommonMetadata]:
@@ -138,44 +133,40 @@ class CascadeBackend(AttentionBackend[AttentionMetadata]):
         if not isinstance(metadata, CascadeMetadata):
             self._ordinary.schedule(metadata)
             return
+        common = metadata.common
         self._kernels.cut_prefix(
             self._cut,
             metadata.prefix_len,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table,
             block_size=self.spec.block_size,
         )
         self._prefix.schedule(metadata.prefix)
         self._suffix.schedule(metadata.suffix)
 
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
+    def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[AttentionMetadata]) -> None:
+        layer, kv_cache, metadata = call
         if isinstance(metadata, CascadeMetadata):
-            self._suffix.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.suffix)
+            self._suffix.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.suffix))
         else:
-            self._ordinary.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata)
+            self._ordinary.write_kv(key_TKD, value_TKD, call)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        call: AttentionCall[AttentionMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
+        layer, kv_cache, metadata = call
         if not isinstance(metadata, CascadeMetadata):
-            self._ordinary.forward(layer, query_THD, kv_cache, metadata, out_THD, lse_HT)
+            self._ordinary.forward(query_THD, call, out_THD, lse_HT)
             return
+        prefix = AttentionCall(layer, kv_cache, metadata.prefix)
+        suffix = AttentionCall(layer, kv_cache, metadata.suffix)
         prefix_out_THD = self._prefix_out[: query_THD.shape[0]]
-        prefix_lse_HT = self._prefix.forward_lse(layer, query_THD, kv_cache, metadata.prefix, prefix_out_THD)
-        suffix_lse_HT = self._suffix.forward_lse(layer, query_THD, kv_cache, metadata.suffix, out_THD)
+        prefix_lse_HT = self._prefix.forward_lse(query_THD, prefix, prefix_out_THD)
+        suffix_lse_HT = self._suffix.forward_lse(query_THD, suffix, out_THD)
         end = self._cut.prefix_starts[1:]
         self._kernels.merge_by_lse(prefix_out_THD, prefix_lse_HT, out_THD, suffix_lse_HT, end, lse_HT)

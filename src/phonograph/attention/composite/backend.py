@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, MakeBackend
 from phonograph.attention.composite.capabilities import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
     AnyBuilder,
@@ -36,8 +36,6 @@ class SplitMetadata(AttentionMetadata):
 
     decode: AttentionMetadata
     prefill: AttentionMetadata | None
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
     num_decode_rows: int
 
 
@@ -69,21 +67,15 @@ class SplitMetadataBuilder(MetadataBuilder[SplitMetadata]):
         part = decode_part(num_tokens, num_slots, self._query_len)
         decodes, prefills = self._cut(common, num_slots, part)
         return SplitMetadata(
+            common=common,
             decode=self._decode.build(decodes, key=None if key is None else part),
             prefill=self._prefill.build(prefills, key=key),
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
             num_decode_rows=decodes.slot_mapping.shape[0],
         )
 
     def _decodes_only(self, common: CommonMetadata, key: GraphKey | None, num_rows: int) -> SplitMetadata:
-        return SplitMetadata(
-            decode=self._decode.build(common, key=key),
-            prefill=None,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            num_decode_rows=num_rows,
-        )
+        decode = self._decode.build(common, key=key)
+        return SplitMetadata(common=common, decode=decode, prefill=None, num_decode_rows=num_rows)
 
     def _cut(self, common: CommonMetadata, num_slots: int, part: GraphKey) -> tuple[CommonMetadata, CommonMetadata]:
         """Both parts, tensors and host copies; `part` is the decodes'."""
@@ -146,37 +138,31 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
 
     def schedule(self, metadata: SplitMetadata) -> None:
         if metadata.prefill is not None:
-            split_batch(self._split, metadata.query_start_loc, metadata.seq_lens, decode_query_len=self._query_len)
+            common = metadata.common
+            split_batch(self._split, common.query_start_loc, common.seq_lens, decode_query_len=self._query_len)
             self.prefill.schedule(metadata.prefill)
         # Last, since what it writes may be read by kernels that do not wait for all before them.
         self.decode.schedule(metadata.decode)
 
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: SplitMetadata,
-    ) -> None:
+    def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[SplitMetadata]) -> None:
+        layer, kv_cache, metadata = call
         # Once for all rows, of which the decodes' part knows the first only.
         if metadata.prefill is not None:
-            self.prefill.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.prefill)
+            self.prefill.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.prefill))
         else:
-            self.decode.write_kv(layer, key_TKD, value_TKD, kv_cache, metadata.decode)
+            self.decode.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.decode))
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: SplitMetadata,
+        call: AttentionCall[SplitMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
+        layer, kv_cache, metadata = call
         rows = metadata.num_decode_rows
         lse = None if lse_HT is None else lse_HT[:, :rows]
         # Decodes first: to them the rows of prefills belong to nobody, and may be overwritten.
-        self.decode.forward(layer, query_THD[:rows], kv_cache, metadata.decode, out_THD[:rows], lse)
+        self.decode.forward(query_THD[:rows], AttentionCall(layer, kv_cache, metadata.decode), out_THD[:rows], lse)
         if metadata.prefill is not None:
-            self.prefill.forward(layer, query_THD, kv_cache, metadata.prefill, out_THD, lse_HT)
+            self.prefill.forward(query_THD, AttentionCall(layer, kv_cache, metadata.prefill), out_THD, lse_HT)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.backend import AttentionSpec, BatchLimits
 from phonograph.attention.flash_attn.builders import (
-    FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
     Version2Builder,
     Version3Builder,
@@ -26,6 +25,7 @@ from phonograph.attention.flash_attn.capabilities import (
     FlashAttention3Capabilities,
     FlashAttention4Capabilities,
 )
+from phonograph.attention.flash_attn.libraries import FlashAttentionCall, FlashAttentionMetadata
 from phonograph.attention.flash_attn.providers import make_library
 from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.kv_write import GpuBackend
@@ -65,16 +65,16 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         A graph's own memory would not do: pieces are followed by attention outside, when later pieces may have reused
         it. The buffer's rest is zeroed each time, as blocks of the launch would act on entries of an earlier plan.
         """
-        if not metadata.planned:
+        if not metadata.launch.planned:
             return
-        made = self._library.schedule(metadata.launch, self.spec.windows[0])
+        made = self._library.schedule(metadata, self.spec.windows[0])
         if made is None:
             return
         size = made.shape[0]
         if size > self._plan.shape[0]:
             raise BackendError(
                 f"attention backend {self.capabilities.label}: its schedule has {size} numbers for "
-                f"{metadata.launch.seq_lens.shape[0]} request slots; one semaphore and four for each are known"
+                f"{metadata.common.seq_lens.shape[0]} request slots; one semaphore and four for each are known"
             )
         metadata.plan.part = self._plan[:size]
         metadata.plan.part.copy_(made)
@@ -82,50 +82,35 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: FlashAttentionMetadata,
+        call: FlashAttentionCall,
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
+        lse = self._attend(query_THD, call, out_THD)
         if lse is not None and lse_HT is not None:
             # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
             # the first query are another launch's.
-            starts, rows = metadata.launch.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
+            starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
             own = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
             torch.where(rows < starts[:1], lse_HT, own, out=lse_HT)
 
-    def forward_lse(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: FlashAttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> torch.Tensor:
-        lse = self._attend(layer, query_THD, kv_cache, metadata, out_THD)
+    def forward_lse(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor:
+        lse = self._attend(query_THD, call, out_THD)
         assert lse is not None, "the spec asks for no LSE"
         num_tokens, num_heads, _ = query_THD.shape
         return lse.view(num_heads, num_tokens)
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: FlashAttentionMetadata,
-        out_THD: torch.Tensor,
-    ) -> torch.Tensor | None:
+    def _attend(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor | None:
         """The LSE as the library has it, where the spec asks for it."""
-        plan = metadata.plan.part if metadata.planned else None
-        key_BSKD, value_BSKD = kv_cache.unbind(0)
+        metadata = call.metadata
+        plan = metadata.plan.part if metadata.launch.planned else None
+        key_BSKD, value_BSKD = call.kv_cache.unbind(0)
         if self.quantizes_queries:
             rounded_THD = self._queries[: query_THD.shape[0]]
-            quantize_queries(query_THD, layer.q_scale, rounded_THD)
+            quantize_queries(query_THD, call.layer.q_scale, rounded_THD)
             query_THD = rounded_THD
-        return self._library.attend(layer, query_THD, key_BSKD, value_BSKD, metadata.launch, plan, out_THD)
+        return self._library.attend(query_THD, key_BSKD, value_BSKD, call, plan, out_THD)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):

@@ -9,48 +9,15 @@ Drafting has no setting in this engine; a draft's step would want builds without
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits
-from phonograph.attention.flash_attn.libraries import Launch
+from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
 from phonograph.attention.flash_attn.sizes import plans, split_bound, unbounded_splits_fit
-from phonograph.attention.kv_write import GpuMetadata
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
-
-
-class Plan:
-    """The plan of one graph (or of eager steps): the part of the persistent buffer that it fills; None until it did.
-
-    How long it is follows from the graph's shape, and is known once `schedule` ran for it. It outlives the metadata of
-    a step, since a replay of pieces runs attention with metadata for which `schedule` ran in the capture only.
-    """
-
-    def __init__(self) -> None:
-        self.part: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlashAttentionMetadata(GpuMetadata):
-    """planned: whether `schedule` makes a plan, and launches read it."""
-
-    launch: Launch
-    plan: Plan
-    planned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What a launch freezes: as Launch and FlashAttentionMetadata have it."""
-
-    max_query_len: int
-    max_seq_len: int
-    num_splits: int = 0
-    planned: bool = False
 
 
 class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
@@ -62,7 +29,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
         self._plans: dict[GraphKey | None, Plan] = {}
 
     @abstractmethod
-    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers: ...
+    def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch: ...
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> FlashAttentionMetadata:
         """The metadata of one step.
@@ -74,22 +41,12 @@ class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
             raise BackendError(
                 "attention backend flash_attn: ALiBi without a causal mask; its bias falls to both sides"
             )
-        numbers = self.numbers(common, key)
         decodes = key is not None and key.graphs is GraphSet.DECODE
         return FlashAttentionMetadata(
-            launch=Launch(
-                query_start_loc=common.query_start_loc,
-                seq_lens=common.seq_lens,
-                block_table=common.block_table,
-                max_query_len=numbers.max_query_len,
-                max_seq_len=numbers.max_seq_len,
-                causal=common.causal,
-                num_splits=numbers.num_splits,
-                whole=decodes or (key is None and common.query_start_loc_cpu[0] == 0),
-            ),
-            slot_mapping=common.slot_mapping,
+            common=common,
+            launch=self.launch(common, key),
             plan=self._plans.setdefault(key, Plan()),
-            planned=numbers.planned,
+            whole=decodes or (key is None and common.query_start_loc_cpu[0] == 0),
         )
 
     def _longest(self, common: CommonMetadata, key: GraphKey | None) -> tuple[int, int]:
@@ -109,14 +66,14 @@ class Version2Builder(FlashAttentionMetadataBuilder):
     It is told no splits: they are its own choice, from shapes and upper bounds.
     """
 
-    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+    def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
         # Between pieces attention runs outside the graph too, and exact numbers make smaller grids.
         outside = key is None or key.graphs is GraphSet.PIECEWISE
         max_query_len, max_seq_len = self._longest(common, None if outside else key)
         mixed_graph = key is not None and key.graphs is GraphSet.MIXED
         if mixed_graph or self.spec.lse or not _token_by_slot(common):
             max_query_len = max(max_query_len, 2)
-        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
+        return Launch(max_query_len=max_query_len, max_seq_len=max_seq_len, planned=True)
 
 
 def _token_by_slot(common: CommonMetadata) -> bool:
@@ -140,11 +97,11 @@ class Version3Builder(FlashAttentionMetadataBuilder):
     the library takes other tiles, and another way to load keys, where no query is longer than one token.
     """
 
-    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+    def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
         if self.spec.batch_invariant:
             longest = self.limits.max_model_len
             longest_query = min(self.limits.max_num_tokens, longest)
-            return Numbers(max_query_len=longest_query, max_seq_len=longest, num_splits=1)
+            return Launch(max_query_len=longest_query, max_seq_len=longest, num_splits=1)
         num_tokens = common.slot_mapping.shape[0]
         planned = plans(self.spec)
         if planned:
@@ -152,12 +109,12 @@ class Version3Builder(FlashAttentionMetadataBuilder):
         else:
             num_splits = 0 if key is None and unbounded_splits_fit(num_tokens, self.spec) else 1
         max_query_len, max_seq_len = self._longest(common, key)
-        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=num_splits, planned=planned)
+        return Launch(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=num_splits, planned=planned)
 
 
 class Version4Builder(FlashAttentionMetadataBuilder):
     """Version 4 has no plan, so it runs with one split."""
 
-    def numbers(self, common: CommonMetadata, key: GraphKey | None) -> Numbers:
+    def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
         max_query_len, max_seq_len = self._longest(common, key)
-        return Numbers(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=1)
+        return Launch(max_query_len=max_query_len, max_seq_len=max_seq_len, num_splits=1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.capabilities import Declaration
+from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits
+from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes
 from phonograph.core.device import DeviceSpec
@@ -26,12 +26,11 @@ _OF_THE_CONTRACT = {
 }
 
 
-class _FlashAttentionCapabilities(Capabilities):
+class _FlashAttentionCapabilities(DeclaredCapabilities):
     name = "flash_attn"
-    _declared: Declaration
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        found = self._declared.refusals(spec, device)
+        found = super().refusals(spec, device)
         provider = provider_of(self.version)
         if provider is not None and spec.block_size % provider.block_size_multiple and not spec.block_size % 16:
             found.append(
@@ -40,7 +39,7 @@ class _FlashAttentionCapabilities(Capabilities):
             )
         if spec.kind in _OF_THE_CONTRACT:
             found.append(_OF_THE_CONTRACT[spec.kind])
-        if spec.sinks and self._declared.sinks and spec.num_query_heads > _MAX_HEADS_WITH_SINKS:
+        if spec.sinks and self.declared.sinks and spec.num_query_heads > _MAX_HEADS_WITH_SINKS:
             found.append(
                 f"attention sinks with {spec.num_query_heads} query heads; its kernels take sinks of "
                 f"{_MAX_HEADS_WITH_SINKS} at most"
@@ -60,7 +59,7 @@ class _FlashAttentionCapabilities(Capabilities):
 class FlashAttention2Capabilities(_FlashAttentionCapabilities):
     version = "2"
     varies = "it cuts the keys of decodes into as many parts as fill the device, and takes no number from outside"
-    _declared = Declaration(
+    declared = Declaration(
         min_capability=(8, 0),
         head_size_multiple=8,
         max_head_size=256,
@@ -115,7 +114,7 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
 class FlashAttention3Capabilities(_FlashAttentionCapabilities):
     version = "3"
     varies = ""
-    _declared = Declaration(
+    declared = Declaration(
         capabilities=(9,),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
         head_size_multiple=8,
@@ -181,7 +180,7 @@ class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     unverified = "no run of it was ever compared with the reference"
     varies = "no runs of it were ever compared bit by bit"
-    _declared = Declaration(
+    declared = Declaration(
         capabilities=(9, 10), head_sizes=(64, 96, 128), block_size_multiple=16, kinds=tuple(AttentionKind), sinks=True
     )
 

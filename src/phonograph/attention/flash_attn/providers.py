@@ -189,15 +189,8 @@ def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[
         raise ConfigError("attention_backend", f"flash_attn {version}", problem) from error
     except Exception as error:  # whatever another package's import, or its compiled part, raises
         raise BackendError(f"attention backend flash_attn {version}: {name} cannot be imported: {error}") from error
-    needs = {function: set(arguments) for function, arguments in provider.library.needs.items()}
-    if spec is not None and spec.sinks:
-        function, argument = provider.library.sink
-        needs[function].add(argument)
-    if spec is not None and spec.kv_cache_dtype.startswith("float8"):
-        function, arguments = provider.library.descales
-        needs[function].update(arguments)
     functions: Functions = {}
-    for function, arguments in needs.items():
+    for function, arguments in provider.library.needs(spec).items():
         found = getattr(module, function, None)
         if found is None:
             raise BackendError(_unfit(version, name, f"has no function {function}"))

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.composite.capabilities import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.host_plans import HostPlan, HostPlans
 from phonograph.attention.flashinfer.library import Library, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
-from phonograph.attention.kv_write import GpuBackend, GpuMetadata
+from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import (
+    AttentionMetadata,
     CommonMetadata,
     MetadataBuilder,
     cut_on_host,
@@ -37,14 +38,12 @@ _LEAST_LSE = -4.9e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlashInferMetadata(GpuMetadata):
-    """Tensors of CommonMetadata by the same names, where page numbers go, and what runs on which rows, in order.
+class FlashInferMetadata(AttentionMetadata):
+    """Where page numbers go, and what runs on which rows, in order.
 
     end: rows behind it are of no request, and no part runs on them
     """
 
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
     indices: torch.Tensor
     parts: tuple[Part, ...]
     end: int
@@ -79,14 +78,7 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
             # As one part of a split batch, decodes come with the rows of all.
             end = min(key.num_tokens, common.slot_mapping.shape[0])
             parts = self._in_graph(common, key, end)
-        return FlashInferMetadata(
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            slot_mapping=common.slot_mapping,
-            indices=self._planner.indices,
-            parts=parts,
-            end=end,
-        )
+        return FlashInferMetadata(common=common, indices=self._planner.indices, parts=parts, end=end)
 
     def _eager(self, common: CommonMetadata) -> tuple[Part, ...]:
         num_seqs = common.num_reqs
@@ -150,18 +142,18 @@ class FlashInferBackend(GpuBackend[FlashInferMetadata]):
         return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits, splits=self.splits_mixed)
 
     def schedule(self, metadata: FlashInferMetadata) -> None:
-        page_indices(metadata.block_table, metadata.seq_lens, metadata.indices, page_size=self.spec.block_size)
+        common = metadata.common
+        page_indices(common.block_table, common.seq_lens, metadata.indices, page_size=self.spec.block_size)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: FlashInferMetadata,
+        call: AttentionCall[FlashInferMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        keys, values = kv_cache.unbind(0)
+        layer, metadata = call.layer, call.metadata
+        keys, values = call.kv_cache.unbind(0)
         if self.spec.layout is KVLayout.HND:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         k_scale = self._scale(layer, "k_scale", layer.k_scale)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.capabilities import Declaration
+from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 
-class FlashInferCapabilities(Capabilities):
+class FlashInferCapabilities(DeclaredCapabilities):
     """Page sizes: its kernels divide by the page size at run time, so any multiple of ours serves.
 
     FP8 caches: a scale is one number to its wrappers, so layers whose heads differ in theirs are refused at their first
@@ -21,7 +21,7 @@ class FlashInferCapabilities(Capabilities):
 
     name = "flashinfer"
     varies = "its plans cut the keys of a sequence into parts by what else is in the batch"
-    _declared = Declaration(
+    declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         head_sizes=(64, 128, 256),
@@ -30,7 +30,7 @@ class FlashInferCapabilities(Capabilities):
     )
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        found = self._declared.refusals(spec, device)
+        found = super().refusals(spec, device)
         if len(spec.windows) > 1:
             found.append(f"{len(spec.windows)} windows in one KV group; a plan of its wrappers holds one")
         return found

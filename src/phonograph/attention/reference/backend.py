@@ -10,29 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionKind, AttentionLayer, AttentionSpec, Capabilities
-from phonograph.attention.capabilities import Declaration
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionKind, AttentionSpec
+from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.torch.attention import paged as reference
 
-_DECLARED = Declaration(
-    devices=("cpu", "cuda"),
-    dtypes=("float32", "float16", "bfloat16"),
-    kv_dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    kinds=tuple(AttentionKind),
-    alibi=True,
-    sinks=True,
-)
 
-
-class ReferenceCapabilities(Capabilities):
+class ReferenceCapabilities(DeclaredCapabilities):
     name = "reference"
     varies = "its decodes share sums that are as long as the longest of them"
-
-    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        return _DECLARED.refusals(spec, device)
+    declared = Declaration(
+        devices=("cpu", "cuda"),
+        dtypes=("float32", "float16", "bfloat16"),
+        kv_dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        kinds=tuple(AttentionKind),
+        alibi=True,
+        sinks=True,
+    )
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         if device.kind != "cpu":
@@ -49,14 +45,9 @@ class ReferenceCapabilities(Capabilities):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata(AttentionMetadata):
-    """The tensors of CommonMetadata by the same names, persistent if those are; `handle` stands for the schedule."""
+    """handle: stands for the schedule"""
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     handle: torch.Tensor
-    causal: bool
 
 
 class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
@@ -66,14 +57,7 @@ class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
         self._handle = reference.new_handle(self, device)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> ReferenceMetadata:
-        return ReferenceMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            slot_mapping=common.slot_mapping,
-            handle=self._handle,
-            causal=common.causal,
-        )
+        return ReferenceMetadata(common=common, handle=self._handle)
 
 
 class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
@@ -83,38 +67,32 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         return ReferenceMetadataBuilder(self.device)
 
     def schedule(self, metadata: ReferenceMetadata) -> None:
+        common = metadata.common
         reference.schedule(
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.slot_mapping,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table,
+            common.slot_mapping,
             metadata.handle,
             self.spec.block_size,
         )
 
-    def write_kv(
-        self,
-        layer: AttentionLayer,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: ReferenceMetadata,
-    ) -> None:
-        reference.kv_write(key_TKD, value_TKD, kv_cache, metadata.handle, layer.k_scale, layer.v_scale)
+    def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[ReferenceMetadata]) -> None:
+        layer = call.layer
+        reference.kv_write(key_TKD, value_TKD, call.kv_cache, call.metadata.handle, layer.k_scale, layer.v_scale)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: ReferenceMetadata,
+        call: AttentionCall[ReferenceMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
+        layer, metadata = call.layer, call.metadata
         reference.attention(
             query_THD,
-            kv_cache,
-            metadata.block_table,
+            call.kv_cache,
+            metadata.common.block_table,
             metadata.handle,
             out_THD,
             lse_HT,
@@ -123,8 +101,7 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             layer.k_scale,
             layer.v_scale,
             layer.scale,
-            layer.window[0],
-            layer.window[1],
+            *layer.window,
             layer.softcap,
-            metadata.causal,
+            metadata.common.causal,
         )

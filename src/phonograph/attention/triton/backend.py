@@ -14,12 +14,13 @@ first is left with the rows of nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits
-from phonograph.attention.kv_write import GpuBackend, GpuMetadata
-from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.attention.backend import AttentionCall, AttentionSpec, BatchLimits
+from phonograph.attention.kv_write import GpuBackend
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.attention.decode import (
@@ -44,19 +45,15 @@ _INTERPRETER_SMS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TritonMetadata(GpuMetadata):
-    """The tensors of CommonMetadata by the same names, the builder's plans by window, and what a graph freezes.
+class TritonMetadata(AttentionMetadata):
+    """The builder's plans by window, and what a graph freezes.
 
     short_query_len: longest query that the launch for short ones meets; 0 where it serves none
     has_long:        whether longer ones may be there
     divide:          whether the launches divide the multiprocessors
     """
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
     plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
-    causal: bool
     short_query_len: int
     has_long: bool
     divide: bool
@@ -86,12 +83,8 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
         if self._batch_invariant:
             short_query_len, has_long = 0, True
         return TritonMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            slot_mapping=common.slot_mapping,
+            common=common,
             plans=self._plans,
-            causal=common.causal,
             short_query_len=short_query_len,
             has_long=has_long,
             divide=has_long and takes_part(common.slot_mapping.shape[0]),
@@ -106,7 +99,8 @@ class TritonBackend(GpuBackend[TritonMetadata]):
         return TritonMetadataBuilder(self.spec, self.device, self.limits)
 
     def schedule(self, metadata: TritonMetadata) -> None:
-        starts, lens = metadata.query_start_loc, metadata.seq_lens
+        common = metadata.common
+        starts, lens = common.query_start_loc, common.seq_lens
         for window, (short, long) in metadata.plans.items():
             plan_decode(
                 short,
@@ -119,76 +113,57 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             )
             if metadata.has_long:
                 min_query_len = metadata.short_query_len + 1
-                plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=metadata.causal, window=window)
+                plan_prefill(long, starts, lens, min_query_len=min_query_len, causal=common.causal, window=window)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TritonMetadata,
+        call: AttentionCall[TritonMetadata],
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
+        layer, kv_cache, metadata = call
+        common = metadata.common
         short, long = metadata.plans[layer.window]
+        scoring: dict[str, Any] = {
+            "scale": layer.scale,
+            "window": layer.window,
+            "softcap": layer.softcap,
+            "alibi_slopes": layer.alibi_slopes,
+            "sinks": layer.sinks,
+            "k_scale": layer.k_scale,
+            "v_scale": layer.v_scale,
+            "causal": common.causal,
+        }
         # The long ones first: few of their programs have work, and the short ones' take all the room that is left.
         if metadata.has_long:
-            prefill_attention(
-                long,
-                query_THD,
-                kv_cache,
-                metadata.block_table,
-                out_THD,
-                lse_HT,
-                scale=layer.scale,
-                window=layer.window,
-                softcap=layer.softcap,
-                alibi_slopes=layer.alibi_slopes,
-                sinks=layer.sinks,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                causal=metadata.causal,
-            )
+            prefill_attention(long, query_THD, kv_cache, common.block_table, out_THD, lse_HT, **scoring)
         decode_attention(
             short,
             query_THD,
             kv_cache,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
             out_THD,
             lse_HT,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=layer.softcap,
-            alibi_slopes=layer.alibi_slopes,
-            sinks=layer.sinks,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-            causal=metadata.causal,
             beside=metadata.has_long and takes_part(query_THD.shape[0]),
+            **scoring,
         )
         if metadata.has_long:
-            merge_prefill(long, metadata.query_start_loc, out_THD, lse_HT, layer.sinks)
+            merge_prefill(long, common.query_start_loc, out_THD, lse_HT, layer.sinks)
 
 
 def _make_plans(
     spec: AttentionSpec, device: torch.device, limits: BatchLimits, num_sms: int
 ) -> tuple[DecodePlan, PrefillPlan]:
-    return make_decode_plan(
-        num_query_heads=spec.num_query_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        max_num_seqs=limits.max_num_seqs,
-        num_sms=num_sms,
-        device=device,
-    ), make_prefill_plan(
-        num_query_heads=spec.num_query_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_tokens=limits.max_num_tokens,
-        num_sms=num_sms,
-        cuts=not spec.batch_invariant,
-        device=device,
-    )
+    sizes: dict[str, Any] = {
+        "num_query_heads": spec.num_query_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "max_num_seqs": limits.max_num_seqs,
+        "num_sms": num_sms,
+        "device": device,
+    }
+    cuts = not spec.batch_invariant
+    return make_decode_plan(**sizes), make_prefill_plan(**sizes, max_num_tokens=limits.max_num_tokens, cuts=cuts)

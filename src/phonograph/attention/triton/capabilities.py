@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
-from phonograph.attention.capabilities import Declaration
+from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits
+from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
 
 
-class TritonCapabilities(Capabilities):
+class TritonCapabilities(DeclaredCapabilities):
     """Our own kernels."""
 
     name = "triton"
     varies = ""
-    _declared = Declaration(
+    declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         head_size_multiple=8,
@@ -29,7 +29,7 @@ class TritonCapabilities(Capabilities):
     )
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        found = self._declared.refusals(spec, device)
+        found = super().refusals(spec, device)
         # Older devices have no conversion from e4m3, and e5m2 is half a float16.
         if spec.kv_cache_dtype == "float8_e4m3fn" and device.kind == "cuda" and device.capability < (8, 9):
             found.append(f"KV cache dtype float8_e4m3fn on {device.name}; it needs compute capability 8.9 or more")
@@ -37,16 +37,16 @@ class TritonCapabilities(Capabilities):
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         if spec.batch_invariant:
-            return Support(
-                GraphSupport.ALWAYS,
+            reason = (
                 "one kernel takes queries of every length and cuts no keys, and a kernel inside the graph makes the "
-                "work list that it takes from",
+                "work list that it takes from"
             )
-        return Support(
-            GraphSupport.ALWAYS,
-            "a kernel inside the graph reads query_start_loc and seq_lens and makes the work list that the attention "
-            "kernels take from, so no plan, grid or number of splits is frozen",
-        )
+        else:
+            reason = (
+                "a kernel inside the graph reads query_start_loc and seq_lens and makes the work list that the "
+                "attention kernels take from, so no plan, grid or number of splits is frozen"
+            )
+        return Support(GraphSupport.ALWAYS, reason)
 
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
@@ -60,8 +60,6 @@ class TritonCapabilities(Capabilities):
         return 4 * len(spec.windows) * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
 
     def missing(self) -> str | None:
-        return (
-            None
-            if find_spec("triton")
-            else "the package triton is not installed; it comes with torch for CUDA, or pip install triton"
-        )
+        if find_spec("triton") is None:
+            return "the package triton is not installed; it comes with torch for CUDA, or pip install triton"
+        return None
