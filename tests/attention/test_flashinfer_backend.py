@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import fake_flashinfer as fake
@@ -29,9 +30,10 @@ from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flashinfer import backend as module
 from phonograph.attention.flashinfer import host_plans as staging
 from phonograph.attention.flashinfer import planner
-from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
+from phonograph.attention.flashinfer.backend import FlashInferBackend
 
 CPU = torch.device("cpu")
+ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)
 FULL = (-1, -1)
 TINY = AttentionSpec(
     num_query_heads=4,
@@ -256,7 +258,7 @@ def test_both_parts_of_a_split_batch() -> None:
     key = GraphKey(GraphSet.MIXED, 13, 4)
 
     def split(spec, device, limits):
-        return SplitBackend(spec, device, limits, decode=FlashInferPartBackend, prefill=FlashInferPartBackend)
+        return SplitBackend(spec, device, limits, decode=ONE_LAUNCH, prefill=ONE_LAUNCH)
 
     arena = arena_of(key, backend=split)
     graph = arena.capture(PARTS[1])
@@ -329,10 +331,8 @@ def test_a_plan_is_made_from_the_hosts_lengths() -> None:
     assert prefill.last_page.tolist() == [0, 0, 2, 2, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("backend", "changes"), [(FlashInferPartBackend, {}), (FlashInferBackend, {"speculative_tokens": 3})]
-)
-def test_one_launch_for_all(backend: type[FlashInferBackend], changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(("backend", "changes"), [(ONE_LAUNCH, {}), (FlashInferBackend, {"speculative_tokens": 3})])
+def test_one_launch_for_all(backend: MakeBackend, changes: dict[str, int]) -> None:
     """A part of a split batch has one kind of sequence; decodes with drafts have no wrapper that takes their rows."""
     builder = backend(replace(TINY, **changes), CPU, LIMITS).make_builder()
     metadata = builder.build(common([1, 1, 5, 2], [16, 1, 33, 2], 8, 12), key=GraphKey(GraphSet.MIXED, 12, 8))
@@ -457,7 +457,7 @@ def test_missing(monkeypatch) -> None:
     with pytest.raises(ConfigError, match="'flashinfer': cannot run: .* pip install flashinfer-python"):
         load(select("flashinfer", None, spec, h100))
     monkeypatch.setattr(capabilities, "find_spec", lambda name: name)
-    assert load(select("FlashInfer", None, spec, h100)) is FlashInferBackend
+    assert isinstance(load(select("FlashInfer", None, spec, h100))(TINY, CPU, LIMITS), FlashInferBackend)
 
 
 def test_a_version_that_does_not_fit(library, monkeypatch) -> None:

@@ -6,6 +6,7 @@ Its kernels are made by nvcc at the first run, which takes minutes. Skipped wher
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from phonograph.testing.conformance import check_backend
 pytest.importorskip("triton")
 
 from phonograph.attention.composite.backend import SplitBackend
-from phonograph.attention.flashinfer.backend import FlashInferBackend, FlashInferPartBackend
+from phonograph.attention.flashinfer.backend import FlashInferBackend
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -123,13 +124,14 @@ def test_decode_graphs(name: str, cache: str) -> None:
     check_all(PlannedArena(four, spec), four, UNIFORM)
 
 
+ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)
+
+
 def split(spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> SplitBackend:
-    return SplitBackend(spec, device, limits, decode=FlashInferPartBackend, prefill=FlashInferPartBackend)
+    return SplitBackend(spec, device, limits, decode=ONE_LAUNCH, prefill=ONE_LAUNCH)
 
 
-@pytest.mark.parametrize(
-    "backend", [FlashInferBackend, FlashInferPartBackend, split], ids=["two launches", "one launch", "split"]
-)
+@pytest.mark.parametrize("backend", [FlashInferBackend, ONE_LAUNCH, split], ids=["two launches", "one launch", "split"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_mixed_graphs(name: str, backend: MakeBackend) -> None:
     spec = replace(LLAMA, **SPECS[name])

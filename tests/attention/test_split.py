@@ -93,11 +93,10 @@ def test_the_parts_tensors_stay_where_they_are() -> None:
         metadata = builder.build(common(query_lens, slots=8, tokens=6), key=key)
         parts = metadata.decode, metadata.prefill
         assert all(isinstance(part, TritonMetadata) for part in parts)
-        seen.append(
-            [tensor.data_ptr() for part in parts for tensor in (part.common.query_start_loc, part.common.seq_lens)]
-        )
+        commons = [part.common for part in parts]
+        seen.append([tensor.data_ptr() for one in commons for tensor in (one.query_start_loc, one.seq_lens)])
         # Six tokens hold no more than six decodes, whatever the slots.
-        assert parts[0].seq_lens.shape == (6,) and parts[1].seq_lens.shape == (8,)
+        assert [one.seq_lens.shape for one in commons] == [(6,), (8,)]
         assert metadata.num_decode_rows == 6
     assert seen[0] == seen[1] == seen[2]
     assert len(set(seen[0])) == 4

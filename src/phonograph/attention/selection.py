@@ -87,81 +87,60 @@ def _triton() -> type[AnyBackend]:
     return TritonBackend
 
 
-def _flash_attn_2() -> MakeBackend:
+def _flash_attn(version: str) -> type[AnyBackend]:
+    from phonograph.attention.flash_attn.backend import BACKENDS
+
+    functions_of(version)  # imports the library: one that does not fit is known before a model is loaded
+    return BACKENDS[version]
+
+
+def _flash_attn_whole(version: str) -> MakeBackend:
+    part = _flash_attn(version)
+    if version != "2":
+        return part
     from phonograph.attention.composite.backend import SplitBackend
 
-    return partial(SplitBackend, decode=_flash_attn_2_part(), prefill=_flash_attn_2_part())
+    return partial(SplitBackend, decode=part, prefill=part)
 
 
-def _flash_attn_2_part() -> type[AnyBackend]:
-    from phonograph.attention.flash_attn.backend import FlashAttention2Backend
-
-    return _with_its_library(FlashAttention2Backend)
-
-
-def _flash_attn_3() -> type[AnyBackend]:
-    from phonograph.attention.flash_attn.backend import FlashAttention3Backend
-
-    return _with_its_library(FlashAttention3Backend)
-
-
-def _flash_attn_4() -> type[AnyBackend]:
-    from phonograph.attention.flash_attn.backend import FlashAttention4Backend
-
-    return _with_its_library(FlashAttention4Backend)
-
-
-def _flash_attn_cascade(ordinary: Callable[[], MakeBackend], part: Callable[[], MakeBackend]) -> MakeBackend:
+def _flash_attn_cascade(version: str) -> MakeBackend:
     from phonograph.kernels.triton.attention import cascade
 
-    return partial(CascadeBackend, ordinary=ordinary(), part=part(), kernels=cascade)
+    return partial(CascadeBackend, ordinary=_flash_attn_whole(version), part=_flash_attn(version), kernels=cascade)
 
 
-def _with_its_library(backend: type[AnyBackend]) -> type[AnyBackend]:
-    """Imports the library now, so that one which does not fit is known before a model is loaded."""
-    functions_of(backend.capabilities.version)
-    return backend
-
-
-def _flashinfer() -> type[AnyBackend]:
+def _flashinfer(*, splits_mixed: bool) -> MakeBackend:
     from phonograph.attention.flashinfer.backend import FlashInferBackend
     from phonograph.attention.flashinfer.library import load_library
 
-    load_library()  # an installation that does not fit is told of before weights are loaded
-    return FlashInferBackend
-
-
-def _flashinfer_part() -> type[AnyBackend]:
-    _flashinfer()
-    from phonograph.attention.flashinfer.backend import FlashInferPartBackend
-
-    return FlashInferPartBackend
+    load_library()  # one that does not fit is known before a model is loaded
+    return partial(FlashInferBackend, splits_mixed=splits_mixed)
 
 
 # In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
 # that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
 BUILT_IN = (
     Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
-    Registered(
-        capabilities=FlashAttention3Capabilities(),
-        loader=_flash_attn_3,
-        automatic=True,
-        cascade_loader=partial(_flash_attn_cascade, _flash_attn_3, _flash_attn_3),
+    *(
+        Registered(
+            capabilities=capabilities,
+            loader=partial(_flash_attn_whole, capabilities.version),
+            automatic=True,
+            part_loader=partial(_flash_attn, capabilities.version),
+            cascade_loader=partial(_flash_attn_cascade, capabilities.version),
+        )
+        for capabilities in (
+            FlashAttention3Capabilities(),
+            FlashAttention4Capabilities(),
+            FlashAttention2Capabilities(),
+        )
     ),
     Registered(
-        capabilities=FlashAttention4Capabilities(),
-        loader=_flash_attn_4,
+        capabilities=FlashInferCapabilities(),
+        loader=partial(_flashinfer, splits_mixed=True),
         automatic=True,
-        cascade_loader=partial(_flash_attn_cascade, _flash_attn_4, _flash_attn_4),
+        part_loader=partial(_flashinfer, splits_mixed=False),
     ),
-    Registered(
-        capabilities=FlashAttention2Capabilities(),
-        loader=_flash_attn_2,
-        automatic=True,
-        part_loader=_flash_attn_2_part,
-        cascade_loader=partial(_flash_attn_cascade, _flash_attn_2, _flash_attn_2_part),
-    ),
-    Registered(capabilities=FlashInferCapabilities(), loader=_flashinfer, automatic=True, part_loader=_flashinfer_part),
     Registered(
         capabilities=ReferenceCapabilities(), loader=_reference, automatic=True, cascade_loader=_reference_cascade
     ),

@@ -126,3 +126,7 @@ class FlashAttention3Backend(FlashAttentionBackend):
 class FlashAttention4Backend(FlashAttentionBackend):
     capabilities = FlashAttention4Capabilities()
     builder = Version4Builder
+
+
+BACKENDS = {"2": FlashAttention2Backend, "3": FlashAttention3Backend, "4": FlashAttention4Backend}
+"""By version."""

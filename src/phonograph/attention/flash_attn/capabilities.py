@@ -18,6 +18,7 @@ _MAX_HEADS_WITH_SINKS = 64
 _FP8_HEAD_SIZE_MULTIPLE = 16
 _WHOLE_TILE = 128
 """Keys in a tile of version 3 for causal 16-bit attention with heads of as many (record `attention_fa3.jsonl`)."""
+_ONE_ROUTINE = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
 _OF_THE_CONTRACT = {
     AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
     "our backends are not given",
@@ -155,25 +156,23 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
         return kept_bytes(spec, limits) + partial_bytes(spec, limits, graphs)
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        routine = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
         if spec.batch_invariant:
-            return Support(
-                GraphSupport.ALWAYS,
-                f"{routine}; batch_invariant: one split, no ahead-of-time schedule, and the same bounds on lengths for "
-                "all graphs and eager steps, as kernels are chosen by them",
+            splits = (
+                "batch_invariant: one split, no ahead-of-time schedule, and the same bounds on lengths for all graphs "
+                "and eager steps, as kernels are chosen by them"
             )
-        if len(spec.windows) > 1:
-            return Support(
-                GraphSupport.ALWAYS,
-                f"{routine}; its ahead-of-time schedule is off, as it needs one window for all layers and these have "
+        elif len(spec.windows) > 1:
+            splits = (
+                "its ahead-of-time schedule is off, as it needs one window for all layers and these have "
                 f"{len(spec.windows)}, so it runs with one split: without the schedule a bound on splits would be "
-                "taken as their number",
+                "taken as their number"
             )
-        return Support(
-            GraphSupport.ALWAYS,
-            f"{routine}; its ahead-of-time schedule is made inside the graph in a persistent buffer with a zeroed "
-            "tail, and a bound on splits, the same at capture and replay, keeps them within the captured scratch",
-        )
+        else:
+            splits = (
+                "its ahead-of-time schedule is made inside the graph in a persistent buffer with a zeroed tail, and a "
+                "bound on splits, the same at capture and replay, keeps them within the captured scratch"
+            )
+        return Support(GraphSupport.ALWAYS, f"{_ONE_ROUTINE}; {splits}")
 
 
 class FlashAttention4Capabilities(_FlashAttentionCapabilities):
@@ -187,8 +186,8 @@ class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         return Support(
             GraphSupport.ALWAYS,
-            "one routine reads query_start_loc and seq_lens for decode and prefill alike; it has no ahead-of-time "
-            "schedule, so the number of splits is held at one. Provisional until phonograph verify has replayed it",
+            f"{_ONE_ROUTINE}; it has no ahead-of-time schedule, so the number of splits is held at one. Provisional "
+            "until phonograph verify has replayed it",
         )
 
 

@@ -92,16 +92,21 @@ class Provider:
         return None
 
 
-# Of several for a version the first that is here is taken: those that write into the output we give come first.
-PROVIDERS = (
-    Provider(
-        version="2",
+def _of_vllm(version: str, library: type[Library], file: str, **others: Any) -> Provider:
+    return Provider(
+        version=version,
         module="vllm.vllm_flash_attn",
         distribution="vllm",
-        library=VllmLibrary2,
-        files=("vllm_flash_attn/_vllm_fa2_C*.so",),
+        library=library,
+        files=(f"vllm_flash_attn/{file}",),
         install="pip install vllm",
-    ),
+        **others,
+    )
+
+
+# Of several for a version the first that is here is taken: those that write into the output we give come first.
+PROVIDERS = (
+    _of_vllm("2", VllmLibrary2, "_vllm_fa2_C*.so"),
     Provider(
         version="2",
         module="flash_attn",
@@ -111,14 +116,7 @@ PROVIDERS = (
         block_size_multiple=256,
         install="pip install flash-attn; with a block size that is a multiple of 256",
     ),
-    Provider(
-        version="3",
-        module="vllm.vllm_flash_attn",
-        distribution="vllm",
-        library=VllmLibrary3,
-        files=("vllm_flash_attn/_vllm_fa3_C*.so",),
-        install="pip install vllm",
-    ),
+    _of_vllm("3", VllmLibrary3, "_vllm_fa3_C*.so"),
     Provider(
         version="3",
         module="flash_attn_interface",
@@ -134,15 +132,12 @@ PROVIDERS = (
         open=_fetch,
         install=f"pip install kernels; it fetches {_PUBLISHED_KERNEL}",
     ),
-    Provider(
-        version="4",
-        module="vllm.vllm_flash_attn",
-        distribution="vllm",
-        library=VllmLibrary4,
-        files=("vllm_flash_attn/cute/interface.py",),
+    _of_vllm(
+        "4",
+        VllmLibrary4,
+        "cute/interface.py",
         modules=("cutlass",),
         parts=("vllm.vllm_flash_attn.cute.interface",),
-        install="pip install vllm",
     ),
     Provider(
         version="4",

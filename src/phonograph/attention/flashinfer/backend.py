@@ -126,20 +126,23 @@ class FlashInferBackend(GpuBackend[FlashInferMetadata]):
     Of a mixed graph, its FA3 alone would split no sequence and take a tile for each query head of a decode; so decodes
     have the decode wrapper there too.
 
-    splits_mixed: whether they do; a part of a split batch has but one kind of sequence.
+    Args:
+        splits_mixed: whether they do; a part of a split batch has but one kind of sequence
     """
 
     capabilities = FlashInferCapabilities()
     clears_padding = False
-    splits_mixed = True
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, *, splits_mixed: bool = True
+    ) -> None:
         super().__init__(spec, device, limits)
+        self._splits_mixed = splits_mixed
         self._library = load_library()
         self._scales: dict[tuple[int, str], tuple[torch.Tensor, float]] = {}
 
     def make_builder(self) -> FlashInferMetadataBuilder:
-        return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits, splits=self.splits_mixed)
+        return FlashInferMetadataBuilder(self._library, self.spec, self.device, self.limits, splits=self._splits_mixed)
 
     def schedule(self, metadata: FlashInferMetadata) -> None:
         common = metadata.common
@@ -197,9 +200,3 @@ class FlashInferBackend(GpuBackend[FlashInferMetadata]):
                 )
             known = self._scales[layer.index, name] = scale_K, heads[0]
         return known[1]
-
-
-class FlashInferPartBackend(FlashInferBackend):
-    """One part of a split batch."""
-
-    splits_mixed = False

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module, metadata
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from phonograph.errors import BackendError, ConfigError
 
@@ -33,28 +31,8 @@ _USED = {
 }
 
 
-class Wrapper(Protocol):
-    """What decode and prefill wrappers have in common."""
-
-    def plan(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        q_scale: float,
-        k_scale: float | None,
-        v_scale: float | None,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        enable_pdl: bool,
-    ) -> object: ...
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None: ...
+Wrapper = Any
+"""A decode or a prefill wrapper, with `plan`, `run` and `reset_workspace_buffer` as in `_USED`."""
 
 
 class Library(NamedTuple):

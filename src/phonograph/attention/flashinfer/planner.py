@@ -17,6 +17,7 @@ the two eager ones, and int32 page numbers of max_num_seqs sequences of max_mode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,8 @@ class Planner:
 
         # Zeros, so that what was never written is a page that exists.
         self.indices = zeros(sizes.pages())
+        # An eager wrapper takes the buffer for its own; that of a graph has it already, and would only copy.
+        self._in_graph = self.indices[:0]
         # Of decodes and of prefills, which a mixed graph has both.
         self._decode_pages, self._decode_last_page = zeros(slots + 1), zeros(slots)
         self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
@@ -75,7 +78,7 @@ class Planner:
                 paged_kv_indices_buffer=self.indices,
                 paged_kv_last_page_len_buffer=self._decode_last_page[:slots],
             )
-        self._plan_decode(self._decode[slots], host, slots, in_graph=True)
+        self._plan_decode(self._decode[slots], host, slots, self._in_graph)
         return Part(self._decode[slots], 0, slots)
 
     def prefill(self, host: HostPlan, slots: int, rows: int, *, max_query_len: int, causal: bool) -> Part:
@@ -93,9 +96,7 @@ class Planner:
                 paged_kv_last_page_len_buf=self._last_page[: slots + 1],
             )
         wrapper = self._prefill[slots, rows]
-        self._plan_prefill(
-            wrapper, host, slice(0, slots + 1), max_query_len=max_query_len, causal=causal, in_graph=True
-        )
+        self._plan_prefill(wrapper, host, slice(0, slots + 1), self._in_graph, max_query_len, causal)
         return Part(wrapper, 0, rows)
 
     def eager(
@@ -104,52 +105,36 @@ class Planner:
         """Plans a batch at its actual size: sequences of one row, which come first, then the rest."""
         parts: list[Part] = []
         if num_decodes:
-            self._plan_decode(self._eager_decode, host, num_decodes, in_graph=False)
+            self._plan_decode(self._eager_decode, host, num_decodes, self.indices)
             parts.append(Part(self._eager_decode, 0, num_decodes))
         first, end = int(host.queries[num_decodes]), int(host.queries[num_seqs])
         if end > first:
             host.queries[num_decodes : num_seqs + 1] -= first
-            self._plan_prefill(
-                self._eager_prefill,
-                host,
-                slice(num_decodes, num_seqs),
-                max_query_len=max_query_len,
-                causal=causal,
-                in_graph=False,
-            )
+            rest = slice(num_decodes, num_seqs)
+            self._plan_prefill(self._eager_prefill, host, rest, self.indices, max_query_len, causal)
             parts.append(Part(self._eager_prefill, first, end))
         return tuple(parts)
 
     def _make_decode(self, integers: int | None = None, **buffers: Any) -> Wrapper:
         # Tensor cores for every group: the kernels without have plans that lose count of sequences without keys.
-        wrapper = self._library.decode(
-            self._floats, self._spec.layout.value, use_tensor_cores=True, backend="fa2", **buffers
-        )
-        return self._made(wrapper, integers)
+        return self._make(self._library.decode, "fa2", integers, use_tensor_cores=True, **buffers)
 
     def _make_prefill(self, integers: int | None = None, **buffers: Any) -> Wrapper:
-        wrapper = self._library.prefill(self._floats, self._spec.layout.value, backend=self._sizes.routine, **buffers)
-        return self._made(wrapper, integers)
+        return self._make(self._library.prefill, self._sizes.routine, integers, **buffers)
 
-    def _made(self, wrapper: Wrapper, integers: int | None) -> Wrapper:
+    def _make(self, make: Callable[..., Wrapper], routine: str, integers: int | None, **others: Any) -> Wrapper:
+        wrapper = make(self._floats, self._spec.layout.value, backend=routine, **others)
         if integers is not None:
-            wrapper.reset_workspace_buffer(
-                self._floats, torch.zeros(integers, dtype=torch.uint8, device=self._floats.device)
-            )
+            workspace = torch.zeros(integers, dtype=torch.uint8, device=self._floats.device)
+            wrapper.reset_workspace_buffer(self._floats, workspace)
         return wrapper
 
-    def _plan_decode(self, wrapper: Wrapper, host: HostPlan, slots: int, *, in_graph: bool) -> None:
-        self._plan(
-            wrapper,
-            host,
-            host.pages[: slots + 1],
-            self._indices(in_graph),
-            host.last_page[:slots],
-            seq_lens=host.lens[:slots],
-        )
+    def _plan_decode(self, wrapper: Wrapper, host: HostPlan, slots: int, indices: torch.Tensor) -> None:
+        lens = host.lens[:slots]
+        self._plan(wrapper, host, host.pages[: slots + 1], indices, host.last_page[:slots], seq_lens=lens)
 
     def _plan_prefill(
-        self, wrapper: Wrapper, host: HostPlan, slots: slice, *, max_query_len: int, causal: bool, in_graph: bool
+        self, wrapper: Wrapper, host: HostPlan, slots: slice, indices: torch.Tensor, max_query_len: int, causal: bool
     ) -> None:
         ends = slice(slots.start, slots.stop + 1)
         self._plan(
@@ -157,16 +142,12 @@ class Planner:
             host,
             host.queries[ends],
             host.pages[ends],
-            self._indices(in_graph),
+            indices,
             host.last_page[slots],
             seq_lens=host.lens[slots],
             causal=causal,
             max_token_per_sequence=max_query_len,
         )
-
-    def _indices(self, in_graph: bool) -> torch.Tensor:
-        """A graph's wrapper has the buffer and would only copy; an eager one takes it for its own."""
-        return self.indices[:0] if in_graph else self.indices
 
     def _plan(self, wrapper: Wrapper, host: HostPlan, *lengths: torch.Tensor, **others: Any) -> None:
         spec = self._spec
