@@ -24,8 +24,10 @@ def build(text: str, **settings) -> tuple[TextBuilder, list[str], int]:
     token_ids = TOKENIZER.encode(text)
     shown = []
     for count in range(1, len(token_ids) + 1):
+        seen = len(shown[-1]) if shown else 0
         builder.push(token_ids[:count])
         shown.append(builder.text)
+        assert builder.text_from(seen) == builder.text[seen:]
         if builder.stopped is not None:
             return builder, shown, count
     builder.finish()
