@@ -47,7 +47,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     ROOT: BELOW_ENGINE | {"engine"},
 }
 SERVER_PACKAGES = frozenset({"fastapi", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq"})
-"""What only the extra `server` installs, and only the server may import."""
+"""What only the extra `server` installs, and only the server may import, but for zmq."""
+TRANSPORT = frozenset({"phonograph.engine.process.main", "phonograph.engine.process.process_client"})
+"""The two ends of the sockets between an engine in a process of its own and its client: only they may import zmq."""
 BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
 """Those of them that the extra `bench` installs too, for the client that loads servers."""
 WITHOUT_TORCH = COMMON | {"kv_cache", "scheduling", "structured"}
@@ -129,8 +131,10 @@ def violations(package: Path) -> list[str]:
                 found.append(f"{where}: {part} must do without torch")
             package_name = name.split(".")[0]
             served = part == "server" or (part == "bench" and package_name in BENCH_PACKAGES)
-            served |= package_name == "zmq" and module.startswith("phonograph.engine.process.")
-            if package_name in SERVER_PACKAGES and not served:
+            if package_name == "zmq":
+                if module not in TRANSPORT:
+                    found.append(f"{where}: only the transport may import {name}")
+            elif package_name in SERVER_PACKAGES and not served:
                 found.append(f"{where}: only server may import {name}")
             if name.split(".")[0] != "phonograph":
                 continue
@@ -232,7 +236,10 @@ def test_a_planted_growth_is_found(tmp_path: Path, files: list[str], lines: int,
         ("kv_cache/pool.py", "def late():\n    from torch import empty", "kv_cache must do without torch"),
         ("graphs/modes.py", "from .resolve import resolve", "graphs.modes must not import graphs"),
         ("telemetry.py", "import json", "'telemetry'"),
-        ("engine/llm.py", "def late():\n    from zmq.asyncio import Context", "only server may import zmq.asyncio"),
+        ("engine/llm.py", "def late():\n    from zmq.asyncio import Context", "the transport may import zmq.asyncio"),
+        ("engine/process/core_loop.py", "import zmq", "only the transport may import zmq"),
+        ("server/http/run.py", "import zmq", "only the transport may import zmq"),
+        ("engine/async_llm.py", "import starlette", "only server may import starlette"),
         ("bench/load.py", "import fastapi", "only server may import fastapi"),
         ("engine/llm.py", "import uvloop", "only server may import uvloop"),
     ],

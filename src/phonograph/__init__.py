@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig
     from phonograph.core.sampling_params import SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
+    from phonograph.engine.async_llm import AsyncLLM
     from phonograph.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "phonograph.engine.async_llm",
     "LLM": "phonograph.engine.llm",
     "EngineConfig": "phonograph.config.engine_config",
     "SamplingParams": "phonograph.core.sampling_params",

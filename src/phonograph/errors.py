@@ -9,7 +9,7 @@
     │   └── WeightError             a weight file or tensor is missing, truncated, corrupt or of the wrong shape
     ├── RequestError           one request is refused; the others go on
     ├── RequestFailure         one request could not be completed, by no fault of its own; the others go on
-    ├── EngineUnavailable      the engine takes no requests: its process has ended, or it shuts down
+    ├── EngineUnavailable      the engine takes no requests: it has not started, has ended, or shuts down
     ├── BackendError           an attention backend cannot serve this configuration, or is not there
     ├── CaptureError           something a graph capture cannot hold was done while capturing
     ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
@@ -86,9 +86,9 @@ class RequestFailure(PhonographError):
 
 
 class EngineUnavailable(PhonographError):
-    """The engine takes no requests, now or later.
+    """The engine takes no requests.
 
-    code: `engine_died` or `shutting_down`
+    code: `not_started`, `engine_died` or `shutting_down`
     """
 
     def __init__(self, problem: str, code: str) -> None:

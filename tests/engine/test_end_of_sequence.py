@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.config.engine_config import EngineConfig
+from phonograph import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.server.http.run import running_engine
+from phonograph.engine.process.process_client import ProcessClient
 
 MESSAGES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does Tom have?"}]
 GREEDY = SamplingParams(max_tokens=200, temperature=0)
@@ -55,7 +54,8 @@ def test_the_engine_of_a_server_ends_turns_there_too(tmp_path: Path, demo: LLM) 
     settings = {"max_model_len": 512, "max_num_seqs": 2, "enforce_eager": True, "device": "cpu"}
 
     async def ask() -> Any:
-        async with running_engine(EngineConfig(model=str(copy_demo(tmp_path)), **settings), lambda *_: None) as engine:
+        async with AsyncLLM(copy_demo(tmp_path), client=ProcessClient, **settings) as engine:
+            assert engine.tokenizer is not None
             call = engine.open([engine.tokenizer.encode_chat(MESSAGES)], GREEDY)
             (sample,) = await call.wait()
             call.close()

@@ -151,10 +151,10 @@ def test_the_engine_ends_with_a_server_that_is_killed() -> None:
     program = """if __name__ == "__main__":
     import asyncio
     from phonograph.config.engine_config import EngineConfig
-    from phonograph.engine.process.client import EngineProcess
+    from phonograph.engine.process.process_client import ProcessClient
 
     async def start():
-        process = EngineProcess(EngineConfig(model="demo", enforce_eager=True))
+        process = ProcessClient(EngineConfig(model="demo", enforce_eager=True))
         print(process.pid, flush=True)
         await asyncio.sleep(60)
 

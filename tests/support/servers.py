@@ -16,12 +16,11 @@ import httpx
 import uvicorn
 from openai import OpenAI
 
-from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
-from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.process_client import ProcessClient
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
-from phonograph.server.http.run import running_engine
 from phonograph.server.openai.serving import Serving
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
@@ -33,7 +32,7 @@ class Server:
     """A server on the shared engine."""
 
     url: str
-    engine: AsyncEngine
+    engine: AsyncLLM
 
     def client(self, **settings: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **settings})
@@ -44,7 +43,7 @@ class Server:
     def get(self, path: str, **settings: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=30, **settings)
 
-    def wait_until(self, holds: Callable[[AsyncEngine], bool], seconds: float = 30) -> None:
+    def wait_until(self, holds: Callable[[AsyncLLM], bool], seconds: float = 30) -> None:
         """Waits for something about the engine, and says how it was at last where it does not come about."""
         until = time.monotonic() + seconds
         while not holds(self.engine):
@@ -62,7 +61,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.engine: Future[AsyncEngine] = Future()
+        self.engine: Future[AsyncLLM] = Future()
         self._done = asyncio.Event()
         self._thread = threading.Thread(target=self.loop.run_until_complete, args=(self._run(),), daemon=True)
         self._thread.start()
@@ -76,7 +75,7 @@ class EngineThread:
 
     async def _run(self) -> None:
         try:
-            async with running_engine(EngineConfig(model="demo", **SMALL), lambda *_: None) as engine:
+            async with AsyncLLM("demo", client=ProcessClient, **SMALL) as engine:
                 self.engine.set_result(engine)
                 await self._done.wait()
         except BaseException as error:

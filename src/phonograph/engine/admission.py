@@ -5,17 +5,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
+from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.errors import RequestError, shortened
+from phonograph.errors import ConfigError, RequestError, shortened
 from phonograph.scheduling.limits import SchedulerLimits
+from phonograph.text.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int]
 MAX_REQUEST_ID = 256
 """Characters of a request's id."""
 _INT64 = range(-(2**63), 2**63)
+
+
+def admitted_config(
+    model: str | Path | None, config: EngineConfig | None, settings: Mapping[str, Any], *, serves: bool = True
+) -> EngineConfig:
+    """Return the configuration of an engine, given as a whole or as a model and settings.
+
+    serves: False for an engine that is only verified
+
+    Raises:
+        ConfigError: it is given in both ways, is wrong, or is one that an engine cannot serve requests with.
+    """
+    settings = dict(settings) if model is None else {"model": model, **settings}
+    if config is not None and settings:
+        raise ConfigError(next(iter(settings)), next(iter(settings.values())), "give settings or config, not both")
+    config = config or EngineConfig(**settings)
+    if config.num_speculative_tokens and serves:
+        problem = "speculation can be explained and its graphs verified, not run yet; 0 works"
+        raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, problem)
+    return config
+
+
+def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        RequestError: the model has no such token, or the prompt is text that cannot be tokenized.
+    """
+    if not isinstance(prompt, str):
+        return admitted_token_ids(prompt, vocab_size)
+    if tokenizer is None:
+        raise RequestError("prompt", prompt, "is text, and the engine runs without a tokenizer; give token ids")
+    if not prompt:
+        raise RequestError("prompt", prompt, "is empty; at least one token is needed")
+    return admitted_text(prompt, tokenizer.encode(prompt), vocab_size)
+
+
+def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    """Check that stop strings can be found.
+
+    Raises:
+        RequestError: there is no tokenizer to make text with.
+    """
+    if params.stop and tokenizer is None:
+        raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
 
 
 def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:

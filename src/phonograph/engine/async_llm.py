@@ -1,4 +1,4 @@
-"""The engine as the server's event loop sees it: calls are opened, grow by themselves, and end. A queue, no engine."""
+"""`AsyncLLM`: an engine for an event loop. Requests are opened at any time, grow side by side, and end one by one."""
 
 from __future__ import annotations
 
@@ -6,58 +6,201 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
+from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admit_names, admit_stops, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
+from phonograph.engine.offline.prompts import PromptInput, plain_prompt
+from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.calls import Call, Prompt, Sample
-from phonograph.engine.process.client import EngineProcess
-from phonograph.engine.process.messages import Abort, Add, EngineFacts, Report, SampleUpdate
-from phonograph.errors import EngineUnavailable, RequestFailure
-from phonograph.text.tokenizer import Tokenizer
+from phonograph.engine.process.client import EngineClient, StartProgress
+from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
+from phonograph.engine.process.thread_client import ThreadClient
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure, shortened
+from phonograph.scheduling.limits import SchedulerStats
+from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
 CALLS_AT_ONCE = 32
 """Calls that write what they got before sockets and new requests have their turn."""
+INLINE_CHARACTERS = 4096
+"""Characters of a prompt that are tokenized at once, in about a millisecond. A thread does it for longer prompts."""
 
 
-class AsyncEngine:
-    """Calls in progress, by the keys of their prompts. One event loop drives it.
+class AsyncLLM:
+    """A model, loaded and captured, that answers prompts on an event loop, many at a time and each as it grows.
 
-    num_open: samples that have not ended
-    stats:    of the scheduler, as of the latest report
-    steps:    the latest ones and counts of all
-    requests: counts and times of all
-    died:     set when the engine's process has ended by itself, with the reason in `death`
+    `AsyncLLM("demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `AsyncLLM(config=...)` takes a
+    configuration instead. The engine starts with `start`, or with `async with`. One event loop uses it.
+
+    Example:
+        async with AsyncLLM("demo", max_num_seqs=8) as llm:
+            async for output in llm.generate("Tom has 12 apples.", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    Args:
+        model: folder, hub id or "demo".
+        config: in place of model and settings.
+        client: makes the connection to the engine. `ThreadClient` runs it on a thread of this process; `ProcessClient`
+            (`phonograph.engine.process.process_client`, with the extra `server`) in a process of its own, where the
+            work of this event loop does not delay its steps.
+        progress: called with the phase of the start, how much of it is done, and of how much.
+        settings: of EngineConfig.
+
+    Raises:
+        ConfigError: a setting is wrong.
+
+    Known once it has started:
+        facts:     limits, graph mode and device of the engine
+        tokenizer: of the model; None if it has none
+        stats:     of the scheduler, as of the latest report
+    Counted since the start:
+        num_open:  samples that have not ended
+        num_steps: steps of the engine
+        steps:     the latest ones and counts of all
+        requests:  counts and times of all
+    died: set when the engine has ended by itself, with the reason in `death`
     """
 
-    def __init__(self, process: EngineProcess, facts: EngineFacts, tokenizer: Tokenizer) -> None:
-        self.facts = facts
-        self.tokenizer = tokenizer
+    facts: EngineFacts
+    tokenizer: Tokenizer | None
+    stats: SchedulerStats
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        client: Callable[[EngineConfig], EngineClient] = ThreadClient,
+        progress: StartProgress = lambda phase, done, total: None,
+        **settings: Any,
+    ) -> None:
+        self.config = admitted_config(model, config, settings)
         self.num_open = 0
-        self.stats = facts.stats
         self.num_steps = 0
         self.steps = StepLog()
         self.requests = RequestLog()
         self.died = asyncio.Event()
         self.death: str | None = None
         self.draining = False
-        self._process = process
+        self._make_client = client
+        self._progress = progress
+        self._client: EngineClient | None = None
+        self._receiver: asyncio.Task[None] | None = None
         self._keys = itertools.count()
+        self._ids = itertools.count()
         self._open: dict[int, tuple[Call, Prompt]] = {}
-        self._receiver = asyncio.create_task(self._receive(), name="engine-reports")
-        process.on_death(self._mourn)
+
+    async def start(self) -> None:
+        """Load the model, capture its graphs, and wait until requests can be served.
+
+        Raises:
+            PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+        """
+        if self._client is not None or self.draining:
+            raise PhonographError("an AsyncLLM starts once; make a new one")
+        self._client = client = self._make_client(self.config)
+        starting = asyncio.ensure_future(client.ready(self._progress))
+        try:
+            # The engine takes seconds to load weights, this thread seconds to load the tokenizer's library.
+            loading = asyncio.to_thread(load_tokenizer, self.config)
+            self.facts, self.tokenizer = await asyncio.gather(starting, loading)
+        except BaseException:
+            starting.cancel()
+            await self.close()
+            raise
+        self.stats = self.facts.stats
+        client.send(Begin(None if self.tokenizer is None else self.tokenizer.eos_token_id))
+        self._receiver = asyncio.create_task(self._receive(client), name="engine-reports")
+        client.on_death(lambda: self._end(client.end()))
+
+    async def close(self) -> None:
+        """Fail the requests in progress and end the engine. Closing again does nothing."""
+        self.draining = True
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._fail_all(_shut_down())
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Continue one prompt and yield its output after each report of the engine that added to it.
+
+        Each time it is the same object, which goes on growing; the last time it is `finished`. To leave the loop early,
+        to close the generator or to cancel the task that awaits it aborts the request.
+
+        Args:
+            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`. For a conversation pass
+                the token ids of `llm.tokenizer.encode_chat(messages)`.
+            sampling_params: None is `SamplingParams()`.
+            request_id: a name for the output; None makes one.
+            priority: smaller is served earlier, with scheduling_policy "priority".
+
+        Raises:
+            RequestError, RequestFailure: the prompt cannot be served, or work for it failed.
+            EngineUnavailable: the engine has not started, has ended, or is closed.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("sampling_params", shortened(repr(params)), "must be SamplingParams")
+        name = f"request-{next(self._ids)}" if request_id is None else request_id
+        admit_names(name, priority)
+        if self.problem is not None:
+            raise self.problem
+        plain = plain_prompt(prompt)
+        tokenizer, vocab_size = self.tokenizer, self.facts.vocab_size
+        admit_stops(params, tokenizer)
+        if isinstance(plain, str) and len(plain) > INLINE_CHARACTERS:
+            token_ids = await asyncio.to_thread(admitted_prompt, plain, tokenizer, vocab_size)
+        else:
+            token_ids = admitted_prompt(plain, tokenizer, vocab_size)
+        call = self.open([token_ids], params, streams=True, priority=priority)
+        (source,) = call.prompts
+        text = plain if isinstance(plain, str) else None
+        output = RequestOutput(request_id=name, prompt=text, prompt_token_ids=token_ids, outputs=[*source.samples])
+        try:
+            finished = False
+            while not finished:
+                await call.wait()
+                # Read here: the call may end while the caller has the output.
+                finished = call.finished
+                output.num_cached_tokens, output.prompt_logprobs = source.num_cached_tokens, source.logprobs
+                output.warnings = source.warnings
+                yield output
+        finally:
+            call.close()
 
     @property
     def problem(self) -> EngineUnavailable | None:
-        """Why no call can be opened, if so."""
+        """The reason why no request can be opened, or None."""
         if self.death is not None:
             return EngineUnavailable(self.death, "engine_died")
         if self.draining:
-            return EngineUnavailable("the server is shutting down", "shutting_down")
+            return EngineUnavailable("the engine is shutting down", "shutting_down")
+        if self._receiver is None:
+            return EngineUnavailable("the engine has not started; await start() or use `async with`", "not_started")
         return None
 
     def open(
@@ -96,7 +239,7 @@ class AsyncEngine:
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
             self.num_open += params.n
-        self._process.send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority))
+        self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority))
         return call
 
     async def drain(self, seconds: float) -> None:
@@ -105,24 +248,24 @@ class AsyncEngine:
         until = time.monotonic() + seconds
         while self._open and self.death is None and time.monotonic() < until:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        self._fail_all(EngineUnavailable("the server was shut down before the answer was complete", "shutting_down"))
+        self._fail_all(_shut_down())
 
-    def close(self) -> None:
-        """Forgets the process, which its owner closes."""
-        self._receiver.cancel()
+    def _send(self, command: Add | Abort) -> None:
+        assert self._client is not None, "requests are open only while there is a client"
+        self._client.send(command)
 
-    async def _receive(self) -> None:
+    async def _receive(self, client: EngineClient) -> None:
         try:
-            await self._take_all()
+            await self._take_all(client)
         except Exception as error:
             log.exception("a report of the engine could not be taken")
-            self._end(f"the server lost track of its engine: {error!r}")
+            self._end(f"the client lost track of its engine: {error!r}")
 
-    async def _take_all(self) -> None:
+    async def _take_all(self, client: EngineClient) -> None:
         while True:
             # Where steps come faster than clients can be written to, each write has the tokens of several.
             changed: dict[int, Call] = {}
-            for report in await self._process.receive():
+            for report in await client.receive():
                 self._take(report, changed)
             for number, call in enumerate(changed.values(), 1):
                 if call.on_change is not None:
@@ -170,7 +313,7 @@ class AsyncEngine:
         if sample.finish_reason is not None:
             self.num_open -= 1
             if finish_reason is None:
-                self._process.send(Abort(key, index))
+                self._send(Abort(key, index))
             if not prompt.num_growing:
                 del self._open[key]
 
@@ -179,10 +322,7 @@ class AsyncEngine:
             if self._open.pop(prompt.key, None) is not None:
                 self.num_open -= prompt.num_growing
                 self.requests.num_ended["abort"] += prompt.num_growing
-                self._process.send(Abort(prompt.key))
-
-    def _mourn(self) -> None:
-        self._end(self._process.end())
+                self._send(Abort(prompt.key))
 
     def _end(self, reason: str) -> None:
         log.error("%s", reason)
@@ -193,3 +333,7 @@ class AsyncEngine:
     def _fail_all(self, error: EngineUnavailable) -> None:
         for call in {id(call): call for call, _ in self._open.values()}.values():
             call.fail(error)
+
+
+def _shut_down() -> EngineUnavailable:
+    return EngineUnavailable("the engine was shut down before the answer was complete", "shutting_down")

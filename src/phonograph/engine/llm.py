@@ -10,6 +10,7 @@ from typing import Any
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admitted_config
 from phonograph.engine.build import BuildProgress, Engine
 from phonograph.engine.offline.answer_inputs import answer_inputs
 from phonograph.engine.offline.interrupts import deferred_interrupts
@@ -25,7 +26,7 @@ from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine, verify_engine
-from phonograph.errors import ConfigError, RequestError
+from phonograph.errors import RequestError
 from phonograph.graphs.verification import VerifyReport
 from phonograph.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
@@ -52,15 +53,7 @@ class LLM:
         serves: bool = True,
         **settings: Any,
     ) -> None:
-        if model is not None:
-            settings["model"] = model
-        if config is not None and settings:
-            raise ConfigError(next(iter(settings)), next(iter(settings.values())), "give settings or config, not both")
-        self.config = config or EngineConfig(**settings)
-        drafts = self.config.num_speculative_tokens
-        if drafts and serves:
-            problem = "speculation can be explained and its graphs verified, not run yet; 0 works"
-            raise ConfigError("num_speculative_tokens", drafts, problem)
+        self.config = admitted_config(model, config, settings, serves=serves)
         start = time.perf_counter()
         self._engine: Engine = start_engine(self.config, progress)
         tokenizer = load_tokenizer(self.config)

@@ -63,6 +63,8 @@ class CompletionOutput:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CompletionOutput) and self._values() == other._values()
 
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
     def __reduce__(self) -> tuple[type[CompletionOutput], tuple[Any, ...]]:
         return CompletionOutput, self._values()
 

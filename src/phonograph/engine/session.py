@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admit_names, admit_parameters, admitted_text, admitted_token_ids
+from phonograph.engine.admission import Prompt, admit_names, admit_parameters, admit_stops, admitted_prompt
 from phonograph.engine.core import EngineCore
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.errors import RequestError, RequestFailure, cause_text, shortened
@@ -31,7 +31,6 @@ from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
 Part = TypeVar("Part")
 _HELD_SECONDS = 0.02
 """How long a step waits for a grammar when there is nothing else to do."""
@@ -93,10 +92,9 @@ class Session:
         Raises:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
         """
-        token_ids = self._tokenize(prompt)
+        token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.limits)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
+        admit_stops(params, self.tokenizer)
         if params.seed is None:
             # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
             params = params.with_checked(seed=self._seeds.getrandbits(63))
@@ -244,15 +242,6 @@ class Session:
                 if not held.samples:
                     held.grammar.cancel()
         self._held = [held for held in self._held if held.samples]
-
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("prompt", prompt, "is text, and the engine runs without a tokenizer; give token ids")
-            if not prompt:
-                raise RequestError("prompt", prompt, "is empty; at least one token is needed")
-            return admitted_text(prompt, self.tokenizer.encode(prompt), self._model.vocab_size)
-        return admitted_token_ids(prompt, self._model.vocab_size)
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
         request = Request(

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server around the engine.
 
 ```
-clients ── HTTP ──► app ─► routes ─► AsyncEngine ══ ZeroMQ ══► CoreLoop ─► Session ─► EngineCore
+clients ── HTTP ──► app ─► routes ─► AsyncLLM ══ ZeroMQ ══► CoreLoop ─► Session ─► EngineCore
                      text, tokens, JSON, limits                 requests and steps
                      (the server's process)                     (the engine's process)
 ```

@@ -220,16 +220,26 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     Raises:
         ModelError: there is one and it is unusable.
     """
-    name = config.tokenizer or config.model
-    if config.tokenizer is None and config.load_format == "dummy" and not Path(name).is_dir() and catalog_name(name):
+    if not has_tokenizer(config):
         return None
-    local = name == DEMO or Path(name).is_dir()
-    source = model_folder(name) if local else name
-    if local and config.tokenizer is None:
-        files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        if not any((Path(source) / file).is_file() for file in files):
-            return None
+    name = config.tokenizer or config.model
+    source = model_folder(name) if _is_local(name) else name
     return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+
+
+def has_tokenizer(config: EngineConfig) -> bool:
+    """Return False where `load_tokenizer` returns None, without loading anything."""
+    name = config.model
+    if config.tokenizer is not None:
+        return True
+    if not _is_local(name):
+        return config.load_format != "dummy" or not catalog_name(name)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((Path(model_folder(name)) / file).is_file() for file in files)
+
+
+def _is_local(name: str) -> bool:
+    return name == DEMO or Path(name).is_dir()
 
 
 def _tokenizer_class(folder: Path) -> Any:

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.session import Prompt, Session
+from phonograph.engine.session import Session
 from phonograph.errors import RequestError, shortened
 
 Input = TypeVar("Input")

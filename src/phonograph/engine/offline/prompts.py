@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
-from phonograph.engine.session import Prompt
+from phonograph.engine.admission import Prompt
 from phonograph.errors import RequestError, shortened
 from phonograph.text.tokenizer import ChatMessage
 

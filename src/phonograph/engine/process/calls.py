@@ -1,4 +1,4 @@
-"""One HTTP call on its way: the samples of its prompts as they grow, and who waits for them.
+"""One call in progress: its prompts with their samples as they grow, and the task that waits for them.
 
 The engine's reports are taken in as they come, however slowly a client reads; what has come since the client's last
 turn is then one piece. So a slow client costs memory for its own answer, and nobody else anything.
@@ -34,7 +34,9 @@ class Sample(CompletionOutput):
     last_token: when the engine made the latest one, in seconds of `time.monotonic`
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]
+    ) -> None:
         text = text_builder(tokenizer, params, prompt_token_ids) or ""
         super().__init__(index, text, logprobs=None if params.logprobs is None else [])
         self.last_token: float | None = None
@@ -80,7 +82,7 @@ class Prompt:
 
 
 class Call:
-    """The prompts of one HTTP request. Whoever opened it closes it, whatever happened.
+    """Prompts that were opened together. The caller that opened it closes it, whatever happened.
 
     streams:   whether its owner wants to know of every change, or of the end only
     end:       tells the engine that nobody waits any more

@@ -1,119 +1,65 @@
-"""The server's end of the engine's process: starts it, talks to it, and notices when it dies."""
+"""`EngineClient`: the connection between an event loop and an engine, wherever the engine runs."""
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import pickle
-import signal
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from typing import Protocol
 
-import zmq
-import zmq.asyncio
-
-from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.main import Addresses, run_core
-from phonograph.engine.process.messages import Begin, Command, EngineFacts, Progress, Report, StartFailed, Stop
-from phonograph.errors import PhonographError
+from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Progress, Report, StartFailed
 
 REPORTS_AT_ONCE = 8
-POLL_MILLISECONDS = 200
-"""How often the start looks whether the process is still there."""
 STOP_SECONDS = 5.0
-"""Time that the process has to end after it was told to."""
+"""Time that an engine has to end after it was told to."""
+
+StartProgress = Callable[[str, int, int], None]
+"""Called with the phase of a start ("weights", "graphs", ...), how much of it is done, and of how much."""
 
 
-class EngineProcess:
-    """One engine in a process of its own. To be made, used and closed in one event loop."""
+class EngineClient(Protocol):
+    """One engine. It is made, used and closed in one event loop, and starts when it is made."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        # Whoever can write to these sockets can run code here: the folder is this user's alone.
-        self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
-        addresses = Addresses(*(f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")))
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._messages = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
-        for socket, address in ((self._commands, addresses.commands), (self._messages, addresses.messages)):
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.bind(address)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(config, addresses), name="phonograph-engine"
-        )
-        self._process.start()
-        self._started = False
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    async def ready(self, progress: Callable[[str, int, int], None]) -> EngineFacts:
-        """Waits until the engine can take requests.
+    async def ready(self, progress: StartProgress) -> EngineFacts:
+        """Wait until the engine has started. It takes requests once `Begin` was sent to it.
 
         Raises:
-            PhonographError: it could not start, for the reason it gave, or its process ended.
+            PhonographError: the engine could not start.
         """
-        while True:
-            alive = self._process.is_alive()
-            if not await self._messages.poll(POLL_MILLISECONDS):
-                if not alive:
-                    raise PhonographError(f"{self.end()} while it started")
-                continue
-            message = pickle.loads(await self._messages.recv())
-            if isinstance(message, Progress):
-                progress(message.phase, message.done, message.total)
-            elif isinstance(message, StartFailed):
-                raise message.error
-            else:
-                assert isinstance(message, EngineFacts), message
-                self._started = True
-                return message
+        ...
 
     def send(self, command: Begin | Command) -> None:
-        """Sends without waiting. What is sent to a process that has died is lost."""
-        with suppress(zmq.Again):  # there is nobody at the other end
-            self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
+        """Send without waiting. What is sent to an engine that has ended is lost."""
+        ...
 
     async def receive(self) -> list[Report]:
-        """The reports that have come, in their order: one at least, which is waited for (for ever once the process has
-        died), and eight at most."""
-        reports: list[Report] = [pickle.loads(await self._messages.recv())]
-        with suppress(zmq.Again):  # there are no more
-            while len(reports) < REPORTS_AT_ONCE:
-                reports.append(pickle.loads(await self._messages.recv(zmq.NOBLOCK)))
-        return reports
+        """Return the next reports in their order, at least one and at most `REPORTS_AT_ONCE`.
+
+        Waits for the first one, without end if the engine has ended.
+        """
+        ...
 
     def on_death(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once, in the event loop, when the process has ended, for whatever reason."""
-        loop = asyncio.get_running_loop()
-        sentinel = self._process.sentinel
-
-        def ended() -> None:
-            loop.remove_reader(sentinel)
-            callback()
-
-        loop.add_reader(sentinel, ended)
+        """Call `callback` once, in the event loop, when the engine has ended without being closed."""
+        ...
 
     def end(self) -> str:
-        """How the process ended, in words."""
-        self._process.join(STOP_SECONDS)
-        code = self._process.exitcode
-        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-        return f"the engine's process ended {how}"
+        """Return how the engine ended, in words."""
+        ...
 
-    def close(self) -> None:
-        """Ends the process whatever it is doing; one that takes commands is asked first."""
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        if self._started and self._process.is_alive():
-            self.send(Stop())
-            self._process.join(STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._messages.close(linger=0)
-        self._commands.close(linger=0)
-        self._context.term()
-        self._folder.cleanup()
+    async def close(self) -> None:
+        """End the engine, whatever it is doing."""
+        ...
+
+
+def started(message: Message, progress: StartProgress) -> EngineFacts | None:
+    """Take a message of an engine that starts; return its facts once it has started.
+
+    Raises:
+        PhonographError: the engine could not start.
+    """
+    if isinstance(message, Progress):
+        progress(message.phase, message.done, message.total)
+        return None
+    if isinstance(message, StartFailed):
+        raise message.error
+    assert isinstance(message, EngineFacts), message
+    return message

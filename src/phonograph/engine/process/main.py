@@ -8,20 +8,14 @@ import os
 import pickle
 import signal
 import threading
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
 import zmq
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Progress, StartFailed
+from phonograph.engine.process.messages import Begin, Command, Message
 from phonograph.engine.startup.early_start import start_early
-from phonograph.errors import PhonographError
-
-if TYPE_CHECKING:
-    from phonograph.engine.build import Engine
 
 FAREWELL_MILLISECONDS = 2000
 """How long the last messages may take to be sent when the process ends."""
@@ -51,7 +45,6 @@ class _Channel:
         self._messages.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), copy=False)
 
     def receive_begin(self) -> Begin | None:
-        """Wait for the first message. Return None if the server stops instead of sending it."""
         message = pickle.loads(self._commands.recv())
         return message if isinstance(message, Begin) else None
 
@@ -71,31 +64,17 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     if config.device != "cpu":
         start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
-    from phonograph.engine.process.core_loop import CoreLoop
-    from phonograph.engine.session import Session, grammar_compiler
-    from phonograph.engine.startup.start import start_engine
-    from phonograph.text.tokenizer import load_tokenizer
+    from phonograph.engine.process.run_engine import serve_engine, start_reporting
 
-    began = time.perf_counter()
     with zmq.Context() as context:
         channel = _Channel(context, addresses)
-        try:
-            engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
-        except PhonographError as error:
-            channel.send(StartFailed(error))
+        started = start_reporting(config, channel)
+        if started is None:
             return
         # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
         gc.collect()
         gc.freeze()
-        channel.send(_facts(engine, time.perf_counter() - began))
-        begin = channel.receive_begin()
-        if begin is None:
-            return
-        model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
-        grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
-        grammars.warm()
-        session = Session(engine.core, model, None, config.seed, grammars)
-        CoreLoop(session, channel, channel.send).run()
+        serve_engine(started, channel)
 
 
 def _end_with_the_server() -> None:
@@ -107,24 +86,3 @@ def _end_with_the_server() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-the-server", daemon=True).start()
-
-
-def _facts(engine: Engine, seconds: float) -> EngineFacts:
-    plan = engine.plan
-    return EngineFacts(
-        context_len=engine.core.scheduler.limits.context_len,
-        vocab_size=plan.model.vocab_size,
-        max_num_seqs=plan.limits.max_num_seqs,
-        scheduling_policy=plan.config.scheduling_policy,
-        device=plan.device.name,
-        attention_backend=plan.selection.capabilities.label,
-        resolution=plan.resolution,
-        captures=plan.captures,
-        graph_memory_bytes=engine.captured.memory_bytes,
-        capture_seconds=engine.captured.seconds,
-        capture_retries=engine.captured.retries,
-        block_size=plan.limits.block_size,
-        notes=(*plan.notes, *map(str, engine.captured.retries)),
-        start_seconds=seconds,
-        stats=engine.core.scheduler.stats,
-    )

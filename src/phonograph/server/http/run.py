@@ -9,8 +9,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,16 +18,16 @@ from uvicorn.config import LOGGING_CONFIG
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
-from phonograph.engine.async_llm import AsyncEngine
-from phonograph.engine.process.client import EngineProcess
-from phonograph.engine.process.messages import Begin
+from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.client import StartProgress
+from phonograph.engine.process.process_client import ProcessClient
 from phonograph.errors import ConfigError, ModelError, RequestError
 from phonograph.server.http.access_log import AccessLogFilter
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.openai.serving import Serving
-from phonograph.text.tokenizer import Tokenizer, load_tokenizer
+from phonograph.text.tokenizer import has_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,6 @@ KEEP_ALIVE_SECONDS = 60
 """Connections without a request are kept so long: longer than clients keep them in their pools."""
 BACKLOG = 4096
 MAX_CONNECTIONS = 65_536
-
-StartProgress = Callable[[str, int, int], None]
 
 
 def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
@@ -61,11 +58,13 @@ def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, r
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, progress: StartProgress, ready: Callable[[str], None]
 ) -> int:
+    if not has_tokenizer(engine_config):
+        raise ModelError(f"{engine_config.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_tools(config)
     template = chat_template(config)
     with _bound(config) as listener:
         defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
-        async with running_engine(engine_config, progress) as engine:
+        async with AsyncLLM(config=engine_config, client=ProcessClient, progress=progress) as engine:
             serving = Serving(engine, config, engine_config.model, defaults, template)
             http = _Server(serving)
             await asyncio.to_thread(try_chat, serving)
@@ -78,36 +77,6 @@ async def _serve(
             listener.listen(BACKLOG)
             ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1, {engine.facts.resolution.label}")
             return await http.run_until_done(listener)
-
-
-@asynccontextmanager
-async def running_engine(config: EngineConfig, progress: StartProgress) -> AsyncGenerator[AsyncEngine]:
-    """An engine in its process, ready for requests. The process ends with the block.
-
-    Raises:
-        PhonographError: it could not start.
-    """
-    process = EngineProcess(config)
-    starting = asyncio.ensure_future(process.ready(progress))
-    try:
-        # The one process takes seconds to load weights, the other to load what tokenizes.
-        facts, tokenizer = await asyncio.gather(starting, asyncio.to_thread(_tokenizer, config))
-        process.send(Begin(tokenizer.eos_token_id))
-        engine = AsyncEngine(process, facts, tokenizer)
-        try:
-            yield engine
-        finally:
-            engine.close()
-    finally:
-        starting.cancel()
-        process.close()
-
-
-def _tokenizer(config: EngineConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(config)
-    if tokenizer is None:
-        raise ModelError(f"{config.model} has no tokenizer, which a server needs; give one with --tokenizer")
-    return tokenizer
 
 
 def try_chat(serving: Serving) -> None:

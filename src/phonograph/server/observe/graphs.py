@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.metrics.step_log import KEPT, StepTally
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.graphs.modes import GraphKey
@@ -59,7 +59,7 @@ def _graph(key: GraphKey) -> dict[str, Any]:
     return {"set": key.kind, "tokens": key.num_tokens, "slots": key.num_reqs}
 
 
-def _engine(engine: AsyncEngine) -> dict[str, Any]:
+def _engine(engine: AsyncLLM) -> dict[str, Any]:
     """How the engine is at this moment. `time` goes with the counters, so that two answers make a rate."""
     stats, facts = engine.stats, engine.facts
     return {

@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.metrics.histogram import Histogram
 
 router = APIRouter()
@@ -31,7 +31,7 @@ async def metrics(request: Request) -> Response:
     return Response(encode(request.app.state.serving.registry), media_type=content_type)
 
 
-def make_registry(engine: AsyncEngine, model_name: str) -> CollectorRegistry:
+def make_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry:
     """A registry of its own for one server."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, model_name))
@@ -41,7 +41,7 @@ def make_registry(engine: AsyncEngine, model_name: str) -> CollectorRegistry:
 class EngineCollector(Collector):
     """The counts of an engine as Prometheus's metrics."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
 

@@ -20,7 +20,7 @@ from starlette.types import Receive
 from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
-from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, quoted
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
@@ -52,7 +52,7 @@ class Serving:
     started:       seconds since the epoch
     """
 
-    engine: AsyncEngine
+    engine: AsyncLLM
     config: ServerConfig
     root: str
     defaults: Mapping[str, Any]
@@ -63,11 +63,12 @@ class Serving:
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
-        self.texts = TokenTexts(self.engine.tokenizer)
+        self.texts = TokenTexts(self.tokenizer)
         self.registry = make_registry(self.engine, self.names[0])
 
     @property
     def tokenizer(self) -> Tokenizer:
+        assert self.engine.tokenizer is not None, "a server does not start without a tokenizer"
         return self.engine.tokenizer
 
     @property

@@ -1,4 +1,4 @@
-"""The server's side of the engine, with reports made by hand: what one call does to another, which is nothing."""
+"""Calls of an `AsyncLLM` whose client reports what a test makes by hand: no call disturbs another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.async_llm import AsyncEngine
+from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call, Sample
-from phonograph.engine.process.messages import Abort, Add, EngineFacts, PromptFacts, Report, SampleUpdate
+from phonograph.engine.process.client import StartProgress
+from phonograph.engine.process.messages import (
+    Abort,
+    Add,
+    Begin,
+    Command,
+    EngineFacts,
+    PromptFacts,
+    Report,
+    SampleUpdate,
+    Stop,
+)
 from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
@@ -53,16 +64,20 @@ FACTS = EngineFacts(
 )
 
 
-class FakeProcess:
-    """Keeps what is sent to it, and reports what it is given."""
+class FakeClient:
+    """Keeps what is sent to it after the start, and reports what it is given."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.reports: asyncio.Queue[Report] = asyncio.Queue()
         self.die: Callable[[], None] = lambda: None
 
-    def send(self, command: Any) -> None:
-        self.sent.append(command)
+    async def ready(self, progress: StartProgress) -> EngineFacts:
+        return FACTS
+
+    def send(self, command: Begin | Command) -> None:
+        if not isinstance(command, Begin):
+            self.sent.append(command)
 
     async def receive(self) -> list[Report]:
         reports = [await self.reports.get()]
@@ -76,6 +91,9 @@ class FakeProcess:
     def end(self) -> str:
         return "it ended"
 
+    async def close(self) -> None:
+        self.sent.append(Stop())
+
     def report(self, *updates: SampleUpdate, **more: Any) -> None:
         self.reports.put_nowait(Report(stats=STATS, num_steps=1, updates=list(updates), **more))
 
@@ -86,11 +104,11 @@ def tokenizer() -> Tokenizer:
 
 
 class Bench:
-    """An engine on a fake process."""
+    """An engine on a fake client."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.process = FakeProcess()
-        self.engine = AsyncEngine(self.process, FACTS, tokenizer)  # pyright: ignore[reportArgumentType]
+        self.process = FakeClient()
+        self.engine = AsyncLLM("demo", client=lambda config: self.process)
         self.tokenizer = tokenizer
 
     def open(self, *, streams: bool = True, count: int = 1, **params: Any) -> Call:
@@ -103,10 +121,9 @@ class Bench:
 def in_loop(tokenizer: Tokenizer, body: Callable[[Bench], Any]) -> None:
     async def run() -> None:
         bench = Bench(tokenizer)
-        try:
+        async with bench.engine:
             await asyncio.wait_for(body(bench), 10)
-        finally:
-            bench.engine.close()
+        assert bench.process.sent[-1] == Stop() and bench.engine.num_open == 0
 
     asyncio.run(run())
 

@@ -1,0 +1,105 @@
+"""`ProcessClient`: the engine in a process of its own, behind ZeroMQ. Needs the package zmq (the extra `server`)."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
+from phonograph.engine.process.main import Addresses, run_core
+from phonograph.engine.process.messages import Begin, Command, EngineFacts, Report, Stop
+from phonograph.errors import PhonographError
+
+POLL_MILLISECONDS = 200
+"""How often the start looks whether the process is still there."""
+
+
+class ProcessClient:
+    """One engine in a process of its own. See `EngineClient`.
+
+    The process is spawned: a program that starts one guards its own start by `if __name__ == "__main__"`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # Whoever can write to these sockets can run code here: the folder is this user's alone.
+        self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
+        addresses = Addresses(*(f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")))
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._messages = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        for socket, address in ((self._commands, addresses.commands), (self._messages, addresses.messages)):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(address)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_core, args=(config, addresses), name="phonograph-engine"
+        )
+        self._process.start()
+        self._started = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    async def ready(self, progress: StartProgress) -> EngineFacts:
+        while True:
+            alive = self._process.is_alive()
+            if not await self._messages.poll(POLL_MILLISECONDS):
+                if not alive:
+                    raise PhonographError(f"{self.end()} while it started")
+                continue
+            facts = started(pickle.loads(await self._messages.recv()), progress)
+            if facts is not None:
+                self._started = True
+                return facts
+
+    def send(self, command: Begin | Command) -> None:
+        with suppress(zmq.Again):  # there is nobody at the other end
+            self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
+
+    async def receive(self) -> list[Report]:
+        reports: list[Report] = [pickle.loads(await self._messages.recv())]
+        with suppress(zmq.Again):  # there are no more
+            while len(reports) < REPORTS_AT_ONCE:
+                reports.append(pickle.loads(await self._messages.recv(zmq.NOBLOCK)))
+        return reports
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        sentinel = self._process.sentinel
+
+        def ended() -> None:
+            loop.remove_reader(sentinel)
+            callback()
+
+        loop.add_reader(sentinel, ended)
+
+    def end(self) -> str:
+        self._process.join(STOP_SECONDS)
+        code = self._process.exitcode
+        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        return f"the engine's process ended {how}"
+
+    async def close(self) -> None:
+        """End the process whatever it is doing; one that takes commands is asked first."""
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if self._started and self._process.is_alive():
+            self.send(Stop())
+            self._process.join(STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._messages.close(linger=0)
+        self._commands.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()

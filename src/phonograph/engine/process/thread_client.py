@@ -1,0 +1,132 @@
+"""`ThreadClient`: the engine on a thread of this process, without sockets and without copies of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
+from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Report, StartFailed, Stop
+from phonograph.errors import PhonographError, cause_text
+
+log = logging.getLogger(__name__)
+
+
+class _Closed(BaseException):
+    """Ends the engine's thread where it stands; no `except Exception` holds it up."""
+
+
+class _Channel:
+    """Ends of the two queues that the engine's thread has.
+
+    closed: set by the event loop; the thread then ends at its next message
+    """
+
+    def __init__(self, put: Callable[[Message], None]) -> None:
+        self.commands: SimpleQueue[Begin | Command] = SimpleQueue()
+        self.closed = False
+        self.has_started = False
+        self._loop = asyncio.get_running_loop()
+        self._put = put
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the event loop.
+
+        Raises:
+            _Closed: the client or the event loop is closed, so that the thread has nothing left to do.
+        """
+        if self.closed:
+            raise _Closed
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the event loop is closed
+            raise _Closed from None
+
+    def send(self, message: Message) -> None:
+        self.has_started |= isinstance(message, EngineFacts)
+        self.call(lambda: self._put(message))
+
+    def receive_begin(self) -> Begin | None:
+        message = self.commands.get()
+        return message if isinstance(message, Begin) else None
+
+    def receive(self, *, wait: bool) -> Command | None:
+        try:
+            command = self.commands.get(wait)
+        except Empty:
+            return None
+        assert not isinstance(command, Begin)
+        return command
+
+
+class ThreadClient:
+    """One engine on a thread of this process. See `EngineClient`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._channel = _Channel(self._messages.put_nowait)
+        self._cause: str | None = None
+        self._dead = False
+        self._callback: Callable[[], None] | None = None
+        # A daemon, so that a program which forgets to close it can end.
+        self._thread = threading.Thread(target=self._run, args=(config,), name="phonograph-engine", daemon=True)
+        self._thread.start()
+
+    async def ready(self, progress: StartProgress) -> EngineFacts:
+        facts = None
+        while facts is None:
+            facts = started(await self._messages.get(), progress)
+        return facts
+
+    def send(self, command: Begin | Command) -> None:
+        self._channel.commands.put(command)
+
+    async def receive(self) -> list[Report]:
+        messages = [await self._messages.get()]
+        while len(messages) < REPORTS_AT_ONCE and not self._messages.empty():
+            messages.append(self._messages.get_nowait())
+        return [message for message in messages if isinstance(message, Report)]
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        if self._dead:
+            asyncio.get_running_loop().call_soon(callback)
+
+    def end(self) -> str:
+        return "the engine's thread ended" + ("" if self._cause is None else f" by {self._cause}")
+
+    async def close(self) -> None:
+        self._callback = None
+        self._channel.closed = True
+        self._channel.commands.put(Stop())
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+
+    def _run(self, config: EngineConfig) -> None:
+        """Run the engine until it is closed or fails."""
+        with suppress(_Closed):
+            try:
+                self._serve(config)
+            except Exception as error:
+                log.exception("the engine's thread failed")
+                self._cause = cause_text(error)
+                if not self._channel.has_started:
+                    self._channel.send(StartFailed(PhonographError(f"{self.end()} while it started")))
+            self._channel.call(self._end)
+
+    def _serve(self, config: EngineConfig) -> None:
+        # Imports torch, which takes seconds: the event loop goes on meanwhile.
+        from phonograph.engine.process.run_engine import serve_engine, start_reporting
+
+        started = start_reporting(config, self._channel)
+        if started is not None:
+            serve_engine(started, self._channel)
+
+    def _end(self) -> None:
+        self._dead = True
+        if self._callback is not None:
+            self._callback()
