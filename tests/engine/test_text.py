@@ -28,6 +28,7 @@ def build(text: str, **settings) -> tuple[TextBuilder, list[str], int]:
         builder.push(token_ids[:count])
         shown.append(builder.text)
         assert builder.text_from(seen) == builder.text[seen:]
+        assert not builder.text_from(len(builder.text) + 1)
         if builder.stopped is not None:
             return builder, shown, count
     builder.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
+from io import SEEK_END, StringIO
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.text.tokenizer import Tokenizer
@@ -38,7 +38,9 @@ class TextBuilder:
     def text_from(self, start: int) -> str:
         """Return the characters of `text` from `start` on, without reading those before."""
         self._certain.seek(start)
-        return self._certain.read()
+        rest = self._certain.read()
+        self._certain.seek(0, SEEK_END)  # it may have been beyond
+        return rest
 
     def push(self, token_ids: list[int]) -> None:
         """Take all output tokens so far, decode the new ones, and look for stop strings token by token."""
