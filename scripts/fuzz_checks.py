@@ -5,7 +5,7 @@ import schemathesis
 
 @schemathesis.check
 def no_failure_in_a_stream(ctx, response, case):
-    """A stream has status 200 from its beginning; what goes wrong afterwards is an event of it."""
+    """Check that no event of a stream is an error: its status is 200 from the beginning."""
     if "text/event-stream" not in (response.headers.get("content-type") or [""])[0]:
         return
     text = response.content.decode()

@@ -73,7 +73,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """A test that had much memory gives it back: some thirty processes may share the GPU, beside engines."""
+    """Give the memory of a large test back: some thirty processes may share the GPU, beside engines."""
     yield
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What begins beside a start's imports."""
+"""Work that begins beside the imports of a start."""
 
 from __future__ import annotations
 

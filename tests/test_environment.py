@@ -23,7 +23,7 @@ esac
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment whose Python is a stub of pip."""
+    """Make a virtual environment whose Python is a stub of pip."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text(PIP)

@@ -1,5 +1,6 @@
-"""Imports go one way, and rooms stay small. Walks every module, lazy imports, imports for types and names of modules in
-strings included.
+"""Direction of imports and sizes of rooms, over every module.
+
+Lazy imports, imports for types and names of modules in strings are included.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def part_of(module: str) -> str:
 
 
 def room_of(module: str) -> str:
-    """The folder below the package, or the module beside them."""
+    """Return the folder below the package, or the module beside the folders."""
     return (module.split(".")[1:] or [ROOT])[0]
 
 

@@ -38,7 +38,7 @@ def test_passes():
 
 
 def run(path: Path, *flags: str, **environment: str) -> str:
-    """Runs the tests of a file under this repository's settings, and returns what the run prints."""
+    """Run the tests of a file under this repository's settings, and return the printed output."""
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(path.parent), "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *config, "-p", "suite_rules", str(path), *flags]
     others = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}

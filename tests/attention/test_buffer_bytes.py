@@ -1,4 +1,4 @@
-"""What backends say they take of the device's memory, beside what they do take."""
+"""Device memory that backends declare, compared with what they allocate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each family declares: limits that refuse with a reason, and graph support that names its mechanism."""
+"""Declarations of each family: limits that refuse with a reason, and graph support that names its mechanism."""
 
 from __future__ import annotations
 

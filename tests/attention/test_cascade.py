@@ -151,7 +151,7 @@ SLOTS, LONGEST = 9, 200
 
 
 class CascadeArena(Arena):
-    """What the cascade itself leaves from step to step is poisoned too, and a graph is its frozen metadata."""
+    """Poison the cascade's own state between steps too; a graph is its frozen metadata."""
 
     def poison(self) -> None:
         super().poison()

@@ -30,7 +30,7 @@ SLOTS, LONGEST = 64, 10_000
 
 
 class CascadeArena(Arena):
-    """What a cascade leaves from step to step is poisoned too."""
+    """Poison the state that a cascade keeps from step to step."""
 
     def poison(self) -> None:
         super().poison()

@@ -72,7 +72,7 @@ class NotCausal(Wrong):
 
 
 class IgnoresQueryStartLoc(Wrong):
-    """What a graph of one-token queries does to a mixed batch."""
+    """A backend that reads a mixed batch as a graph of one-token queries does."""
 
     def common(self, common: CommonMetadata) -> CommonMetadata:
         starts = torch.arange(len(common.query_start_loc), dtype=torch.int32)

@@ -115,7 +115,7 @@ FP8 = replace(SPEC, dtype="bfloat16", kv_cache_dtype="float8_e4m3fn")
 
 @pytest.fixture
 def exact_rounding(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The interpreter drops the carry where rounding to FP8 fills the mantissa, so without a GPU torch rounds."""
+    """Round to FP8 with torch where there is no GPU: the interpreter drops a carry that fills the mantissa."""
 
     def rounded(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_THD: torch.Tensor) -> None:
         group = query_THD.shape[1] // (1 if scale_K is None else len(scale_K))
@@ -259,7 +259,7 @@ class Step:
         )
 
     def run(self, batch: list[tuple[int, int]], key: GraphKey | None) -> list[dict]:
-        """Builds, schedules and attends; what the library was passed for each layer."""
+        """Build, schedule and attend; return the arguments that the library got for each layer."""
         metadata = self.builder.build(self.fill(batch), key=key)
         self.backend.schedule(metadata)
         return self.attend(metadata)
@@ -573,7 +573,7 @@ def test_pages_of_the_package_are_multiples_of_256(installed: Installed) -> None
 
 
 def without_arguments(file: Path, function: str, names: list[str]) -> None:
-    """Makes it the function as it was before those arguments."""
+    """Remove these arguments from the signature of a function."""
     old = f"""
 import inspect
 _now = inspect.signature({function})

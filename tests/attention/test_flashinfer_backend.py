@@ -54,7 +54,7 @@ def library(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick_kv_write(monkeypatch) -> None:
-    """The interpreter takes seconds for what has tests of its own."""
+    """Replace the KV write, which takes the interpreter seconds and has tests of its own."""
 
     def write_kv(keys, values, cache, slots, k_scale, v_scale):
         size, own = cache.shape[2], slots >= 0
@@ -99,7 +99,7 @@ def test_conformance(spec: AttentionSpec, routine: str) -> None:
 
 
 class FakeGraph:
-    """What a CUDA graph does with the adapter: kernels again, on frozen addresses; no line of the wrappers' Python."""
+    """Stand-in for a CUDA graph: repeats kernels on frozen addresses and runs no Python of the wrappers."""
 
     def __init__(self, arena: FakeArena, metadata: object) -> None:
         self.arena, self.metadata = arena, metadata

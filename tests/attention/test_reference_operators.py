@@ -1,4 +1,4 @@
-"""What the operators promise beside the numbers: hostile memory, frozen calls, buckets, padding, saturation."""
+"""Operators beyond their numbers: hostile memory, frozen calls, buckets, padding, saturation."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_lengths_that_fall_into_several_buckets() -> None:
 
 
 def decode_module() -> object:
-    """The module, which the package's function of the same name hides."""
+    """Return the module, which the package's function of the same name hides."""
     return sys.modules["phonograph.kernels.torch.attention.decode"]
 
 
@@ -230,7 +230,7 @@ def test_query_and_output_may_be_strided() -> None:
 def write(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *scales: torch.Tensor | None
 ) -> None:
-    """A step without attention, only for what it writes."""
+    """Run a step without attention, for its KV writes."""
     nothing = torch.zeros(1, dtype=torch.int32)
     handle = reference.new_handle(key, torch.device("cpu"))
     reference.schedule(nothing, nothing[:0], nothing[:0].view(0, 0), slots, handle, SIZE)

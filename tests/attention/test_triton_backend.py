@@ -91,7 +91,7 @@ def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monk
 def test_when_both_launches_run_at_the_same_time(
     query_lens: list[int], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the GPU can, but not beside the kernel for Hopper: it lets the next launch begin before it has waited."""
+    """Launches overlap with PDL, but not with the Hopper kernel, which lets the next launch begin before it waits."""
     launched: list[tuple[str, bool]] = []
 
     def note(name: str) -> Callable[..., None]:

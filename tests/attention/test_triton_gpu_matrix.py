@@ -118,7 +118,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def memory_back() -> Iterator[None]:
-    """Some tests take much of the device's memory, which others share."""
+    """Give device memory back after tests that take much of it."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

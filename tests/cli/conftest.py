@@ -48,26 +48,26 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str, config: dict[st
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of an engine on a tiny model of random weights without a tokenizer."""
+    """Return flags of an engine on a tiny model of random weights without a tokenizer."""
     folder = _folder(tmp_path_factory, "tiny", TINY)
     return ["--model", folder, "--load-format", "dummy", "--max-num-seqs", "4", "--max-cudagraph-capture-size", "24"]
 
 
 @pytest.fixture
 def demo() -> list[str]:
-    """Flags of an engine on the demo model with few graphs, which starts quickly."""
+    """Return flags of an engine on the demo model with few graphs, which starts quickly."""
     return ["--model", "demo", "--max-num-seqs", "2", "--cudagraph-capture-sizes", "1,2,32"]
 
 
 @pytest.fixture
 def llama() -> list[str]:
-    """Flags for the configuration of Llama 3.1 8B, of which nothing else is there, on an H200."""
+    """Return flags for the configuration of Llama 3.1 8B, without weights, on an H200."""
     return ["--model", "llama-3.1-8b", "--device-name", "h200"]
 
 
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a command with --json; returns its lines after checking the exit code and that nothing else is on stdout."""
+    """Run a command with --json; check the exit code and that stdout has JSON only, and return its lines."""
 
     def run(*tokens: str, code: int = 0) -> list[dict[str, Any]]:
         got = main([*tokens, "--json"])

@@ -18,7 +18,7 @@ SECOND = "Ann has 5 pens and buys 4 more. How many pens does Ann have?"
 
 @pytest.fixture
 def type_lines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts lines on standard input."""
+    """Put lines on standard input."""
     return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 

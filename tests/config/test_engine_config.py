@@ -1,4 +1,4 @@
-"""What EngineConfig accepts and refuses, and the words of a refusal."""
+"""Values that EngineConfig accepts and refuses, and the words of a refusal."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def tokens_for(given_settings: dict[str, Any]) -> list[str]:
 
 
 def result_of(make: Any) -> EngineConfig | str:
-    """The configuration, or the setting that it was refused for."""
+    """Return the configuration, or the setting that was refused."""
     try:
         return make()
     except ConfigError as error:

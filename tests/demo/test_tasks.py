@@ -66,7 +66,7 @@ WORDINGS: tuple[Wording, ...] = (
 
 
 def words(text: str) -> int:
-    """A stand-in for a tokenizer: about as many tokens as the real one gives."""
+    """Stand in for a tokenizer, with about as many tokens as the real one."""
     return len(re.findall(r"\d|[^\s\d]+", text))
 
 
@@ -223,7 +223,7 @@ def test_the_trainer_encodes_as_the_tokenizer_does() -> None:
 
 
 def load_trainer_text() -> ModuleType:
-    """The trainer's scripts are no package: load the one module by its file."""
+    """Load the trainer's module from its file; its scripts are no package."""
     spec = importlib.util.spec_from_file_location("demo_training_text", ROOT / "training" / "demo" / "text.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

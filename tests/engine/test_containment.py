@@ -78,7 +78,7 @@ class RuledOut(Ladder):
 
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> Iterator[None]:
-    """The failures are meant to be there."""
+    """Keep the log quiet: the failures are intended."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
@@ -111,7 +111,7 @@ def prompts() -> list[list[int]]:
 
 
 def run(llm: LLM, victim: dict[str, Any]) -> tuple[list[RequestOutput], RequestOutput]:
-    """The neighbours' outputs and that of the victim, which comes in their middle."""
+    """Return the outputs of the neighbours, and that of the victim, which arrives among them."""
     session = llm.session
     llm.engine.core.scheduler.reset_prefix_cache()
     outputs: list[RequestOutput] = []
@@ -207,7 +207,7 @@ def queues_victim(llm: LLM, session: Session, samples: list[Any], grammar: Any) 
 
 
 def spoils_logits(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    """The model's logits of the victim's rows are NaN."""
+    """Set the model's logits of the victim's rows to NaN."""
     sample = Sampler.sample
 
     def spoiled(self: Sampler, logits: torch.Tensor, slots: Any, lens: Any) -> Any:
@@ -225,7 +225,7 @@ def spoils_logits_and_search(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 
 def returns(token_id: int) -> Patch:
-    """The device's token of the victim's rows is another."""
+    """Replace the device's token of the victim's rows."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         sample = Sampler.sample

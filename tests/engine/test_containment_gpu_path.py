@@ -24,7 +24,7 @@ from table_engine import EOS, VOCAB, Engine, MakeEngine, engine_maker, free, rul
 
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> Iterator[None]:
-    """The failures are meant to be there."""
+    """Keep the log quiet: the failures are intended."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
@@ -71,7 +71,7 @@ def neighbours() -> list[Request]:
 
 
 def check(engine: Engine, victim: Request, part: str, says: str) -> None:
-    """Runs the victim among its neighbours, in more slots than there are."""
+    """Run the victim among its neighbours, with more requests than slots."""
     others, late = neighbours(), [free("e", temperature=0.0), ruled("f", 3, temperature=1.0)]
     engine.run(*others[:2], victim, *others[2:], *late)
     for one in (*others, *late):

@@ -115,7 +115,7 @@ asked = st.builds(
 
 
 def serve(core: EngineCore, runner: FakeRunner, asked: list[Asked]) -> list[Request]:
-    """Adds each request at its step, aborts those that are to be, and steps until there is nothing to do."""
+    """Add each request at its step, abort those that are due, and step until no request is left."""
     requests = [
         Request(
             request_id=str(number),

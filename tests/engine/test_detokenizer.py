@@ -54,7 +54,7 @@ def pieces(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool) -> lis
 
 
 def mended(written: list[str]) -> list[str]:
-    """The pieces with U+FFFD for each byte that is in no character of its run of bytes."""
+    """Return the pieces with U+FFFD for each byte that belongs to no character of its run of bytes."""
     found: list[str] = []
     run: list[str] = []
     for piece in [*written, None]:

@@ -23,7 +23,7 @@ def demo() -> LLM:
 
 
 def copy_demo(folder: Path, **eos: Any) -> Path:
-    """The demo model with another `eos_token_id` in its files; its tokenizer names <|end|>."""
+    """Copy the demo model with another `eos_token_id` in its files; its tokenizer names <|end|>."""
     for file in MODEL_DIRECTORY.iterdir():
         if file.name in ("config.json", "generation_config.json"):
             content = json.loads(file.read_text()) | {"eos_token_id": None} | eos

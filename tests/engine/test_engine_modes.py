@@ -1,4 +1,4 @@
-"""What a user relies on: the same tokens in every mode, in any company, after a preemption, whatever is aborted."""
+"""Promises to a user: the same tokens in every mode, beside any requests, after a preemption, and after aborts."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def questions(llm: LLM) -> list[list[int]]:
 
 
 def same_beginnings(one: list[RequestOutput], other: list[RequestOutput], length: int) -> int:
-    """How many answers begin with the same tokens; all are as long as that, and are text."""
+    """Count the answers that begin with the same tokens; all have that length, and are text."""
     pairs = [(a.outputs[0], b.outputs[0]) for a, b in zip(one, other, strict=True)]
     assert all(len(answer.token_ids) >= length and answer.text for pair in pairs for answer in pair)
     return sum(a.token_ids[:length] == b.token_ids[:length] for a, b in pairs)

@@ -160,7 +160,7 @@ def test_one_grammar_shared_by_samples(make: MakeEngine) -> None:
 
 
 def test_parameters_need_no_host() -> None:
-    """What the tests above take for sampling behind the step is not the host's, and the other way round."""
+    """Sampling behind the step and sampling by the host are told apart by the tests above."""
     sampler = Sampler(max_num_seqs=3, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
     settings: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"presence_penalty": 1.0}]
     for slot, each in enumerate(settings):

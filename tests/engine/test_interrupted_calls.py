@@ -30,7 +30,7 @@ def random_prompts(count: int) -> list[list[int]]:
 
 
 def on_call(number: int, act: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, with `act` before one of its calls."""
+    """Return the method with `act` before one of its calls."""
     calls = 0
 
     def run(*arguments: Any, **keywords: Any) -> Any:

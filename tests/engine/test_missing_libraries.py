@@ -20,14 +20,14 @@ from phonograph.errors import ConfigError
 
 
 def hide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the package one that is not installed."""
+    """Make the package look as if it were not installed."""
     for loaded in [one for one in sys.modules if one.partition(".")[0] == name]:
         monkeypatch.setitem(sys.modules, loaded, None)
     monkeypatch.setitem(sys.modules, name, None)
 
 
 def start_on_gpu(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ConfigError:
-    """Starts an engine for a GPU that is not here; returns its error, which must come before any weights."""
+    """Start an engine for a GPU that is not here; return its error, which must come before any weights."""
 
     def allocated(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were loaded")

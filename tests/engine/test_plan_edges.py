@@ -1,4 +1,4 @@
-"""What a plan counts and refuses, at the edges of its limits."""
+"""Counts and refusals of a plan at the edges of its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan derives from its limits."""
+"""Values that a plan derives from its limits."""
 
 from __future__ import annotations
 

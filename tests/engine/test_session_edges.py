@@ -61,7 +61,7 @@ class Later:
 
 @pytest.fixture
 def grammar(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Later, Any]:
-    """Those of the requests of a test, and what they then are."""
+    """Return the grammars of a test's requests, with their later state."""
     compiled = session.grammars.request(RULED.structured_outputs).result()
     later = Later()
     monkeypatch.setattr(session.grammars, "request", later.request)

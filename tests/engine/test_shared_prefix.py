@@ -1,4 +1,4 @@
-"""What the sequences of a batch have in common, as the runners find it."""
+"""Blocks that the sequences of a batch share, as the runner finds them."""
 
 from __future__ import annotations
 

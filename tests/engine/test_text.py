@@ -19,7 +19,7 @@ TOKENIZER = Tokenizer.load(MODEL_DIRECTORY)
 
 
 def build(text: str, **settings) -> tuple[TextBuilder, list[str], int]:
-    """Feeds the tokens of a text one by one; what was shown after each, and how many were needed."""
+    """Feed the tokens of a text one by one; return the text after each, and the number of tokens that were needed."""
     builder = TextBuilder(TOKENIZER, SamplingParams(**settings), ())
     token_ids = TOKENIZER.encode(text)
     shown = []

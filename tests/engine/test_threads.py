@@ -24,7 +24,7 @@ Machine = Callable[[int, int], None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine of so many cores, where torch takes so many threads; no variable says anything."""
+    """Imitate a machine with this many cores and torch threads, without environment variables."""
 
     def make(num_cores: int, num_threads: int) -> None:
         monkeypatch.setattr(threads, "num_cores", lambda: num_cores)

@@ -29,13 +29,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def demo_llm() -> LLM:
-    """The demo model with few graphs, which starts quickly."""
+    """Return the demo model with few graphs, which starts quickly."""
     return LLM(model="demo", dtype="float32", max_num_seqs=8, cudagraph_capture_sizes=[1, 4, 8, 16, 128, 512])
 
 
 @pytest.fixture(scope="session")
 def benchmark_script() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads a script of `benchmarks/` as a module. It finds the others, as it does when it is run."""
+    """Load a script of `benchmarks/` as a module, with the others importable as when it is run."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")

@@ -20,7 +20,7 @@ def script(benchmark_script: Load) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def written(script: ModuleType) -> str:
-    """The table that README has between the markers."""
+    """Return the table that README has between the markers."""
     return script.README.read_text().partition(f"{script.BEGIN}\n")[2].partition(f"\n{script.END}")[0]
 
 

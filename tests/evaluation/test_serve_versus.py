@@ -307,7 +307,7 @@ def test_what_a_reader_has_to_know_is_said() -> None:
 
 
 class Blocks:
-    """What a server shows in which the blocks of streams that were cut come back `late` steps after the abort."""
+    """Observations of a server whose cut streams give their blocks back `late` steps after the abort."""
 
     def __init__(self, late: int, leak: int = 0) -> None:
         self.late, self.leak = late, leak

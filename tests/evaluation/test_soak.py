@@ -1,4 +1,4 @@
-"""What the soak calls an error, and growth; and a short one, from the start of the server to its end."""
+"""Errors and growth as the soak counts them, and a short soak from the start of the server to its end."""
 
 from __future__ import annotations
 

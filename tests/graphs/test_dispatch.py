@@ -235,7 +235,7 @@ def test_a_prefix_is_weighed_once() -> None:
 
 @pytest.mark.parametrize("mode", list(GraphMode))
 def test_causes_are_few(mode: GraphMode) -> None:
-    """Whoever counts steps by them must not get a series for every size."""
+    """Counts by cause need few series, not one for each size."""
     dispatcher = _cascading(mode, Rule())
     shapes = [_sharing(count, prefix) for count in range(1, 25) for prefix in (0, 256, 512)]
     shapes += [_shape(1, *[2] * count) for count in range(1, 40)]

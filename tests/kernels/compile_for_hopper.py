@@ -49,7 +49,7 @@ _ZERO = 63
 
 
 def read_code(cubin: bytes, more: dict[str, str]) -> tuple[int, list[str], list[str]]:
-    """How many instructions there are, those that read a uniform register that none before them writes, and, by their
+    """Count instructions, those that read a uniform register that none before them writes, and, by their
     names, those of programmatic dependent launch and those of `more`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

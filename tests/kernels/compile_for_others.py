@@ -1,5 +1,6 @@
-"""Compiles attention for GPUs whose programs have less shared memory than Hopper's, without one, and prints as JSON how
-many bytes each kernel takes, by compute capability.
+"""Shared memory of attention kernels, compiled for GPUs with less of it than Hopper, without a GPU.
+
+Prints the bytes of each kernel as JSON, by compute capability.
 
 A program of its own, since the interpreter, which other tests run kernels in, is chosen when Triton is imported.
 """
@@ -33,13 +34,13 @@ _BFLOAT16, _FP8 = torch.bfloat16, torch.float8_e5m2
 
 
 def without_code(_: Any, stages: dict[str, Any], *__: Any) -> None:
-    """Ends a compilation with LLVM's IR, after which the bytes are known; the rest takes a third of the time."""
+    """End a compilation at LLVM's IR, where the bytes are known; the rest takes a third of the time."""
     stages["ptx"] = lambda _, metadata: metadata.setdefault("name", "") or ""
     stages["cubin"] = lambda *_: b""
 
 
 def compile_attention(capability: int) -> dict[str, int]:
-    """Returns the bytes of each kernel. All cases for 8.6; of the others those that take the most."""
+    """Return the bytes of each kernel: all cases for 8.6, the largest cases for the others."""
     triton.runtime.driver.set_active(FarGpu(capability))
     for module in (attention_decode, attention_plan, attention_prefill):
         module.pdl_usable = lambda: capability >= 90

@@ -60,7 +60,7 @@ def choose_tokens() -> None:
 
 
 def launcher_built(kernel: CompiledKernel) -> bool:
-    """Whether the module that launches it is in Triton's cache, under the name that this process looks for."""
+    """Return True if the module that launches the kernel is in Triton's cache under the name that this process uses."""
     sources: list[str] = []
 
     def note_source(src: str, **about: Any) -> None:

@@ -62,7 +62,7 @@ def find_kernels() -> dict[int, str]:
 
 
 def watch(launched: set[int]) -> None:
-    """Notes each launch from now on."""
+    """Record each launch from now on."""
     classes = {type(value) for value in vars(importlib.import_module(f"{kernels.__name__}.layers")).values()}
     for kind in (one for one in classes if issubclass(one, KernelInterface)):
         run = kind.run

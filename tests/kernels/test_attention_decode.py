@@ -63,7 +63,7 @@ def test_short_queries(case: Case, device: torch.device) -> None:
 
 
 def test_one_plan_serves_any_batch(device: torch.device) -> None:
-    """What a graph does: the same tensors, other contents; and nothing is left over from the batch before."""
+    """Replay as a graph does: the same tensors with other contents, and nothing left from the batch before."""
     base = Case(batch=RAGGED)
     plan = Problem(base, device).plan()
     for batch in (RAGGED, ((3, 5),), ((16, 400), (1, 1)), ((0, 0), (0, 0)), RAGGED):
@@ -114,7 +114,7 @@ def test_few_units_are_cut_evenly(
 def test_multiprocessors_by_work(
     batch: tuple[tuple[int, int], ...], window: tuple[int, int], used: int, device: torch.device
 ) -> None:
-    """Of those for long queries the rest have two ranges each."""
+    """Multiprocessors without long queries get two ranges each."""
     problem = Problem(Case(batch=batch, window=window, num_sms=10, divide=True), device)
     plan = problem.plan()
     problem.check(plan)
@@ -129,7 +129,7 @@ def test_multiprocessors_by_work(
 
 
 def decodes_on_132(lens: list[int], device: torch.device) -> DecodePlan:
-    """The plan for one query each, with 8 KV heads on 132 multiprocessors."""
+    """Return the plan for one query each, with 8 KV heads on 132 multiprocessors."""
     plan = make_decode_plan(
         num_query_heads=32, num_kv_heads=8, head_size=128, max_num_seqs=256, num_sms=132, device=device
     )

@@ -53,7 +53,7 @@ class Products:
         self.scratch = make_scratch(device)
 
     def run(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """What each kind of product makes of these rows, in this order."""
+        """Return the results of each kind of product for these rows in this order."""
         x, residual = self.x[rows], self.residual[rows]
         fixed = {"scratch": self.scratch, "config": BATCH_INVARIANT}
         out, silu, normed = (torch.full_like(residual, torch.nan) for _ in range(3))
@@ -91,7 +91,7 @@ def test_products_of_real_sizes(outputs: int, inputs: int, dtype: torch.dtype, d
 
 @pytest.mark.gpu
 def test_chosen_products_differ(device: torch.device) -> None:
-    """What the setting is for; and without it the tests above could not fail."""
+    """Ordinary products depend on the batch; otherwise the tests above could not fail."""
     generator = torch.Generator().manual_seed(2)
     x, weight = (torch.randn(n, 4096, generator=generator).to(device, torch.bfloat16) for n in (200, 4096))
     outs = [torch.empty(rows, 4096, dtype=torch.bfloat16, device=device) for rows in (1, 8, 200)]

@@ -50,7 +50,7 @@ def test_cut(kernels: ModuleType, max_seqs: int, max_blocks: int, block_size: in
 
 
 def sides(tokens: int, heads: int, size: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs [T, H, D] and LSEs [H, T] over two random sets of keys, in float64; of both together comes third."""
+    """Return outputs [T, H, D] and LSEs [H, T] over two random sets of keys in float64, and over both together."""
     generator = torch.Generator().manual_seed(seed)
     # Of very unlike weights, so that either side may be nearly nothing.
     spread = 8.0 * torch.randn(heads, tokens, 1, generator=generator, dtype=torch.float64)

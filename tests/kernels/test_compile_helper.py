@@ -30,7 +30,7 @@ def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def empty_driver(folder: Path) -> str:
-    """A folder with a libcuda.so.1 that launchers can be linked with."""
+    """Make a folder with a libcuda.so.1 that launchers can be linked with."""
     folder.mkdir()
     empty, compiler = folder / "empty.c", shutil.which("gcc") or shutil.which("clang")
     assert compiler is not None

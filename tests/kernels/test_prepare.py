@@ -38,7 +38,7 @@ class Sequences:
         self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
 
     def draw(self, query_lens: list[int], *, ahead: int = 0) -> tuple[ScheduledBatch, dict[int, int]]:
-        """A batch of sequences in random slots, with the blocks that it needs and `ahead` more."""
+        """Draw a batch of sequences in random slots, with the blocks that it needs and `ahead` more."""
         slots = self.rng.permutation(len(self.computed))[: len(query_lens)].tolist()
         appends: list[BlockAppend] = []
         for slot, query_len in zip(slots, query_lens, strict=True):

@@ -124,7 +124,7 @@ def test_wider_matrices_on_the_gpu(rows: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(("rows", "config"), [(12, RingConfig(16, 64, 128, 4, 6)), (40, RingConfig(64, 64, 128, 3, 4))])
 def test_the_same_result_each_time(rows: int, config: RingConfig, device: torch.device) -> None:
-    """Who arrives last differs from time to time, the order of the sum must not."""
+    """Programs arrive in varying order; the order of the sum must not vary."""
     scratch = make_scratch(device)
     x, weight = (random_tensor(n, 8192, dtype=torch.bfloat16, device=device, seed=n) for n in (rows, 2048))
     outs = [torch.empty(rows, 2048, dtype=torch.bfloat16, device=device) for _ in range(30)]

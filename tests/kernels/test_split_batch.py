@@ -10,7 +10,7 @@ from phonograph.kernels.triton.attention.split_batch import SplitBatch, split_ba
 
 
 def cut(query_lens: list[int], seq_lens: list[int], query_len: int) -> tuple[list[list[int]], int]:
-    """What must come out, by the definition: the two parts' starts and lengths, and the number of decodes."""
+    """Return the expected result by definition: starts and lengths of both parts, and the number of decodes."""
     num_decodes = 0
     while num_decodes < len(query_lens) and query_lens[num_decodes] == query_len:
         num_decodes += 1

@@ -231,7 +231,7 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
-    """9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, what begins at multiples of 16 bytes,
+    """Rings serve 9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, aligned to 16 bytes,
     no head, and exceptions. They fit the shared memory of a program and the scratch."""
     chosen = [(config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, RingConfig)]
     assert chosen and all(choose(*sizes) == config for config, *sizes, _ in chosen)
@@ -293,7 +293,7 @@ def test_chosen_configurations_fit_the_scratch() -> None:
 
 
 def test_as_many_programs_as_processors() -> None:
-    """Of every layer of 17 to 128 rows that has no more tiles than there are processors."""
+    """Layers of 17 to 128 rows with no more tiles than processors run one program each."""
     for rows in (32, 64, 128):
         for outputs, inputs in [(3072, 2048), (2048, 2048), (4096, 4096), (4608, 3584), (3584, 18944), (512, 1536)]:
             config = choose(rows, outputs, inputs)
@@ -342,7 +342,7 @@ def test_rows_of_real_sizes(rows: int, inputs: int, outputs: int, dtype: torch.d
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 8, 40])
 def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
-    """Who arrives last differs from time to time, the order of the sum must not."""
+    """Programs arrive in varying order; the order of the sum must not vary."""
     scratch = poisoned(device)
     case = Case(rows, 4096, 14336, torch.bfloat16, device)
     outs = [torch.empty(rows, 4096, dtype=torch.bfloat16, device=device) for _ in range(20)]

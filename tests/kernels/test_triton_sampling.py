@@ -38,7 +38,7 @@ def _scratch(max_rows: int, vocab_size: int, device: torch.device) -> SampleScra
 
 
 def _logits(rows: int, vocab: int, *, spread: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A view of rows that do not follow each other, among NaN."""
+    """Return a strided view of rows among NaN."""
     generator = torch.Generator().manual_seed(rows * vocab)
     around = torch.full((rows, vocab + 24), float("nan"), dtype=dtype)
     around[:, :vocab] = (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
@@ -105,7 +105,7 @@ def test_filters(device: torch.device, dtype: torch.dtype, spread: float) -> Non
 
 
 def test_a_top_p_that_float32_cannot_hold_keeps_the_best(device: torch.device) -> None:
-    """Of numbers that the sampler's parameters hold, and of 0, which they do not."""
+    """A top_p that the sampler's parameters round, and 0, keep the best token."""
     logits = _logits(6, 2500, spread=0.01, dtype=torch.float32, device=device)
     tiny = [SamplingParams(top_p=top_p, seed=1) for top_p in (7e-46, 5e-324, 1e-38, 1e-20, 2**-32, 1e-9)]
     got, host = _both(logits, tiny)

@@ -1,4 +1,4 @@
-"""What the hub refuses is one short line with a hint, for the model and for the tokenizer."""
+"""Refusals of the hub as one short line with a hint, for the model and for the tokenizer."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ ONE_OF_EACH = pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], 
 
 
 def spec_by_transformers(folder: Path) -> ModelSpec:
-    """The spec of the file that transformers writes of what it read."""
+    """Return the spec of the file that transformers writes of what it read."""
     again = folder / "again"
     AutoConfig.from_pretrained(folder).save_pretrained(again)
     return read_model_spec(again)

@@ -120,7 +120,7 @@ def test_ranked_is_a_stable_sort(dtype: torch.dtype, vocab_size: int, k: int) ->
 
 
 def test_ranked_tells_neighbouring_floats_apart() -> None:
-    """Of both signs and at all magnitudes, the smallest included."""
+    """Neighbours of both signs and all magnitudes, the smallest included."""
     seeds = [0.0, 1e-40, 1e-7, 0.3, 1.0, 77.7, 3e38]
     steps: list[float] = []
     for start in [*seeds, *(-value for value in seeds)]:

@@ -67,7 +67,7 @@ def undo_xorshift(value: int, shift: int) -> int:
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    """u = 0 and u = 1, which no search would find: the keys that give them, by running the mix backwards."""
+    """Keys for u = 0 and u = 1, which no search would find, come from running the mix backwards."""
     for bits in (0, 2**63 - 1, 2**63, 2**64 - 1):
         value = undo_xorshift(bits, 31) * pow(0x94D049BB133111EB, -1, 2**64) & MASK
         value = undo_xorshift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK

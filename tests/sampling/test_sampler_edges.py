@@ -39,7 +39,7 @@ def test_a_greedy_batch_too_says_which_row_has_no_token(fault: float) -> None:
 
 
 def test_top_p_after_a_wide_top_k_counts_what_top_k_left() -> None:
-    """Of 2000 equals top_k leaves 1100, half of which top_p keeps."""
+    """2000 equal logits: top_k leaves 1100, of which top_p keeps half."""
     logits = torch.zeros(500, 2000)
     sampler = make_sampler(2000, 500)
     for slot in range(500):

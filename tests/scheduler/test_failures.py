@@ -56,7 +56,7 @@ def test_blocks_of_a_failed_decode_are_not_found() -> None:
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_with_a_step_in_flight(samples: bool) -> None:
-    """Whether or not the failed step computed the last chunk of the prompt."""
+    """The failed step may have computed the last chunk of the prompt, or not."""
     scheduler = Scheduler(limits())
     add(scheduler, bad := request("b", range(12 if samples else 40)), other := request("c", 4))
     first, second = scheduler.schedule(), scheduler.schedule()

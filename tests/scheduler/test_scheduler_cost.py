@@ -1,4 +1,6 @@
-"""What a step of 256 running decodes costs on the host. The bounds leave room for a slow, shared core; the figures are
+"""Cost of a step of 256 running decodes on the host.
+
+The bounds leave room for a slow, shared core; the figures are
 printed (`pytest -s`) because they, not the bounds, are what to watch."""
 
 from __future__ import annotations

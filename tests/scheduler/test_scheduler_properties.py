@@ -129,7 +129,7 @@ class SimulatedRunner:
         assert all(query_len > 1 for query_len in batch.query_lens[batch.num_decodes :])
 
     def check_unread(self, writer: int, place: tuple[int, int], new_slots: set[int]) -> None:
-        """Nobody else may have computed `place`; a sequence that just came may have found it in the cache."""
+        """Check that no other sequence has computed `place`; a new one may have found it in the cache."""
         block_id, offset = place
         for slot, row in self.rows.items():
             if slot != writer and slot not in new_slots and block_id in row.blocks:

@@ -31,14 +31,14 @@ def shared_server(engine_thread: EngineThread) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
-    """The server with default settings. Each test must leave the engine as it was: nothing open, no block held."""
+    """Run the server with default settings; each test must leave no open call and no used block."""
     yield shared_server
     shared_server.wait_until_idle()
 
 
 @pytest.fixture
 def serve_with(engine_thread: EngineThread) -> Iterator[Callable[..., Server]]:
-    """Makes a server with other settings, and other sampling defaults."""
+    """Make a server with other settings and other sampling defaults."""
     with ExitStack() as stack:
 
         def make(defaults: dict[str, Any] | None = None, **settings: Any) -> Server:

@@ -1,4 +1,4 @@
-"""What comes with a model, or from a file, for the server to use."""
+"""Defaults that come with a model or from a file."""
 
 from __future__ import annotations
 

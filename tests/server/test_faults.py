@@ -50,7 +50,7 @@ class Process:
 
     @property
     def url(self) -> str:
-        """Where it serves, waited for."""
+        """Return the address of the server, waited for."""
         wait_for(lambda: "serving demo at" in self.said or self.process.poll() is not None)
         found = re.search(r"serving demo at (http://\S+)/v1", self.said)
         assert found, self.said
@@ -91,7 +91,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 def stream_to_its_end(url: str, into: list[str], body: dict[str, Any]) -> threading.Thread:
-    """A stream in a thread, which has begun."""
+    """Read a stream in a thread, which has begun."""
 
     def read() -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:

@@ -236,7 +236,7 @@ def test_a_client_that_leaves_is_not_prepared_for() -> None:
 
 @contextmanager
 def connected(server: Server, *, length: int | None = None, path: str = "/tokenize") -> Iterator[socket.socket]:
-    """A connection, with the headers of a request of so many bytes sent."""
+    """Return a connection on which the headers of a request of this many bytes were sent."""
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1])), timeout=20) as client:
         if length is not None:
             client.sendall(
@@ -247,7 +247,7 @@ def connected(server: Server, *, length: int | None = None, path: str = "/tokeni
 
 
 def read_answer(client: socket.socket) -> bytes:
-    """An answer whose body is a JSON object, on a connection that stays open."""
+    """Return an answer whose body is a JSON object, from a connection that stays open."""
     data = piece = client.recv(1000)
     while piece and not data.endswith(b"}"):
         piece = client.recv(1000)

@@ -15,7 +15,7 @@ from phonograph.server.http.json_meter import MAX_NUMBER, JsonMeter
 
 
 def metered(text: bytes, *, size: int | None = None, seed: int = 0, **limits: int) -> ApiError | None:
-    """What the meter says to a text in pieces of `size` bytes, else of random sizes."""
+    """Return the meter's result for a text in pieces of `size` bytes, or of random sizes."""
     meter, rng, start = JsonMeter(ServerConfig(**limits)), random.Random(seed), 0
     try:
         while start < len(text):

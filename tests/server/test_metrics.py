@@ -1,4 +1,4 @@
-"""What Prometheus reads: vLLM's names with vLLM's meanings, ours for steps, and a dashboard that asks for no other."""
+"""Series for Prometheus: vLLM's names with vLLM's meanings, ours for steps, and a dashboard that reads only these."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def asked_names(queries: list[str]) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether Prometheus gets a sample of this name."""
+    """Return True if Prometheus gets a sample of this name."""
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     return any(name == family + suffix for family, kind in NAMES.items() for suffix in suffixes[kind])
 

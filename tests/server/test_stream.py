@@ -37,7 +37,7 @@ class Client:
             self.ended = not message["more_body"]
 
     def texts(self) -> list[list[str]]:
-        """The texts of the chunks, by piece."""
+        """Return the texts of the chunks, by piece."""
         return [
             [
                 json.loads(event[6:])["choices"][0]["text"]

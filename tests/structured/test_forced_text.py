@@ -1,4 +1,4 @@
-"""Where a grammar leaves one text only, each token that a mask allows leads to it, whatever the tokenizer's decoder."""
+"""Grammars that leave one text: each token that a mask allows leads to it, with any decoder of the tokenizer."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from phonograph.text.tokenizer import Tokenizer
 
 
 def with_decoder_sequence(*parts: Any) -> Tokenizer:
-    """A byte-level tokenizer whose decoder is a sequence, as transformers makes it from a GGUF file."""
+    """Return a byte-level tokenizer whose decoder is a sequence, as transformers makes it from a GGUF file."""
     tokenizer = byte_level()
     tokenizer.hugging_face.backend_tokenizer.decoder = decoders.Sequence([*parts])
     return Tokenizer(tokenizer.hugging_face)

@@ -75,7 +75,7 @@ class Sequences:
         self.layer = replace(self.layer, **moved)
 
     def attend(self, pieces: Sequence[Piece], key: GraphKey | None = None) -> list[torch.Tensor]:
-        """The output [n, H, D] of each piece."""
+        """Return the output [n, H, D] of each piece."""
         slots, padded = (len(pieces), None) if key is None else (key.num_reqs, key.num_tokens)
         query_lens, lens = np.zeros((2, slots), np.int32)
         table = torch.zeros(slots, self.table.shape[1], dtype=torch.int32)
@@ -110,7 +110,7 @@ class Sequences:
 
 
 def batches(lengths: Sequence[int]) -> list[list[Piece]]:
-    """The same tokens as decodes, drafts and chunks of every kind, few and all sequences at a time."""
+    """Yield the same tokens as decodes, drafts and chunks of every kind, few and all sequences at a time."""
     last = [(seq, length - 1, length) for seq, length in enumerate(lengths)]
     return [
         last,
@@ -124,7 +124,7 @@ def batches(lengths: Sequence[int]) -> list[list[Piece]]:
 
 
 def unlike(sequences: Sequences, tried: list[list[Piece]], keys: bool) -> list[list[Piece]]:
-    """The batches in which some sequence's output is not, bit by bit, what it is when prefilled alone and at once."""
+    """Return the batches in which a sequence's output differs in any bit from its output alone in one prefill."""
     alone = [sequences.attend([(seq, 0, length)])[0] for seq, length in enumerate(sequences.lengths)]
     found: list[list[Piece]] = []
     for batch in tried:

@@ -83,7 +83,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(llm: LLM, params: SamplingParams, counts: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the first prompts' logits or tokens in a batch are not those of each alone."""
+    """Return where logits or tokens of the first prompts in a batch differ from those of each prompt alone."""
     asked = prompts(llm, max(counts))
     alone = [logits_of(llm, [prompt], params, monkeypatch) for prompt in asked[:3]]
     problems_found: list[str] = []

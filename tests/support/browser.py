@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def missing() -> str | None:
-    """What there is not, or None where a browser can be started."""
+    """Return the missing program, or None if a browser can be started."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 @contextmanager
 def browser() -> Iterator[Chrome]:
-    """Starts the browser, and ends it."""
+    """Start the browser, and end it."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -102,7 +102,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 def make_checkpoint(
     family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
 ) -> PreTrainedModel:
-    """Writes a checkpoint of `family` to `folder` and returns transformers' model of it: float32, in eval mode.
+    """Write a checkpoint of `family` to `folder` and return transformers' model of it: float32, in eval mode.
 
     `overrides` are settings of its configuration; `max_shard_size` splits the file, as in save_pretrained.
     """

@@ -34,7 +34,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _best(name: str, count: int, row: Mapping[str, int], missing: set[frozenset[tuple[str, int]]], *, turn: int) -> int:
-    """The value that covers most missing pairs with those of the row; among equals, values take turns."""
+    """Return the value that covers most missing pairs with those of the row; equal values take turns."""
 
     def gain(value: int) -> tuple[int, int]:
         return sum(frozenset(((name, value), other)) in missing for other in row.items()), (value - turn) % count

@@ -139,7 +139,7 @@ class Problem:
         return out, lse
 
     def check(self, plan: DecodePlan) -> None:
-        """Runs, and compares everything that was or was not to be written."""
+        """Run, and compare everything that should and should not be written."""
         case = self.case
         out, lse = self.run(plan)
         num_tokens, heads = self.query.shape[:2]

@@ -18,7 +18,7 @@ class DenseSequences:
         self._step: list[tuple[int, int]] = []
 
     def add(self, *, prefix_of: int | None = None, prefix_len: int = 0) -> int:
-        """A new sequence; its first `prefix_len` tokens are taken from the cache of another."""
+        """Add a sequence; its first `prefix_len` tokens are taken from the cache of another."""
         spec = self.decoder.spec
         if prefix_of is None:
             empty = torch.empty(0, spec.num_kv_heads, spec.head_size, dtype=torch.float64)
@@ -31,7 +31,7 @@ class DenseSequences:
         return len(self.lengths) - 1
 
     def step(self, chunks: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
-        """Computes the next tokens of some sequences, given as (sequence, tokens); logits [tokens, V] of each."""
+        """Compute logits [tokens, V] for the next tokens of some sequences, given as (sequence, tokens)."""
         self._step = [(sequence, len(tokens)) for sequence, tokens in chunks]
         input_ids = [token for _, tokens in chunks for token in tokens]
         positions = [self.lengths[sequence] + i for sequence, tokens in chunks for i in range(len(tokens))]

@@ -24,7 +24,7 @@ _NO_RESERVE = 0x4000
 
 
 def far_elements(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns `count` elements with BORDER elements in front; zeros on the CPU, anything on a GPU."""
+    """Return `count` elements with BORDER elements in front; zeros on the CPU, anything on a GPU."""
     if device.type == "cuda":
         return torch.empty(BORDER + count, dtype=dtype, device=device)[BORDER:]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
@@ -33,12 +33,12 @@ def far_elements(count: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def far_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a contiguous tensor, with BORDER elements in front."""
+    """Return a contiguous tensor with BORDER elements in front."""
     return far_elements(torch.Size(shape).numel(), dtype, device).view(shape)
 
 
 def spread(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Copies `tensor`, with the last index of `dim` BORDER elements or more behind its first.
+    """Copy `tensor`, with the last index of `dim` BORDER elements or more behind its first.
 
     Args:
         dim: has three indices or more, so that its stride itself fits 32 bits; dimensions before it lie further apart
@@ -56,7 +56,7 @@ def spread(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 @contextmanager
 def gpu_turn() -> Iterator[None]:
-    """Keeps other processes out that test on far memory: each takes a quarter of a GPU. Leaves nothing with torch."""
+    """Exclude other processes that test on far memory, each of which takes a quarter of a GPU; free torch's memory."""
     with Path(tempfile.gettempdir(), "phonograph-far-memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

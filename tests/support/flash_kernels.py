@@ -25,7 +25,7 @@ _ABSENT = re.compile(
 
 @functools.cache
 def kernel_missing(version: str, head_size: int, dtype: str, device: torch.device) -> str | None:
-    """Why the provider of `version` has no kernel of this head size and dtype for this device; None where it has.
+    """Return the reason why the provider of `version` lacks a kernel for this head size, dtype and device, or None.
 
     Raises:
         RuntimeError: any other failure of the launch, which is no reason to leave a test out.

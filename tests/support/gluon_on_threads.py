@@ -100,7 +100,7 @@ class Boxes:
 
 
 class Barrier:
-    """Of shared memory: a phase ends when all have arrived and all bytes have."""
+    """Barrier in shared memory: a phase ends when all threads and all bytes have arrived."""
 
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phase = 0
@@ -147,7 +147,7 @@ class _Mbarrier:
 
 
 class Descriptor:
-    """What the copy engine knows of a tensor: tiles beyond its edges have zeros there."""
+    """Tensor as the copy engine sees it: tiles beyond its edges read as zeros."""
 
     def __init__(self, given: Any) -> None:
         self.tensor = torch.as_strided(given.base, given.shape, given.strides)
@@ -164,7 +164,7 @@ class _Tma:
     def async_copy_global_to_shared(
         descriptor: Descriptor, place: list[Any], barrier: Barrier, to: Shared, *, pred: Any = True
     ) -> None:
-        """Some time later, while the others go on."""
+        """Copy some time later, while other threads continue."""
         failed = _here.failed
         row, column = map(int, place)
         height, width = descriptor.block_type.shape
@@ -311,7 +311,7 @@ def _multiply(a: Any, b: Shared, sums: torch.Tensor, *, is_async: bool) -> torch
 
 
 def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """What a module's kernels see, as plain Python; those of modules that it imports have their own."""
+    """Return the globals of a module's kernels as plain Python; imported modules have their own."""
     if id(given) in known:
         return known[id(given)]
     names = known[id(given)] = dict(given)

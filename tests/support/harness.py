@@ -13,7 +13,7 @@ BOTH = ["demo_problems", "demo_choices"]
 
 
 def evaluate(model: Any, tasks: list[str] = BOTH, *, limit: int, **settings: Any) -> tuple[dict[str, Any], list[Any]]:
-    """The scores, and what the model said to each document: (task, document, answers)."""
+    """Return the scores, and (task, document, answers) of each document."""
     found = simple_evaluate(
         model=model,
         tasks=tasks,  # pyright: ignore[reportArgumentType]

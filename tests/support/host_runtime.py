@@ -1,4 +1,4 @@
-"""What the GPU's runner needs of CUDA, where there is none: graphs are calls, and tokens are on the host already."""
+"""Parts of CUDA that the GPU's runner needs, without a GPU: graphs are calls, and tokens are on the host already."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 @dataclass
 class CallRuntime:
-    """Where there are no graphs: a replay calls what was captured."""
+    """Runtime without graphs: a replay calls the captured function."""
 
     name: str = "calls"
     runs_captured: bool = True

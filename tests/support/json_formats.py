@@ -111,7 +111,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
 
 
 def checker() -> jsonschema.FormatChecker:
-    """Of these formats; `jsonschema` by itself knows few, and asks for other packages."""
+    """Return a checker of these formats; `jsonschema` alone knows few, and needs other packages."""
     made = jsonschema.FormatChecker(formats=())
     usual = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for name, check in CHECKS.items():

@@ -9,7 +9,7 @@ import phonograph.kernels.triton
 
 
 def kernel_entries() -> set[str]:
-    """Returns module.function of each compiled function that no other compiled function calls."""
+    """Return module.function of each compiled function that no other compiled function calls."""
     compiled: set[tuple[str, str]] = set()
     called: set[str] = set()
     for path in Path(phonograph.kernels.triton.__file__).parent.rglob("*.py"):

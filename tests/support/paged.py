@@ -86,7 +86,7 @@ class Arena:
         self.prefix_len = torch.zeros(1, dtype=torch.int32, device=device)
 
     def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None, *, prefix_len: int | None = None) -> float:
-        """Runs the batch eagerly, and in the graph where one is given; returns the largest relative error of both.
+        """Run the batch eagerly, and in the graph if there is one; return the largest relative error of both.
 
         prefix_len: tokens that all sequences have in the same blocks, for backends that cascade
 
@@ -118,7 +118,7 @@ class Arena:
     def capture(
         self, batch: Batch, key: GraphKey | None = None, *, prefix_len: int | None = None
     ) -> torch.cuda.CUDAGraph:
-        """The graph of `key`, or else of any batch, captured on this one."""
+        """Return the graph of `key`, or of any batch, captured on this one."""
         key = key or GraphKey(GraphSet.MIXED, self.num_tokens, self.num_reqs)
         self.captured = key
         metadata = self.builder.build(self.fill(batch, prefix_len), key=key)
@@ -140,7 +140,7 @@ class Arena:
             self.backend.forward(self.query, call, out[: self.num_tokens], lse_HT)
 
     def run_unpadded(self, common: CommonMetadata) -> None:
-        """Runs the batch as the engine does eagerly: with as many slots and rows as there are sequences and tokens."""
+        """Run the batch as the engine does eagerly, with as many slots and rows as sequences and tokens."""
         slots, end = len(self.batch), self.end
         metadata = self.builder.build(
             replace(
@@ -242,7 +242,7 @@ class Arena:
         return rows if scale_K is None else rows * scale_K[:, None].double()
 
     def _check_cache(self, before: torch.Tensor) -> None:
-        """The new keys and values are where they belong, and all else is as it was."""
+        """Check that new keys and values are in place, and that everything else is unchanged."""
         size, layer = self.spec.block_size, self.layers[0]
         for plane, rows, scale in ((0, self.key, layer.k_scale), (1, self.value, layer.v_scale)):
             expected = quantized(rows[: self.end].float(), scale, self.spec).double()

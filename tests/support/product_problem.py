@@ -77,7 +77,7 @@ def check_linear(
     config: ProductConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
-    """A product stored, one added, one with the gated activation where that is fused, and those around a norm."""
+    """Check a product that is stored, one that is added, one with a fused gated activation, and those around a norm."""
     for _ in range(2):  # the second finds what the first left in the scratch
         case = Case(rows, outputs, inputs, dtype, device)
         bias_N = case.bias if bias else None
@@ -110,7 +110,7 @@ def check_norm(
     config: ProductConfig | None,
     scratch: LinearScratch | None,
 ) -> None:
-    """A product with a norm behind it and a product that takes it, the division deferred where that can be."""
+    """Check a product with a norm behind it and the product that reads it, with a deferred division where possible."""
     case = Case(rows, outputs, inputs, dtype, device)
     hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
     norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1

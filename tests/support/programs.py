@@ -11,7 +11,7 @@ from typing import Any
 
 
 def report_of(script: Path, *arguments: str, **environ: str) -> Any:
-    """The JSON on the last line that a Python program printed; it has to end well."""
+    """Return the JSON on the last line that a Python program printed; the program must succeed."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},

@@ -17,7 +17,7 @@ _quick = False
 
 
 def make_quick() -> None:
-    """Replaces the slow parts once the interpreter is imported; until then it does nothing."""
+    """Replace the slow parts once the interpreter is imported; do nothing before."""
     global _quick
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if _quick or interpreter is None:

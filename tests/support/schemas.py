@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> Schema:
-    """An object, whose values end soon: what has no bound in its schema could run into any limit of tokens."""
+    """Return a schema of an object with bounded values, which cannot run into a limit of tokens."""
     schema = _object(rng, depth)
     if rng.random() < 0.2:
         schema["$defs"] = {"leaf": _leaf(rng)}

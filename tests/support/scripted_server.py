@@ -35,7 +35,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def plain(*bodies: bytes | float) -> Script:
-    """A whole answer, with a length, in these pieces."""
+    """Return a whole answer with a length, in these pieces."""
     length = sum(len(piece) for piece in bodies if isinstance(piece, bytes))
     return [f"HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n".encode(), *bodies]
 
@@ -54,7 +54,7 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(script: Callable[[dict[str, Any]], Script]) -> Iterator[ScriptedServer]:
-    """Serves until the end of the block; /v1/models is answered without the script."""
+    """Serve until the end of the block; /v1/models is answered without the script."""
     seen = ScriptedServer()
     ready, done = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []

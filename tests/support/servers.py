@@ -44,7 +44,7 @@ class Server:
         return httpx.get(f"{self.url}{path}", timeout=30, **settings)
 
     def wait_until(self, holds: Callable[[AsyncLLM], bool], seconds: float = 30) -> None:
-        """Waits for something about the engine, and says how it was at last where it does not come about."""
+        """Wait for a condition of the engine, and report its last state if the condition does not come true."""
         until = time.monotonic() + seconds
         while not holds(self.engine):
             assert time.monotonic() < until, (self.engine.num_open, self.engine.stats)

@@ -72,7 +72,7 @@ class TableModel:
 
 class Backend:
     def schedule(self, metadata: object) -> None:
-        """A table needs no attention."""
+        """Do nothing: a table needs no attention."""
 
     def build(self, common: object, key: object) -> object:
         return common
@@ -177,7 +177,7 @@ def free(name: str, **params: Any) -> Request:
 
 
 def wanted(model: TableModel, one: Request) -> list[int]:
-    """The whole output, by the host's sampler, alone."""
+    """Return the whole output of a request alone, by the host's sampler."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
     sampler.load(0, one.params, one.prompt_token_ids, [], [EOS], 0, one.grammar)
     table, last, output = model.table.cpu(), one.prompt_token_ids[-1], list[int]()

@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "out_of_tree_backend"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What an installer leaves of the example: its module and its entry point. Returns the backend's name."""
+    """Install the example's module and entry point as an installer does; return the backend's name."""
     (tmp_path / "phonograph_dense.py").write_text((EXAMPLE / "phonograph_dense.py").read_text())
     folder = tmp_path / "phonograph_dense-0.1.0.dist-info"
     folder.mkdir()

@@ -104,7 +104,7 @@ class LeavesPadding(Sample):
 
 
 class HiddenMovedBuffer(Sample):
-    """What moves is not in the metadata, but in the builder and in the graph."""
+    """Fault: a buffer moves that is not in the metadata but in the builder and in the graph."""
 
     def make_builder(self) -> DenseMetadataBuilder:
         self.made = LensBuilder(self.device, self.limits)

@@ -1,4 +1,4 @@
-"""What the sample backend says it takes of memory, beside what a graph of one layer takes on the tape."""
+"""Memory that the sample backend declares, compared with a graph of one layer on the tape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=600)
 
 
 def recorded_bytes(spec: AttentionSpec, limits: BatchLimits, key: GraphKey, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of all tensors that a capture of one layer makes, and of the memory that its graph keeps."""
+    """Return the bytes of all tensors that a capture of one layer makes, and of the memory that its graph keeps."""
     num_blocks = -(-limits.max_model_len // spec.block_size)
     num_reqs = key.num_reqs if key.graphs is GraphSet.DECODE else 1
     starts = torch.arange(key.num_reqs + 1, dtype=torch.int32).clamp(max=num_reqs) * (key.num_tokens // num_reqs)

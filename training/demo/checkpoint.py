@@ -28,7 +28,7 @@ def save(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer, stat
 
 
 def load_weights(directory: Path) -> dict[str, Tensor]:
-    """The float32 weights of a checkpoint."""
+    """Return the float32 weights of a checkpoint."""
     return load_file(directory / "weights-0.safetensors") | load_file(directory / "weights-1.safetensors")
 
 

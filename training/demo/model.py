@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def losses(model: Decoder, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted mean loss of a batch [B, T + 1], and for the log the plain mean over the answers' tokens alone."""
+    """Return the weighted mean loss of a batch [B, T + 1], and for the log the plain mean over answer tokens."""
     logits = model(tokens[:, :-1])
     each = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     weight = weights[:, 1:].flatten()

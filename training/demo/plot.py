@@ -16,7 +16,7 @@ SMOOTHED_OVER = 10
 
 
 def smooth(values: list[float]) -> list[float]:
-    """The mean of the last few values: one batch's loss jumps about tenfold."""
+    """Return the running mean of a few values: the loss of one batch varies about tenfold."""
     windows = (values[max(0, index - SMOOTHED_OVER + 1) : index + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 

@@ -39,7 +39,7 @@ def corpus(seed: int) -> Iterator[str]:
 
 
 def train(seed: int, vocabulary: int) -> Tokenizer:
-    """A tokenizer of exactly `vocabulary` tokens, the special ones first."""
+    """Return a tokenizer of exactly `vocabulary` tokens, the special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

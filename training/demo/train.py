@@ -46,7 +46,7 @@ def make(task: tuple[int, int, str, int, int]) -> MicroBatch:
 
 
 def micro_batches(recipe: Recipe, step: int) -> Iterator[tuple[int, int, str, int, int]]:
-    """What each micro-batch of this step is: (seed, step, kind, rows, width)."""
+    """Return (seed, step, kind, rows, width) of each micro-batch of this step."""
     widths = next(phase["recall_widths"] for phase in recipe["phases"] if step < phase["until"])
     width = widths[step % len(widths)]
     yield recipe["seed"], step, "problems", recipe["problems"]["rows"], recipe["problems"]["width"]
@@ -54,7 +54,7 @@ def micro_batches(recipe: Recipe, step: int) -> Iterator[tuple[int, int, str, in
 
 
 def data(recipe: Recipe, tokenizer: Path, first_step: int, workers: int) -> Iterator[tuple[int, list[MicroBatch]]]:
-    """Steps with their micro-batches, in order, made ahead by processes; it never ends."""
+    """Yield steps with their micro-batches in order, made ahead by processes, without end."""
     with get_context("fork").Pool(workers, start_worker, (str(tokenizer),)) as pool:
         ahead: deque[tuple[int, list[Any]]] = deque()
         step = first_step
@@ -142,7 +142,7 @@ def train(
 
 
 def resume_step(directory: Path) -> int:
-    """The step that a checkpoint stands at; 0 without one."""
+    """Return the step of a checkpoint; 0 without one."""
     state = directory / "state.json"
     return json.loads(state.read_text())["step"] if state.exists() else 0
 
