@@ -32,7 +32,8 @@ import torch
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.gemm import tuning as product_rules
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes

@@ -37,6 +37,7 @@ from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
 from phonograph.kernels.triton.gemm import gemm_ring as ring
 from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
+from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
 _MORE = {
@@ -89,7 +90,7 @@ def read_code(cubin: bytes, more: dict[str, str]) -> tuple[int, list[str], list[
 def main() -> None:
     triton.runtime.driver.set_active(FarGpu(90))
     for module in (attention_decode, attention_plan, attention_prefill_hopper):
-        module.pdl_usable = lambda: True
+        module.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
     kernels: dict[str, Any] = {}
@@ -122,17 +123,17 @@ def main() -> None:
         device = torch.device("cpu")
         prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
     attention_prefill._HOPPER_TOKENS = 1 << 30
-    attention_prefill.pdl_usable = lambda: True
+    attention_prefill.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
     name = f"long {long}"
     prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    ring.pdl_usable = lambda: True
+    ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = make_scratch(device)[:2]
-        ring.launch(x, weight, None, out, mode, RingConfig(32, 64, 128, splits, 2), parts)
+        ring.launch(Product(x, weight, None, out, mode), RingConfig(32, 64, 128, splits, 2), parts)
     report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))
 

@@ -43,7 +43,7 @@ def compile_attention(capability: int) -> dict[str, int]:
     """Return the bytes of each kernel: all cases for 8.6, the largest cases for the others."""
     triton.runtime.driver.set_active(FarGpu(capability))
     for module in (attention_decode, attention_plan, attention_prefill):
-        module.pdl_usable = lambda: capability >= 90
+        module.pdl_options = lambda: dict.fromkeys(("PDL", "launch_pdl"), capability >= 90)
     attention_decode.fp8_in_one_instruction = lambda: capability >= 89
     attention_decode.shared_memory = attention_prefill.shared_memory = lambda: _BYTES[capability]
     run = JITFunction.run

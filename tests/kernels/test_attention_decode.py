@@ -9,8 +9,8 @@ import pytest
 import torch
 from decode_problem import NAN, Case, Problem
 
-from phonograph.kernels.triton.attention.decode import DecodePlan, decode_attention, make_decode_plan, plan_decode
-from phonograph.kernels.triton.attention.decode_plan import PACKED, UNIT_COST
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import PACKED, UNIT_COST, DecodePlan, make_decode_plan, plan_decode
 
 RAGGED = ((1, 300), (1, 1), (1, 17), (1, 129), (0, 0))
 QUERIES = ((1, 200), (1, 3), (3, 150), (16, 16), (9, 260), (17, 40), (2, 2), (0, 0), (0, 0))

@@ -13,8 +13,7 @@ import torch
 from prefill_problem import MIN_QUERY_LEN, RAGGED, Batch, Case, make_plan, run
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
-from phonograph.kernels.triton.attention.prefill import make_prefill_plan, plan_prefill
-from phonograph.kernels.triton.attention.prefill_plan import BLOCK_M
+from phonograph.kernels.triton.attention.prefill_plan import BLOCK_M, make_prefill_plan, plan_prefill
 
 FEATURES = {
     "plain": Case(),

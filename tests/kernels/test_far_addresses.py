@@ -18,17 +18,19 @@ from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.attention.cascade import cut_prefix, merge_by_lse
-from phonograph.kernels.triton.attention.decode import decode_attention, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention.page_indices import page_indices
-from phonograph.kernels.triton.attention.prefill import make_prefill_plan, merge_prefill, prefill_attention
+from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention
+from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
 from phonograph.kernels.triton.gemm import gemv
-from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
@@ -74,7 +76,7 @@ def walk_gemv(place: Place, device: torch.device) -> list[torch.Tensor]:
     weight, x, norm = place(randn(16, 64, device=device)), randn(1, 64, device=device), randn(64, device=device)
     out, gated = torch.zeros(2, 1, 16, dtype=x.dtype, device=device)
     gemv.gemv(x, weight, None, out)
-    gemv.gemv_norm_silu(x, norm, EPS, weight, None, gated[:, :8])
+    gemv.gemv(x, weight, None, gated[:, :8], mode=SILU, norm_K=norm, eps=EPS)
     return [out, gated]
 
 
@@ -94,8 +96,8 @@ def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     norm = norm._replace(squares=RowSquares(torch.zeros(8, 8, device=device), EPS))
     config = FewRowsConfig(8, 8, 64, 1, 1, 2, 1)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    few_rows.launch(x, weight, None, gated, 2, config)
-    few_rows.launch(x, weight[:64], None, out, 1, config, norm=norm)
+    few_rows.launch(Product(x, weight, None, gated, SILU), config)
+    few_rows.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config)
     return [out, norm.normed_MN, gated]
 
 
@@ -103,11 +105,11 @@ def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
     config = LinearConfig(16, 64, 64, 1, 4, 2, 0)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    row_tiles.launch(x, weight, None, gated, 2, config, None)
-    row_tiles.launch(x, weight[:64], None, out, 1, config, None, norm=norm)
+    row_tiles.launch(Product(x, weight, None, gated, SILU), config, None)
+    row_tiles.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
     # Rows that begin at no multiple of 16 bytes are read by pointers.
     odd = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    row_tiles.launch(x[:, :60], weight[:64, 1:61], None, odd, 0, config, None)
+    row_tiles.launch(Product(x[:, :60], weight[:64, 1:61], None, odd), config, None)
     return [out, norm.normed_MN, gated, odd]
 
 
@@ -117,8 +119,8 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
     config = RingConfig(16, 64, 64, 1, 2)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    ring.launch(x, weight, None, gated, 2, config, None)
-    ring.launch(x, weight[:64], None, out, 1, config, None, norm=norm)
+    ring.launch(Product(x, weight, None, gated, SILU), config, None)
+    ring.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
     return [out, norm.normed_MN, gated]
 
 

@@ -25,6 +25,7 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
 )
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.product import ADD, SILU
 from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class, takes_squares
 from phonograph.kernels.triton.launch.precompile import compile_only
 
@@ -44,16 +45,17 @@ def _check_gemv(outputs: int, inputs: int, dtype: torch.dtype, device: torch.dev
     case.check(case.product(case.x, bias=bias))
 
     case = Case(1, outputs, inputs, dtype, device)
-    gemv.gemv_norm(case.x, case.norm, EPS, case.weight, bias_N, case.out)
+    gemv.gemv(case.x, case.weight, bias_N, case.out, norm_K=case.norm, eps=EPS)
     case.check(case.product(case.normed(), bias=bias))
 
     case = Case(1, outputs, inputs, dtype, device)
     case.out.copy_(case.residual)
-    gemv.gemv_add(case.x, case.weight, bias_N, case.out)
+    gemv.gemv(case.x, case.weight, bias_N, case.out, mode=ADD)
     case.check(case.product(case.x, bias=bias) + case.residual.double())
 
     case = Case(1, outputs, inputs, dtype, device, pairs=True)
-    gemv.gemv_norm_silu(case.x, case.norm, EPS, case.weight, case.bias if bias else None, case.out)
+    bias_2N = case.bias if bias else None
+    gemv.gemv(case.x, case.weight, bias_2N, case.out, mode=SILU, norm_K=case.norm, eps=EPS)
     case.check(silu_of(case.product(case.normed(), bias=bias)))
 
 

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.triton.attention.decode import (
-    MAX_SHORT_QUERY,
-    DecodePlan,
-    decode_attention,
-    make_decode_plan,
-    plan_decode,
-)
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import DecodePlan, make_decode_plan, plan_decode
 
 NAN = float("nan")
 

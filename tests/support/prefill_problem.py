@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.kernels.triton.attention.prefill import (
+from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention
+from phonograph.kernels.triton.attention.prefill_plan import (
     PrefillPlan,
     make_prefill_plan,
-    merge_prefill,
     multiprocessors_of,
     plan_prefill,
-    prefill_attention,
 )
 
 MIN_QUERY_LEN = 17

@@ -1,4 +1,4 @@
-"""The tensors that cascade attention cuts a batch into; `kernels.reference.cascade` and `kernels.triton.cascade` do it.
+"""Tensors that cascade attention cuts a batch into, for both kernel sets.
 
 They live as long as the backend: graphs freeze their addresses, and one graph serves every length of the prefix.
 """
@@ -6,6 +6,7 @@ They live as long as the backend: graphs freeze their addresses, and one graph s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,10 +16,10 @@ class PrefixCut:
     """A batch of R slots as one sequence of all its queries over the prefix, and R sequences over their suffixes.
 
     Shapes, int32, with N blocks in the longest sequence:
-        prefix_starts [2]    0, which it is made with, and the batch's tokens
+        prefix_starts [2]    0, from the start, and the batch's tokens
         prefix_lens   [1]    keys of the prefix
         suffix_lens   [R]    keys behind the prefix; 0 in empty slots
-        suffix_table  [R, N] blocks behind the prefix; entries behind a sequence's blocks are left as they are
+        suffix_table  [R, N] blocks behind the prefix; entries behind a sequence's blocks stay as they are
     """
 
     prefix_starts: torch.Tensor
@@ -28,9 +29,8 @@ class PrefixCut:
 
     @classmethod
     def make(cls, max_num_seqs: int, max_blocks: int, device: torch.device) -> PrefixCut:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        """Makes the tensors of a backend."""
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             prefix_starts=zeros(2),
             prefix_lens=zeros(1),

@@ -23,21 +23,15 @@ from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.attention.decode import (
-    MAX_SHORT_QUERY,
-    DecodePlan,
-    decode_attention,
-    make_decode_plan,
-    plan_decode,
-)
-from phonograph.kernels.triton.attention.prefill import (
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import DecodePlan, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention, takes_part
+from phonograph.kernels.triton.attention.prefill_plan import (
     PrefillPlan,
     make_prefill_plan,
-    merge_prefill,
     multiprocessors_of,
     plan_prefill,
-    prefill_attention,
-    takes_part,
 )
 
 Window = tuple[int, int]

@@ -14,8 +14,9 @@ import torch
 
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm import gemv
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, make_scratch
+from phonograph.kernels.triton.gemm.gemv import gemv
+from phonograph.kernels.triton.gemm.product import ADD, SILU
 from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT, takes_squares
 from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.kernel_set import Attend, Stream
@@ -57,7 +58,7 @@ class TritonKernels:
         out_TF = self.workspace.qkv_TF[: len(stream.hidden_TE)]
         weight_OI, bias_O = layer.linear.weight_IO.t(), layer.linear.bias_O
         if stream.normed_TE is None:
-            gemv.gemv_norm(stream.hidden_TE, layer.norm_I, self._eps, weight_OI, bias_O, out_TF)
+            gemv(stream.hidden_TE, weight_OI, bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
         else:
             scratch, config = self._scratch, self._config
             linear(stream.normed_TE, weight_OI, bias_O, out_TF, squares=stream.squares, scratch=scratch, config=config)
@@ -96,7 +97,7 @@ class TritonKernels:
         weight_2IE, bias_2I, inner_TI = layer.linear.weight_IO.t(), layer.linear.bias_O, space.inner_TI[:rows]
         normed_TE = stream.normed_TE
         if normed_TE is None:
-            gemv.gemv_norm_silu(stream.hidden_TE, layer.norm_I, self._eps, weight_2IE, bias_2I, inner_TI)
+            gemv(stream.hidden_TE, weight_2IE, bias_2I, inner_TI, mode=SILU, norm_K=layer.norm_I, eps=self._eps)
             return inner_TI
         if not linear_silu(
             normed_TE, weight_2IE, bias_2I, inner_TI, squares=squares, scratch=self._scratch, config=config
@@ -110,7 +111,7 @@ class TritonKernels:
         hidden_TE, normed_TE = stream.hidden_TE, stream.normed_TE
         product = x, layer.weight_IO.t(), layer.bias_O, hidden_TE
         if normed_TE is None:
-            gemv.gemv_add(*product)
+            gemv(*product, mode=ADD)
         elif then is None:
             linear_add(*product, scratch=self._scratch, config=self._config)
         else:

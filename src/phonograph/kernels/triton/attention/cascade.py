@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.cascade_tensors import PrefixCut
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _TABLE_BLOCK = 1024
 _MERGED_ELEMENTS = 1024
@@ -35,7 +35,6 @@ def cut_prefix(
         query_start_loc, seq_lens_R, block_table_RN: int32, as in CommonMetadata
     """
     num_seqs = seq_lens_R.shape[0]
-    pdl = pdl_usable()
     _cut_kernel[(num_seqs,)](
         prefix_len,
         query_start_loc,
@@ -50,8 +49,7 @@ def cut_prefix(
         cut.suffix_table.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=_TABLE_BLOCK,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
     )
 
@@ -116,7 +114,6 @@ def merge_by_lse(
     assert prefix_lse_HT.stride(1) == suffix_lse_HT.stride(1) == 1 and (lse_HT is None or lse_HT.stride(1) == 1)
     width = triton.next_power_of_2(head_size)
     heads = min(triton.next_power_of_2(num_heads), max(1, _MERGED_ELEMENTS // width))
-    pdl = pdl_usable()
     _merge_kernel[(num_rows, triton.cdiv(num_heads, heads))](
         prefix_out_THD,
         prefix_lse_HT,
@@ -135,8 +132,7 @@ def merge_by_lse(
         HEAD_SIZE=head_size,
         HEADS=heads,
         WIDTH=width,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
     )
 

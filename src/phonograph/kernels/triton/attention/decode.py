@@ -1,12 +1,12 @@
 """Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
 
-Decode is a race to read the cache, so what matters is that all programs read until the end, whatever the batch:
-`attention_plan` lays the keys of the batch end to end and gives each program a range that takes as long. The query
-heads of a KV head and the tokens of a query are the rows of one tile, so that keys are read once for all of them; the
-softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2.
+Decode is bound by reading the cache, so all programs must read until the end, whatever the batch: `plan_decode` lays
+the keys of the batch end to end and gives each program a range that takes equally long. The query heads of a KV head
+and the tokens of a query are the rows of one tile, so keys are read once for all of them. The softmax is online
+(Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2.
 
-A unit that is cut between programs leaves normalized partial results with their LSE, and whichever program completes it
-merges them, in order of their keys: no second launch, and results do not depend on who came last.
+A unit that is cut between programs leaves normalized partial results with their LSE. The program that completes it
+merges them in order of their keys: no second launch, and results do not depend on which program comes last.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -19,37 +19,32 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.attention_scratch import row_tiles
 from phonograph.kernels.triton.attention.decode_plan import (
-    MAX_SHORT_QUERY,
     SEQUENCE_WORDS,
     DecodePlan,
     cut_of,
-    make_decode_plan,
-    plan_decode,
     read_record,
-    row_tiles,
     sequence_chunks,
     share_of,
 )
 from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
-from phonograph.kernels.triton.launch.pdl import pdl_usable, pdl_wait_if
+from phonograph.kernels.triton.launch.pdl import pdl_options, pdl_wait_if
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
-
-__all__ = ["MAX_SHORT_QUERY", "DecodePlan", "decode_attention", "make_decode_plan", "plan_decode"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-# Values that a merge has in flight, by warps: they must come from as many programs as possible at once.
+# Values per warp that a merge has in flight; it reads as many programs' results at once as that allows.
 _MERGE_VALUES = 2048
-# Most bytes of keys and values that a program has in flight, with and without a large tile of queries beside them in
-# shared memory. Each leaves room for exactly two programs on a multiprocessor. Were there room for three, some would
-# get three and some one, since programs start where those of the kernel before leave; all ranges being equal, that
-# costs a quarter.
+# Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
+# shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
+# multiprocessors would get three and some one, because programs start where those of the kernel before leave.
 _IN_FLIGHT = 80 * 1024, 96 * 1024
-# Bytes of shared memory beside those, at most.
+# Upper bound of the other bytes of shared memory.
 _BESIDE = 19 * 1024
 _MAX_STAGES = 6
-# Keys of each program that the second-level cache is asked for before the launch may begin.
+_NUM_WARPS = 4
+# Keys of each program that are prefetched into the L2 cache before the launch may begin.
 _AHEAD = 64
 
 
@@ -73,31 +68,35 @@ def decode_attention(
     causal: bool,
     beside: bool = False,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys; rows of no sequence get zeros and an LSE of -inf.
+    """Attends the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
 
-    `window` is that of the plan. Rows of sequences with queries that it does not serve are left alone.
+    Rows of sequences that the plan does not serve stay as they are.
 
     Args:
+        plan: of these sequences and this window
         query_THD: heads and head size contiguous, tokens at any stride
         kv_cache: [2, B, S, K, D], keys and values, at any strides but contiguous in D; S a multiple of 16
         block_table: [R, max blocks] int32, rows contiguous
-        query_start_loc, seq_lens: [R+1], [R] int32
+        query_start_loc: [R+1] int32
+        seq_lens: [R] int32
         out_THD: contiguous
         lse_HT: [H, T] float32, natural logarithm, or None
-        scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
-        alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
-        k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
-        beside: whether the launch before this one is that for long queries and takes part (`prefill_attention`,
-            `takes_part`), so that both may run at the same time
+        scale: factor of the logits, above 0
+        window: (left, right) keys beside the query; -1 for no bound
+        softcap: of the scaled logits; 0 for none
+        alibi_slopes: [H] float32, of the bias added last, or None
+        sinks: [H] float32, or None; a sink joins the denominator and the LSE
+        k_scale: [K] float32 factors of FP8 keys, or None
+        v_scale: [K] float32 factors of FP8 values, or None
+        causal: a query sees no key behind its own
+        beside: the launch before this one is `prefill_attention`, and may run at the same time (`takes_part`)
     """
     width = plan.partial_out.shape[2]
-    # One kernel for all graphs, whatever the longest query.
     small, large = row_tiles(plan.group, width)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _BESIDE)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    pdl = pdl_usable()
     _attention_kernel[(plan.programs,)](
         query_THD,
         kv_cache,
@@ -140,13 +139,12 @@ def decode_attention(
         RIGHT=0 if causal else window[1],
         SOFTCAP=softcap != 0.0,
         MERGE_ROWS=merge_rows,
-        PARTS=max(2, _MERGE_VALUES * plan.num_warps // (merge_rows * width)),
+        PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
         STAGES=min(max(stages, 2), _MAX_STAGES),
         AHEAD=_AHEAD,
         FP8_AT_ONCE=fp8_in_one_instruction(),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=plan.num_warps,
+        **pdl_options(),
+        num_warps=_NUM_WARPS,
     )
 
 

@@ -1,19 +1,18 @@
-"""Cuts the short queries of a batch into ranges of key tiles that take equally long, one a program, on the device.
+"""Division of a batch's short queries into ranges of key tiles that take equally long, one a program, on the device.
 
-A captured graph has a fixed number of programs but meets any batch. So all chunks of keys of the batch, sequence by
-sequence, KV head by KV head and tile of rows by tile of rows, are laid end to end, and program p of P takes the p-th of
-P equal ranges (as Stream-K does with matrix products: Osama et al., 2023). The kernel here runs once a step, for all
-layers: it finds where in the batch each range begins, so that a program of `attention_decode` has all it needs to ask
-for its keys after a single read.
+A captured graph has a fixed number of programs but meets any batch. So all chunks of keys of the batch, by sequence, KV
+head and tile of rows, are laid end to end, and program p of P takes the p-th of P equal ranges (as Stream-K does with
+matrix products: Osama et al., 2023). The kernel here runs once a step, for all layers. It finds the beginning of each
+range, so that a program of `decode_attention` requests its keys after a single read.
 
 A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows, which are (token, query head of that
-KV head), heads innermost. A range holds whole units, but for its first and last. A program that ends one unit and
-begins another has nothing on its way meanwhile, so where many short sequences meet, equal keys take longer. In a batch
-of many units a chunk is one tile of keys, and a unit is that many chunks behind some empty ones, which count in the
-ranges. In one of few units a chunk is as many tiles as give every program at most one.
+KV head), heads innermost. A range holds whole units, except for its first and last. Between two units a program has no
+loads in flight, so where many short sequences meet, equal keys take longer. In a batch of many units a chunk is one
+tile of keys, and a unit is that many chunks behind some empty ones, which count in the ranges. In a batch of few units
+a chunk is as many tiles as give every program at most one chunk.
 
-Where the launch for long queries runs at the same time (`attention_decode`), it gets multiprocessors of its own, as
-many as their share of the work is, and the ranges are cut for the programs that fit the others.
+Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
+ranges are cut for the programs that fit on the others.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -22,6 +21,7 @@ many as their share of the work is, and the ranges are cut for the programs that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -30,49 +30,43 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
-    MAX_SHORT_QUERY,
     PREFILL_ROWS,
     SHORTEST_PIECE,
     decode_partials,
-    decode_programs,
     row_tiles,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_usable
-
-__all__ = ["MAX_SHORT_QUERY", "DecodePlan", "make_decode_plan", "plan_decode", "row_tiles", "sequence_chunks"]
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 RECORD_WORDS = tl.constexpr(8)
 SEQUENCE_WORDS = tl.constexpr(4)
 _FAR = tl.constexpr(2147483647)
-# A range's chunks and how many ranges have one more share a word.
+# A word holds a range's chunks, times this, and the number of ranges that have one more.
 _RANGES = tl.constexpr(1024)
-# What starting and ending a tile of a long query costs, in keys, and what one of its keys costs beside one of a short
-# query. While decodes keep memory busy a tile of K keys takes 8 us and 0.0195 us * K (an H200, 16 bits, heads of 128),
-# a key of a decode 0.017 us of a multiprocessor; some more, as the long ones must not be the last to end.
+# Cost of starting and ending a tile of a long query, in its keys, and of one of its keys, in keys of short queries.
+# From measurements on an H200, and some more, because the long queries must not be the last to end.
 _TILE_COST = tl.constexpr(448)
 _LONG_COST = tl.constexpr(1.6)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
-# What beginning a unit costs a program, in tiles of keys: the last tiles of the one before, then block ids and queries,
-# must have arrived before the first keys are asked for.
+# Cost of beginning a unit, in tiles of keys: the last tiles of the unit before, then block ids and queries, must have
+# arrived before the first keys are requested.
 UNIT_COST = tl.constexpr(2)
-# More than UNIT_COST; divides the keys of any chunk. What is smaller shares a word with something that is larger.
+# More than UNIT_COST; divides the keys of any chunk. A smaller number shares a word with a multiple of this.
 PACKED = tl.constexpr(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """The work of one step, and scratch for its layers: tensors that live as long as any graph.
+    """Work of one step, and scratch for its layers: tensors that live as long as any graph.
 
-    records [P, 8]:    of each program: entry in `sequences`, chunk in that sequence (and empty ones before it in the
-                       range), keys of a chunk (and empty ones before each unit), chunks of a range (and how many ranges
-                       have one more), then the entry itself
+    records [P, 8]:    by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
+                       keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
+                       with one more), then the entry itself
     sequences [R, 4]:  those served, in order: sequence, first token, query length, keys
-    counters [P]:      partial results that are there, of the unit that begins in this program and ends in another; zero
-                       between launches
-    partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are not
-                       whole, D rounded up to a power of two, LSE in base 2
+    counters [P]:      partial results that have arrived of the unit that begins in this program and ends in another;
+                       zero between launches
+    partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are cut; D
+                       rounded up to a power of two, LSE in base 2
     block_n:           keys in a tile
-    num_warps:         of the attention kernel
     """
 
     records: torch.Tensor
@@ -85,7 +79,6 @@ class DecodePlan:
     head_size: int
     programs: int
     block_n: int
-    num_warps: int
 
 
 def make_decode_plan(
@@ -100,14 +93,11 @@ def make_decode_plan(
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences."""
     group = num_query_heads // num_kv_heads
     slots, rows, width = decode_partials(group, head_size, num_sms)
-    programs = decode_programs(num_sms)
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
+    programs = DECODE_PROGRAMS * num_sms
+    ints = partial(torch.zeros, dtype=torch.int32, device=device)
     return DecodePlan(
         records=ints(programs, RECORD_WORDS.value),
-        # One more, since the entry behind the last is read, though not used.
+        # One more, because the entry behind the last is read, though not used.
         sequences=ints(triton.next_power_of_2(max_num_seqs) + 1, SEQUENCE_WORDS.value),
         counters=ints(programs),
         partial_out=torch.zeros(slots, rows, width, dtype=torch.float32, device=device),
@@ -117,7 +107,6 @@ def make_decode_plan(
         head_size=head_size,
         programs=programs,
         block_n=64 if width <= 128 else 32,
-        num_warps=4,
     )
 
 
@@ -133,22 +122,22 @@ def plan_decode(
 ) -> None:
     """Writes the ranges of the sequences with 1 to `max_query_len` queries; one launch.
 
-    No kernel behind this one starts before it has ended. So those behind may read what it and all before it wrote (the
-    plan, the lengths, the block table) without waiting for the kernel just before them.
+    No later kernel starts before this one has ended. So later kernels may read what this one and all before it wrote
+    (the plan, the lengths, the block table) without waiting for their predecessor.
 
     Args:
+        plan: receives the ranges
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
         max_query_len: at most MAX_SHORT_QUERY
         window: (left, right) keys beside the query; -1 for no bound. The keys ahead of a query do not matter here.
-        multiprocessors: [1] int32, of those for all others' launch: written, how many it is to use
-        divide: whether that launch runs at the same time and leaves the rest of them to this one
+        multiprocessors: [1] int32; receives the number of multiprocessors for the launch for long queries
+        divide: that launch runs at the same time, and leaves the other multiprocessors to this one
     """
     assert plan.programs <= _RANGES.value
     seqs = plan.sequences.shape[0] - 1
     at_once = max(2, min(8, 8192 // seqs))
     small, large = row_tiles(plan.group, plan.partial_out.shape[2])
-    pdl = pdl_usable()
     _plan_kernel[(triton.cdiv(plan.programs, at_once),)](
         query_start_loc,
         seq_lens,
@@ -169,8 +158,7 @@ def plan_decode(
         EACH=DECODE_PROGRAMS,
         BLOCK_N=plan.block_n,
         LEFT=window[0],
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=8,
     )
 

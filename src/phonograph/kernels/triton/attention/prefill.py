@@ -1,11 +1,10 @@
 """Attention of prefills over the paged cache, in large tiles taken from a work list made on the device.
 
-The grid is fixed (a few persistent programs a multiprocessor), the work is not: each program takes the next piece of
-the list of `prefill_plan`, so one captured graph serves any batch. A tile's rows are (token, query head of
-one KV head); its softmax is the online one (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) in base 2,
-and only key tiles at an edge of what rows see are masked. Keys come through pointers or, where a tile of them lies in
-one block, by TMA. Pieces of tiles cut along the keys leave normalized partial results, merged by a second kernel in a
-fixed order.
+The grid is fixed (a few persistent programs a multiprocessor). Each program takes the next piece of `prefill_plan`'s
+list, so one captured graph serves any batch. A tile's rows are (token, query head of one KV head). The softmax is
+online (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2, and only key tiles at an edge of
+what rows see are masked. Keys come through pointers or, where a tile of them lies in one block, by TMA. Pieces of tiles
+that are cut along the keys leave normalized partial results, which a second kernel merges in a fixed order.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -25,33 +24,20 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     ENTRY_WORDS,
     MULTIPROCESSORS,
     PrefillPlan,
-    make_prefill_plan,
-    multiprocessors_of,
-    plan_prefill,
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_usable, pdl_wait_first
+from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_options, pdl_usable, pdl_wait_first
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
-
-__all__ = [
-    "PrefillPlan",
-    "make_prefill_plan",
-    "merge_prefill",
-    "multiprocessors_of",
-    "plan_prefill",
-    "prefill_attention",
-    "takes_part",
-]
 
 _BLOCK_N = 64
 _ROOMY = 160 * 1024
-"""Shared memory of a program with which it can be as on an H200."""
+"""Shared memory of a program from which the configurations of an H200 fit."""
 _MERGE_ROWS = 16
-# Padded tokens of a step, fixed with its graph.
+# Numbers of padded tokens of a step, which its graph fixes: up to which tiles are few, and from which the kernel for
+# Hopper is faster.
 _FEW_TOKENS = 2560
 _HOPPER_TOKENS = 2000
-"""From how many on `attention_prefill_hopper` runs what it can: 512 tokens beside decodes took it longer."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -73,20 +59,10 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; one launch. What
-    it leaves of tiles that are cut is for `merge_prefill`.
+    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; one launch.
 
-    `causal` and `window` are those of the plan, which also says from which query length on a sequence is served.
-
-    Args:
-        query_THD: heads and head size contiguous, tokens at any stride
-        kv_cache: [2, B, S, K, D], keys and values, at any strides but contiguous in D
-        block_table: [R, max blocks] int32, rows contiguous
-        out_THD: contiguous
-        lse_HT: [H, T] float32, or None
-        scale: factor of the logits, above 0; then softcap (0 for none), then ALiBi's bias
-        alibi_slopes, sinks: [H] float32, or None; a sink joins the denominator and the LSE
-        k_scale, v_scale: [K] float32, what FP8 keys and values are multiplied by, or None
+    `merge_prefill` completes tiles that are cut. The arguments are those of `decode_attention`, except that `kv_cache`
+    may have blocks of any size; `causal` and `window` are those of the plan.
     """
     num_tokens, _, head_size = query_THD.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -106,7 +82,7 @@ def prefill_attention(
         and kv_cache.dtype == query_THD.dtype
         and gluon_usable()
     ):
-        # Here, since it imports what not every Triton has.
+        # Not every Triton has what it imports.
         from phonograph.kernels.triton.attention.prefill_hopper import attend_on_hopper
 
         attend_on_hopper(
@@ -126,7 +102,6 @@ def prefill_attention(
         return
     few = plan.cuts and num_tokens <= _FEW_TOKENS
     block_n, num_warps, num_stages, share = _configuration(width, tma, few=few, roomy=shared_memory() >= _ROOMY)
-    pdl = pdl_usable()
     cache = kv_cache
     if tma:
         cache = TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [block_n, head_size])
@@ -170,8 +145,7 @@ def prefill_attention(
         SOFTCAP=softcap != 0.0,
         TMA=tma,
         HEADS_OUTSIDE=heads_outside,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=num_warps,
         num_stages=num_stages,
         # A logit must have the same bits in a tile with masks and in one without.
@@ -180,9 +154,11 @@ def prefill_attention(
 
 
 def takes_part(num_tokens: int) -> bool:
-    """Whether `prefill_attention` keeps to the multiprocessors that its plan names, at so many padded tokens, and lets
-    the launch behind it run on the others at the same time. The kernel for Hopper does neither: it lets that launch
-    begin before it has itself waited for the kernel before."""
+    """Returns True if `prefill_attention`, at so many padded tokens, keeps to the multiprocessors that its plan names
+    and lets the next launch run on the others.
+
+    The kernel for Hopper does not: it lets the next launch begin before it has itself waited for its predecessor.
+    """
     return pdl_usable() and num_tokens < _HOPPER_TOKENS
 
 
@@ -193,11 +169,9 @@ def merge_prefill(
     lse_HT: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Merges what `prefill_attention` left of tiles that are cut, by the same tensors; one launch, or none where the
-    plan cuts nothing."""
+    """Merges the partial results of `prefill_attention`, with the same tensors; no launch if the plan has no cuts."""
     if not plan.cuts:
         return
-    pdl = pdl_usable()
     _merge_kernel[(plan.num_sms,)](
         query_start_loc,
         out_THD,
@@ -215,17 +189,16 @@ def merge_prefill(
         WIDTH=plan.partial_out.shape[-1],
         BLOCK_M=BLOCK_M,
         ROWS=_MERGE_ROWS,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
     )
 
 
 def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[int, int, int, int]:
-    """Keys of a tile, warps, stages, programs of a multiprocessor, by what an H200 was fastest with.
+    """Returns keys of a tile, warps, stages, and programs of a multiprocessor, by measurements on an H200.
 
     Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
-    few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, what fits into 99 KiB.
+    few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, a program fits 99 KiB.
     """
     if width > 128:
         return (_BLOCK_N, 8, 2, 1) if roomy else (_BLOCK_N // 2, 8, 1, 1)
@@ -235,8 +208,8 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
-    """Returns True if the cache is a matrix (of slots [.., K * D] or heads' slots [.., D]) of fewer than 2^31 rows, and
-    each key tile lies in one block."""
+    """Returns True if each key tile lies in one block, and the cache is a matrix of fewer than 2^31 rows: of slots
+    [.., K * D], or of heads' slots [.., D] if `heads_outside`."""
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
     return (

@@ -49,7 +49,7 @@ from phonograph.kernels.triton.launch.gluon import (
     make_barriers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 PIECE = 64
 """Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
@@ -90,7 +90,6 @@ def attend_on_hopper(
     rows, columns = matrix
     kind = gl.bfloat16 if kv_cache.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([PIECE, _COLUMNS], kind)
-    pdl = pdl_usable()
     _prefill_kernel[(plan.num_sms,)](
         query_THD,
         TensorDescriptor(kv_cache, [rows, columns], [columns, 1], [PIECE, _COLUMNS], layout),
@@ -118,8 +117,7 @@ def attend_on_hopper(
         RIGHT=0 if causal else window[1],
         HEADS_OUTSIDE=heads_outside,
         TILES=_TILES,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
         maxnreg=168,
     )

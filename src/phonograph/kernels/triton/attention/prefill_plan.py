@@ -1,14 +1,14 @@
-"""Cuts the prefills of a batch into pieces of work of about equal length, on the device.
+"""Division of a batch's prefills into pieces of work of about equal length, on the device.
 
 A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries in
 front of a long context. So one small kernel, once a step, reads the batch's lengths and writes the list of pieces that
-the persistent programs of `attention_prefill` take one after another, longest first. Its programs all find the same
-cut, and each lists tiles of its own: none waits for another.
+the persistent programs of `prefill_attention` take one after another, longest first. Its programs all compute the same
+division, and each lists tiles of its own, so none waits for another.
 
-A *tile* is BLOCK_M rows of one sequence and KV head; rows count (token, query head of that KV head), heads innermost,
-so that short prompts fill tiles too and the KV heads of a model share one list. The keys of a tile are cut into
-equal *pieces* where that ends earlier: for 16 candidate lengths the kernel estimates when the last program ends, and
-takes the best. Pieces of a cut tile leave partial results, to be merged.
+A *tile* is BLOCK_M rows of one sequence and KV head. Rows count (token, query head of that KV head), heads innermost,
+so that short prompts fill tiles too and the KV heads of a model share one list. The keys of a tile are cut into equal
+*pieces* where that ends earlier: for 16 candidate lengths the kernel estimates the end of the last program, and takes
+the best. Pieces of a cut tile leave partial results, which a second launch merges.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -17,19 +17,14 @@ takes the best. Pieces of a cut tile leave partial results, to be merged.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.attention_scratch import (
-    PREFILL_ROWS,
-    SHORTEST_PIECE,
-    prefill_partials,
-    prefill_programs,
-    prefill_slots,
-)
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE, prefill_partials, prefill_programs
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 BLOCK_M = PREFILL_ROWS
 # Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
@@ -41,34 +36,34 @@ COUNTER, MULTIPROCESSORS = tl.constexpr(2), tl.constexpr(3)
 # Tiles looked at together, and tiles that a program of the plan lists.
 _CHUNK = 256
 _OWN = 32
-# Costs in keys of one tile: of starting and ending a piece, of writing, reading and merging a partial result, and of
-# having anything to merge.
+# Costs, in keys of one tile: starting and ending a piece; writing, reading and merging a partial result; and the launch
+# that merges.
 _PIECE_COST = tl.constexpr(64.0)
 _PARTIAL_COST = tl.constexpr(256.0)
 _MERGE_COST = tl.constexpr(128.0)
 _SHORTEST_PIECE = tl.constexpr(SHORTEST_PIECE)
 _CANDIDATES = tl.constexpr(16)
-# A tile of just one length is one piece, however its quotient is rounded.
+# A tile of exactly one piece's length is one piece, however the quotient is rounded.
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
-# Triton 3.6 does not compile the plan for eight sequences that see all keys; nothing is won by so few either.
+# Triton 3.6 does not compile the plan for eight sequences that see all keys.
 _FEWEST_SEQS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """The work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
+    """Work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
 
     header [4]:       number of entries, number of merges; a counter of the attention kernel, zero between launches;
-                      multiprocessors whose programs take work, all of them but where `plan_decode` says fewer
+                      multiprocessors whose programs take work, all of them unless `plan_decode` writes fewer
     entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; the sequence's first query,
                       queries and keys; each is work for every KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
-    first_tile [R]:   where each sequence's tiles begin; R a power of two
+    first_tile [R]:   first tile of each sequence; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
-    programs:         of the attention kernel, at most; the cuts suit so many
-    cuts:             whether keys are cut; without, what a row gets does not depend on the batch
+    programs:         upper bound of the attention kernel's, which the cuts suit
+    cuts:             keys are cut; otherwise a row's result does not depend on the batch
     """
 
     header: torch.Tensor
@@ -99,13 +94,10 @@ def make_prefill_plan(
 ) -> PrefillPlan:
     """Makes the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
-    max_slots = prefill_slots(num_kv_heads, head_size, num_sms, cuts=cuts)
     max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
+    max_slots = partials[0] // num_kv_heads
+    ints = partial(torch.zeros, dtype=torch.int32, device=device)
     plan = PrefillPlan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
@@ -126,7 +118,7 @@ def make_prefill_plan(
 
 
 def multiprocessors_of(plan: PrefillPlan) -> torch.Tensor:
-    """[1] int32, for `plan_decode`."""
+    """Returns the plan's number of multiprocessors, [1] int32, which `plan_decode` writes."""
     return plan.header[MULTIPROCESSORS.value :]
 
 
@@ -142,12 +134,14 @@ def plan_prefill(
     """Writes the work list of the sequences with at least `min_query_len` queries; one launch.
 
     Args:
+        plan: receives the list
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
+        min_query_len: shortest query served
+        causal: a query sees no key behind its own
         window: (left, right) keys beside the query; -1 for no bound
     """
     num_seqs = seq_lens.shape[0]
-    pdl = pdl_usable()
     _plan_kernel[(-(-plan.max_tiles // _OWN),)](
         query_start_loc,
         seq_lens,
@@ -168,8 +162,7 @@ def plan_prefill(
         CHUNK=_CHUNK,
         OWN=_OWN,
         CUTS=plan.cuts,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=8,
     )
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.attention.rope_and_kv_write import LARGEST_FP8, store_scaled
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _MOST_HEADS = 8
 
@@ -26,7 +26,6 @@ def quantize_queries(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_
     # A power of two that divides all heads, so that none is beyond the last.
     heads = min(_MOST_HEADS, num_heads & -num_heads)
     block = triton.next_power_of_2(head_size)
-    pdl = pdl_usable()
     _quantize_kernel[(num_tokens, num_heads // heads)](
         query_THD,
         scale_K,
@@ -38,8 +37,7 @@ def quantize_queries(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_
         BLOCK=block,
         HEADS=heads,
         LARGEST=LARGEST_FP8[out_THD.dtype],
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=max(1, heads * block // 256),
     )
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _FEW_TOKENS = 16
 LARGEST_FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -50,7 +50,6 @@ def rope_and_write_kv(
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, few=num_tokens <= _FEW_TOKENS and not batch_invariant)
     half = triton.next_power_of_2(head_size // 2)
-    pdl = pdl_usable()
     _rope_kernel[(num_tokens, (num_query_heads + 2 * num_kv_heads) // heads)](
         qkv_TF,
         positions_T,
@@ -72,8 +71,7 @@ def rope_and_write_kv(
         S=kv_cache.shape[2],
         HEADS=heads,
         LARGEST=LARGEST_FP8.get(kv_cache.dtype, 0.0),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=max(1, heads * half // 128),
     )
 
@@ -92,7 +90,6 @@ def write_kv(
     num_tokens = key_TKD.shape[0]
     heads = _heads_of_a_program(0, num_kv_heads, few=num_tokens <= _FEW_TOKENS)
     block = triton.next_power_of_2(head_size)
-    pdl = pdl_usable()
     _write_kernel[(num_tokens, 2 * num_kv_heads // heads)](
         key_TKD,
         value_TKD,
@@ -112,8 +109,7 @@ def write_kv(
         S=kv_cache.shape[2],
         HEADS=heads,
         LARGEST=LARGEST_FP8.get(kv_cache.dtype, 0.0),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=max(1, heads * block // 256),
     )
 

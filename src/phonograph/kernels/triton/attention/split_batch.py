@@ -1,19 +1,20 @@
-"""Cuts a batch in two on the device, so that decodes and prefills can be launched apart inside one graph.
+"""Split of a batch on the device, so that decodes and prefills can be launched apart inside one graph.
 
-Each part is the whole batch with the other's sequences empty, which every attention kernel takes: what a graph froze
-(slots, tokens, addresses) stays as it is while the border between the parts moves from step to step.
+Each part is the whole batch with the other's sequences empty, which every attention kernel takes. So what a graph froze
+(slots, tokens, addresses) stays, while the border between the parts moves from step to step.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,8 @@ class SplitBatch:
 
     @classmethod
     def make(cls, max_num_seqs: int, device: torch.device) -> SplitBatch:
-        def zeros(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
+        """Makes the tensors of a backend."""
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             decode_starts=zeros(max_num_seqs + 1),
             decode_lens=zeros(max_num_seqs),
@@ -43,14 +43,15 @@ def split_batch(
 ) -> None:
     """Writes both parts of a batch of R slots; one launch.
 
-    Decodes are the sequences of `decode_query_len` tokens that come before the first of any other length; every other
-    sequence is a prefill.
+    Decodes are the sequences of `decode_query_len` tokens before the first of another length; the others are prefills.
 
     Args:
-        query_start_loc, seq_lens: [R+1], [R] int32
+        split: receives the parts
+        query_start_loc: [R+1] int32
+        seq_lens: [R] int32
+        decode_query_len: tokens of a decode
     """
     num_seqs = seq_lens.shape[0]
-    pdl = pdl_usable()
     _split_kernel[(1,)](
         query_start_loc,
         seq_lens,
@@ -61,8 +62,7 @@ def split_batch(
         num_seqs,
         QUERY_LEN=decode_query_len,
         BLOCK=triton.next_power_of_2(max(32, split.decode_lens.shape[0])),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
     )
 

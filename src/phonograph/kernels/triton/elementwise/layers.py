@@ -1,10 +1,10 @@
-"""What a decoder does between its matrix products, each in one kernel: norms, activation, embedding.
+"""Norms, activation, embedding and gathers between a decoder's matrix products, each in one kernel.
 
 The arithmetic is that of `kernels/torch/layers.py`: float32 inside, the normalised value rounded to the model's dtype
-before the weight. Every kernel writes into given tensors. A program takes one row, or one piece of it.
+before the weight. A program takes one row, or one piece of it.
 
-Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows are contiguous; sizes are constants of
-the model, so they are compiled in, and the number of rows is the grid.
+Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows are contiguous. Sizes are constants of
+the model, so they are compiled in; the number of rows is the grid.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _PIECE = 1024
-"""Elements that a program of an elementwise kernel takes: 16 bytes a thread and operand, so that all loads are in
-flight together. (With 32 the compiler computes half of the activation before it loads the rest.)"""
+"""Elements of a program: 16 bytes a thread and operand, so that all loads are in flight together."""
 
 
 def embed_and_norm(
@@ -29,26 +28,25 @@ def embed_and_norm(
     hidden_TE: torch.Tensor,
     normed_TE: torch.Tensor,
 ) -> None:
-    """hidden = embedding[input_ids]; normed = rms_norm(hidden) * weight."""
+    """Computes hidden = embedding[input_ids] and normed = rms_norm(hidden)."""
     _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed_TE)
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out_TE: torch.Tensor) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Computes out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     _norm(x_TE, None, weight_E, eps, None, out_TE)
 
 
 def gather_and_norm(
     hidden_TE: torch.Tensor, rows_N: torch.Tensor, weight_E: torch.Tensor, eps: float, out_NE: torch.Tensor
 ) -> None:
-    """out = rms_norm(hidden[rows]) * weight; rows int64."""
+    """Computes out = rms_norm(hidden[rows]); rows int64."""
     _norm(hidden_TE, rows_N, weight_E, eps, None, out_NE)
 
 
 def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
-    """out = source[rows]; rows int64, any strides between rows."""
+    """Computes out = source[rows]; rows int64, any strides between rows."""
     num_rows, width = out_NX.shape
-    pdl = pdl_usable()
     block = min(_PIECE, triton.next_power_of_2(width))
     _gather_kernel[(num_rows, triton.cdiv(width, block))](
         source_TX,
@@ -58,8 +56,7 @@ def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Ten
         out_NX.stride(0),
         WIDTH=width,
         BLOCK=block,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=max(1, block // 256),
     )
 
@@ -74,9 +71,8 @@ def _norm(
 ) -> None:
     num_rows, width = out.shape
     block = triton.next_power_of_2(width)
-    pdl = pdl_usable()
     _norm_kernel[(num_rows,)](
-        source, rows, weight, kept, out, eps, WIDTH=width, BLOCK=block, PDL=pdl, launch_pdl=pdl,
+        source, rows, weight, kept, out, eps, WIDTH=width, BLOCK=block, **pdl_options(),
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
@@ -130,9 +126,8 @@ def _norm_kernel(
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
-    """out = silu(gate) * up; gates are the first I columns, and `out` may be where they are."""
+    """Computes out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
     num_rows, width = out_TI.shape
-    pdl = pdl_usable()
     block = min(_PIECE if num_rows > 8 else 256, triton.next_power_of_2(width))
     _silu_kernel[(num_rows, triton.cdiv(width, block))](
         gate_up_T2I,
@@ -140,8 +135,7 @@ def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
         out_TI.stride(0),
         WIDTH=width,
         BLOCK=block,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=max(1, block // 256),
     )
 

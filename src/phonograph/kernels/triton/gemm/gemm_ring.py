@@ -1,10 +1,9 @@
 """Matrix products of 9 to 256 rows on Hopper, nearly as fast as memory.
 
-Up to 8 rows a program holds its first weights in registers before it waits for its input (`few_rows`). More rows would
-take as many loads there as the weights. Here both go to shared memory, by the copy engine, into a ring of tiles as
-large as there is room for: a program asks for the weights of the whole ring before it waits, and for the rows behind
-that. What is under way needs neither registers nor warps, so four warps do, and the loop is: wait for a tile, multiply,
-ask for the tile that comes into its place.
+Up to 8 rows, a program holds its first weights in registers before it waits for its input (`gemm_small_m`). More rows
+would need as many loads there as the weights. Here the copy engine brings both to shared memory, into a ring of tiles
+that is as large as there is room for. A program requests the weights of the whole ring before it waits for its input,
+and the rows after that. Loads in flight need neither registers nor warps, so four warps do.
 
 The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
 their inputs over programs; the last one to arrive adds the parts in a fixed order.
@@ -12,7 +11,7 @@ their inputs over programs; the last one to arrive adds the parts in a fixed ord
 Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
 (`tests/support/gluon_on_threads.py`).
 
-Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -33,45 +32,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.tuning import RingConfig
 from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
     make_barriers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def launch(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-    mode: int,
-    config: tuple[int, int, int, int, int, int],
-    parts: tuple[torch.Tensor, torch.Tensor] | None,
-    *,
-    squares: RowSquares | None = None,
-    norm: NextNorm | None = None,
-) -> None:
-    """What `linear` computes, of 16-bit rows that begin at multiples of 16 bytes; mode 0 stores, 1 adds into `out`, 2
-    stores silu(gate) * up, whose weights come first.
-
-    config: a `product_rules.RingConfig`; parts: where partial sums go and arrivals are counted, where inputs are split;
-    squares: of the input.
-    """
+def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
+    """Computes a product of 16-bit rows that begin at multiples of 16 bytes; `parts` is needed if inputs are split."""
+    x_MK, weight_NK, bias_N, out_MN, mode, _, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, stages, lag = config
     assert splits == 1 or (parts is not None and mode != 2)
     assert stages > lag
     partials, arrived = parts or (None, None)
-    norms = norm_arguments(squares, norm)
+    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
     layouts = [gl.NVMMASharedLayout.get_default_for([height, block_k], kind) for height in (rows, block_n)]
     num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
-    pdl = pdl_usable()
     _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
         TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], layouts[0]),
         TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], [block_n, block_k], layouts[1]),
@@ -79,22 +63,21 @@ def launch(
         out_MN,
         partials,
         arrived,
-        *norms.pointers,
+        *norm_pointers,
         num_rows,
-        norms.eps,
+        eps,
         out_MN.stride(0),
-        norms.normed_stride,
+        normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         SPLITS=splits,
         STAGES=stages,
-        SQUARE_TILES=norms.tiles,
+        SQUARE_TILES=square_tiles,
         MODE=mode,
         LAG=lag,
         WARPS=num_warps,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=num_warps,
     )
 

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
+from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _REGISTERS = 65536
 """Of a multiprocessor."""
@@ -58,21 +57,9 @@ class FewRowsConfig(NamedTuple):
     together: bool = False
 
 
-def launch(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-    mode: int,
-    config: FewRowsConfig,
-    *,
-    squares: RowSquares | None = None,
-    norm: NextNorm | None = None,
-) -> None:
-    """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
-
-    squares: of the input.
-    """
+def launch(product: Product, config: FewRowsConfig) -> None:
+    """Computes a product of at most `config.rows` rows."""
+    x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, ahead, rows_ahead, num_warps, sums, programs, together = config
@@ -80,22 +67,21 @@ def launch(
     assert weight_NK.shape[1] == num_inputs
     assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
     assert squares is None or squares.sums.shape[1] == rows
-    norms = norm_arguments(squares, norm)
+    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
-    pdl = pdl_usable()
     kernel = _large_few_rows if weight_NK.numel() >= LARGE else _few_rows_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
         weight_NK,
         bias_N,
         out_MN,
-        *norms.pointers,
+        *norm_pointers,
         num_rows,
-        norms.eps,
+        eps,
         x_MK.stride(0),
         weight_NK.stride(0),
         out_MN.stride(0),
-        norms.normed_stride,
+        normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
@@ -105,10 +91,9 @@ def launch(
         ROWS_AHEAD=rows_ahead,
         BATCH=sums * num_warps,
         TOGETHER=together,
-        SQUARE_TILES=norms.tiles,
+        SQUARE_TILES=square_tiles,
         MODE=mode,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=num_warps,
         **registers,
     )

@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phonograph.kernels.triton.gemm.deferred_norm import NextNorm, RowSquares, norm_arguments
-from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 class LinearConfig(NamedTuple):
@@ -37,32 +37,15 @@ class LinearConfig(NamedTuple):
     num_stages: int
     prefetch: int
 
-    def shared_bytes(self, *, silu: bool) -> int:
-        """Of the tiles that a program has under way."""
-        return self.num_stages * step_bytes(self.rows, self.block_n, self.block_k, silu=silu)
-
 
 def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool) -> int:
     """Of a step's tiles of 16-bit elements; `silu`: gates and ups are two of weights."""
     return 2 * block_k * (block_n * (1 + silu) + rows)
 
 
-def launch(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-    mode: int,
-    config: LinearConfig,
-    parts: tuple[torch.Tensor, torch.Tensor] | None,
-    *,
-    squares: RowSquares | None = None,
-    norm: NextNorm | None = None,
-) -> None:
-    """What `linear` computes; mode 0 stores, 1 adds into `out`, 2 stores silu(gate) * up, whose weights come first.
-
-    parts: where partial sums go and arrivals are counted, where inputs are split; squares: of the input.
-    """
+def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
+    """Computes a product. `parts` is needed where inputs are split."""
+    x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
@@ -71,9 +54,8 @@ def launch(
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
     aligned = rows_aligned(weight_NK)
     partials, arrived = parts or (None, None)
-    norms = norm_arguments(squares, norm)
+    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     stride = weight_NK.stride(0)
-    pdl = pdl_usable()
     _rows_kernel[(tiles, splits)](
         x_MK,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
@@ -82,24 +64,23 @@ def launch(
         out_MN,
         partials,
         arrived,
-        *norms.pointers,
+        *norm_pointers,
         num_rows,
-        norms.eps,
+        eps,
         x_MK.stride(0),
         stride,
         out_MN.stride(0),
-        norms.normed_stride,
+        normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
-        SQUARE_TILES=norms.tiles,
+        SQUARE_TILES=square_tiles,
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=num_warps,
         num_stages=num_stages,
     )

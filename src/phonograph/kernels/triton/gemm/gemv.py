@@ -1,36 +1,26 @@
-"""Matrix products for one row, which is what a decode step of one sequence consists of.
+"""Matrix products of one row, which are all that a decode step of one sequence consists of.
 
-Such a product reads each weight once and does next to nothing with it, so it is as fast as memory, if memory never
-idles. It idles between kernels: the last programs drain while the next kernel waits for their results. Here the weights
-do not depend on results, so each program loads its first weights before it waits for the kernel before (programmatic
-dependent launch). What a decoder does around its products (norm, gated activation, residual add) happens inside them,
-which leaves few kernels to drain between.
+Such a product is as fast as memory, if memory never idles. It idles between kernels: the last programs drain while the
+next kernel waits for their results. Weights do not depend on results, so each program loads its first weights before it
+waits for the kernel before (programmatic dependent launch). The norm before a product, the gated activation and the
+residual add happen inside it, which leaves few kernels to drain between.
 
-Shapes: N outputs, K inputs, E hidden size, I intermediate size. Weights lie [outputs, inputs], rows contiguous.
-Everything is multiplied and summed in float32.
+Shapes are those of `product`; sums are float32.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.gemm.product import SILU, STORE
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_usable
-
-
-class GemvConfig(NamedTuple):
-    """block_n weight rows a program, block_k columns a step."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
+from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def gemv(
@@ -39,93 +29,20 @@ def gemv(
     bias_N: torch.Tensor | None,
     out_1N: torch.Tensor,
     *,
-    config: GemvConfig | None = None,
+    mode: int = STORE,
+    norm_K: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """out = x @ weight^T + bias for one row. `config`: instead of the default, for measurements."""
-    _launch(x_1K, None, 0.0, weight_NK, bias_N, out_1N, _STORE, config)
-
-
-def gemv_norm(
-    hidden_1E: torch.Tensor,
-    norm_weight_E: torch.Tensor,
-    eps: float,
-    weight_NE: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_1N: torch.Tensor,
-    *,
-    config: GemvConfig | None = None,
-) -> None:
-    """out = rms_norm(hidden) @ weight^T + bias, the norm with weights and `eps`.
+    """Computes a `Product` of one row, or of rms_norm(x) with weights `norm_K` and `eps`.
 
     The root mean square is a factor of the whole row, so it is applied to the sums: W(xg)/rms. Each program sums the
-    squares for itself while it streams.
+    squares for itself while it streams. `x` must not overlap `out`.
     """
-    _launch(hidden_1E, norm_weight_E, eps, weight_NE, bias_N, out_1N, _STORE, config)
-
-
-def gemv_add(
-    x_1K: torch.Tensor,
-    weight_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    hidden_1E: torch.Tensor,
-    *,
-    config: GemvConfig | None = None,
-) -> None:
-    """hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
-    _launch(x_1K, None, 0.0, weight_EK, bias_E, hidden_1E, _ADD, config)
-
-
-def gemv_norm_silu(
-    hidden_1E: torch.Tensor,
-    norm_weight_E: torch.Tensor,
-    eps: float,
-    gate_up_2IE: torch.Tensor,
-    bias_2I: torch.Tensor | None,
-    out_1I: torch.Tensor,
-    *,
-    config: GemvConfig | None = None,
-) -> None:
-    """out = silu(gate) * up with (gate, up) = rms_norm(hidden) @ gate_up^T + bias; the rows of the gates come first."""
-    _launch(hidden_1E, norm_weight_E, eps, gate_up_2IE, bias_2I, out_1I, _SILU, config)
-
-
-_STORE, _ADD, _SILU = 0, 1, 2
-
-
-@functools.cache
-def default_config(num_inputs: int, pairs: bool) -> GemvConfig:
-    """What a product of K inputs runs with. pairs: for the gated activation, where each output has two weight rows.
-
-    Measured on an H200: rows of up to 4096 go in one step, all of it under way at once, with 16 Ki weights a program at
-    most; longer ones in steps of 2048. A shorter step is taken where more than a quarter of the lanes would idle (in
-    several steps, more than a fifth).
-    """
-    whole = triton.next_power_of_2(num_inputs)
-    if whole <= 4096 and whole <= 1.34 * num_inputs:
-        block_k, num_warps = max(32, whole), max(1, whole // 512)
-    else:
-        block_k, num_warps = 2048, 4
-        while block_k > 32 and triton.cdiv(num_inputs, block_k) * block_k > 1.25 * num_inputs:
-            block_k //= 2
-    return GemvConfig(block_n=2 if pairs and block_k > 2048 else 4, block_k=block_k, num_warps=num_warps)
-
-
-def _launch(
-    x_1K: torch.Tensor,
-    norm_K: torch.Tensor | None,
-    eps: float,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_1N: torch.Tensor,
-    mode: int,
-    config: GemvConfig | None,
-) -> None:
     num_rows, num_inputs = x_1K.shape
     num_outputs = out_1N.shape[1]
     assert num_rows == 1 and weight_NK.shape[1] == num_inputs
     assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
-    pdl = pdl_usable()
-    block_n, block_k, num_warps = config or default_config(num_inputs, mode == _SILU)
+    block_n, block_k, num_warps = _configuration(num_inputs, mode == SILU)
     kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_1K,
@@ -140,10 +57,27 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         MODE=mode,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=num_warps,
     )
+
+
+@functools.cache
+def _configuration(num_inputs: int, pairs: bool) -> tuple[int, int, int]:
+    """Returns weight rows of a program, columns of a step and warps. `pairs`: each output has two weight rows.
+
+    By measurements on an H200. Up to 4096 columns go in one step, with 16 Ki weights a program at most; more columns go
+    in steps of 2048. A step is shorter where more than a quarter of the lanes would idle (in several steps, more than a
+    fifth).
+    """
+    whole = 1 << (num_inputs - 1).bit_length()
+    if whole <= 4096 and whole <= 1.34 * num_inputs:
+        block_k, num_warps = max(32, whole), max(1, whole // 512)
+    else:
+        block_k, num_warps = 2048, 4
+        while block_k > 32 and -(-num_inputs // block_k) * block_k > 1.25 * num_inputs:
+            block_k //= 2
+    return 2 if pairs and block_k > 2048 else 4, block_k, num_warps
 
 
 @triton.jit

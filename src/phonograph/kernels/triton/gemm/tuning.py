@@ -37,7 +37,7 @@ ProductConfig = LinearConfig | FewRowsConfig | RingConfig
 
 
 def rows_class(num_rows: int) -> int:
-    """What rows are padded to: a power of two from 8."""
+    """Returns the number that rows are padded to: a power of two from 8."""
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
@@ -85,20 +85,58 @@ def _cdiv(one: int, other: int) -> int:
 
 @functools.cache
 def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
-    """How a product of at most `rows` (a class) rows is computed; None: by torch.
-
-    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Up to 8 rows, in the smallest
-    layers up to 16, weights go through registers (`_through_registers`), then up to 64, in small layers up to 128,
-    through a ring, on Hopper (`_through_ring`). Elsewhere narrow layers have too few tiles, so their inputs are
-    split, into three steps at least; at 16 rows, which cost little to read once for each tile, tiles of 32 weight
-    rows do the same without a sum at the end, unless the inputs are long. Beyond, `_one_each` has the layers that
-    fit. Torch is as fast at all but small layers from 65 rows, and at everything beyond 128 that was not measured.
-    """
+    """Returns how a product of at most `rows` (a class) rows is computed; None: by torch."""
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
-        return _first_that_fits(MEASURED[key], silu=False)
-    if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=False)) is not None:
-        return found
+        configs = [MEASURED[key]]
+    else:
+        configs = [_through_ring(*key, pairs=False) or _through_registers(*key, pairs=False) or _tiles(*key)]
+    return _first_that_fits(configs, silu=False)
+
+
+@functools.cache
+def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
+    """Returns how the product with the gated activation is computed; None: as a product and a kernel of its own.
+
+    Through registers and through a ring the activation costs nothing. Otherwise two tiles of weights at a time leave
+    fewer loads in flight for each, which costs less than the other kernel only at 32 and 64 rows of a large layer.
+    """
+    key = rows, num_outputs, num_inputs
+    configs: list[ProductConfig | None] = []
+    if key in MEASURED_SILU:
+        configs = [MEASURED_SILU[key]]
+    elif ahead := _through_ring(*key, pairs=True) or _through_registers(*key, pairs=True):
+        configs = [ahead]
+    elif _cdiv(num_outputs, 64) >= PROGRAMS // 2:
+        if rows == 64:
+            configs = [LinearConfig(64, 64, 64, 1, 4, 4, 128)]
+        elif rows == 32:
+            configs = [LinearConfig(32, 64, 128, 1, 4, 3, 256)]
+            if _cdiv(num_outputs, 128) <= PROGRAMS // 2:
+                configs.insert(0, LinearConfig(32, 128, 128, 1, 4, 3, 256))
+    return _first_that_fits(configs, silu=True)
+
+
+def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
+    """Returns the first config that the current device can run, with fewer stages if need be (at least three)."""
+    for config in configs:
+        if isinstance(config, LinearConfig):
+            stages = shared_memory() // step_bytes(config.rows, config.block_n, config.block_k, silu=silu)
+            if stages >= min(3, config.num_stages):
+                return config._replace(num_stages=min(config.num_stages, stages))
+        elif config is not None and (gluon_usable() or not isinstance(config, RingConfig)):
+            return config
+    return None
+
+
+def _tiles(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
+    """Returns the tiles of a product through Triton's pipeline; None: torch is as fast.
+
+    The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Narrow layers have too few tiles,
+    so their inputs are split, into three steps at least. At 16 rows, which cost little to read once for each tile,
+    tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Torch is as fast at all
+    but small layers from 65 rows, and at everything beyond 128 that was not measured.
+    """
     tiles = _cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     if rows > 16:
@@ -107,7 +145,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
             config = LinearConfig(32, 64, 128, 1, 4, 3 if head else 4, 256)
         elif config is None and rows == 64 and num_outputs * num_inputs >= 1 << 25:
             config = LinearConfig(64, 128, 64, 1, 8, 4, 128) if head else LinearConfig(64, 64, 64, 1, 4, 5, 128)
-        return _first_that_fits(config, silu=False)
+        return config
     long = narrow and num_inputs >= 3584
     block_n, block_k, num_warps, prefetch = 64, 128, 4, 256
     if not long and (medium or narrow or head):
@@ -116,24 +154,17 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     if narrow:
         steps = _cdiv(num_inputs, block_k)
         splits = max(1, min(8, PROGRAMS // _cdiv(num_outputs, block_n), steps // 3))
-    return _first_that_fits(LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch), silu=False)
-
-
-def _ahead_of_its_input(
-    rows: int, num_outputs: int, num_inputs: int, *, pairs: bool
-) -> FewRowsConfig | RingConfig | None:
-    """By a kernel that has weights on their way before it waits; the two share no sizes. `pairs`: of gates and ups."""
-    sizes = rows, num_outputs, num_inputs
-    return _through_ring(*sizes, pairs=pairs) or _through_registers(*sizes, pairs=pairs)
+    return LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch)
 
 
 def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> FewRowsConfig | None:
-    """Weights of 8 rows, in small layers of 16, held in registers. `pairs`: of gates and ups. None: too many rows, or a
-    model's head, which is as fast either way.
+    """Returns the config for weights in registers: for 8 rows, in small layers for 16; None for more, and for a head.
 
-    The fewer outputs, the fewer a program has: 8, 16 or 32, so that there is one for each processor. Of small layers
-    those that follow one another were chosen together: what one leaves of a multiprocessor the next one's programs
-    begin in.
+    The fewer outputs, the fewer a program has (8, 16 or 32), so that there is a program for each processor. Small
+    layers that follow one another were tuned together, as one begins on the multiprocessors that the other leaves.
+
+    Args:
+        pairs: weights are of gates and ups
     """
     if num_outputs >= HEAD:
         return None
@@ -162,12 +193,15 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
 
 
 def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig | None:
-    """On Hopper, for 9 to 64 rows; the smallest layers from 17 on, small ones up to 128. `pairs`: of gates and ups.
-    None: others, a head.
+    """Returns the config for weights in a ring, on Hopper: for 9 to 64 rows, from 17 in the smallest layers, to 128 in
+    small ones; None for others, and for a head.
 
-    A ring takes what shared memory there is, so that a large layer has a program for each processor. Of a small one,
-    where sharing inputs costs more than it gives, every other processor has one for 32 rows. It has few steps; between
-    two of them the tensor cores need not wait.
+    A ring takes all shared memory, so a large layer has a program for each processor. A small layer, where splitting
+    inputs costs more than it gives, has one of 32 rows for every other processor; it has few steps, between which the
+    tensor cores need not wait.
+
+    Args:
+        pairs: weights are of gates and ups
     """
     weights = num_outputs * num_inputs * (1 + pairs)
     small, least = weights < LARGE, 16 if weights < _SMALLEST else 8
@@ -189,11 +223,11 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
-    """One program a processor, with six steps under way: for 17 to 128 rows faster than two with three each. None:
-    there are more tiles than processors, or torch is as fast.
+    """Returns tiles for one program a processor with six stages, which for 17 to 128 rows beat two programs with three
+    each; None: there are more tiles than processors, or torch is as fast.
 
-    Tiles of fewer rows than there are fill the processors without partial sums, which must be written and read again;
-    but then weights are read more than once, so not those of a large layer.
+    Tiles of fewer rows than there are fill the processors without partial sums, but read weights more than once, which
+    a large layer must not.
     """
     weights = num_outputs * num_inputs
     if rows > (64 if weights > _SMALL else 128):
@@ -209,44 +243,11 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
     return None
 
 
-@functools.cache
-def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
-    """How the product with the gated activation is computed; None: as a product and a kernel of its own.
-
-    Through registers and through a ring the activation costs nothing. Otherwise two tiles of weights at a time leave
-    less on the way for each, and only at 32 and 64 rows of a large layer that costs less than the other kernel.
-    """
-    key = rows, num_outputs, num_inputs
-    if key in MEASURED_SILU:
-        return _first_that_fits(MEASURED_SILU[key], silu=True)
-    if (found := _ahead_of_its_input(rows, num_outputs, num_inputs, pairs=True)) is not None:
-        return found
-    if _cdiv(num_outputs, 64) < PROGRAMS // 2 or rows not in (32, 64):
-        return None
-    if rows == 64:
-        return _first_that_fits(LinearConfig(64, 64, 64, 1, 4, 4, 128), silu=True)
-    wide = LinearConfig(32, 128, 128, 1, 4, 3, 256) if _cdiv(num_outputs, 128) <= PROGRAMS // 2 else None
-    return _first_that_fits(wide, LinearConfig(32, 64, 128, 1, 4, 3, 256), silu=True)
-
-
-def _first_that_fits(*configs: ProductConfig | None, silu: bool) -> ProductConfig | None:
-    """The first for which the current device has the shared memory, with fewer steps under way if need be, but three,
-    or that is a ring where rings run; None: torch."""
-    given = [one for one in configs if one is not None and (gluon_usable() or not isinstance(one, RingConfig))]
-    for config in given:
-        if isinstance(config, FewRowsConfig | RingConfig):
-            return config
-        stages = shared_memory() // config._replace(num_stages=1).shared_bytes(silu=silu)
-        if stages >= min(3, config.num_stages):
-            return config._replace(num_stages=min(config.num_stages, stages))
-    return None
-
-
 def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
-    """Whether `linear` can take rows that are still to be divided by their root mean squares.
+    """Returns True if `linear` takes rows with a deferred division.
 
-    Not in float16, where a row times its norm's weights could overflow without that division. From 17 rows on a kernel
-    for the norm costs less than that every program reads the squares.
+    Not in float16, where a row times its norm's weights could overflow without the division. From 17 rows on a kernel
+    for the norm costs less than reading the squares in every program.
     """
     if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
         return False

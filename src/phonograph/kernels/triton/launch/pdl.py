@@ -27,6 +27,13 @@ def pdl_usable() -> bool:
 
 
 @functools.cache
+def pdl_options() -> dict[str, bool]:
+    """Returns the arguments of a launch that say whether the kernel waits, and may start, by itself."""
+    usable = pdl_usable()
+    return {"PDL": usable, "launch_pdl": usable}
+
+
+@functools.cache
 def gluon_usable() -> bool:
     """Whether the current device is a Hopper GPU, and this Triton is one whose Gluon our kernels for Hopper are written
     in: it is experimental, and changes from version to version."""

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _WORDS = 64
 """Words that a program reads: 2048 tokens."""
@@ -43,7 +43,6 @@ def mask_logits(logits_NV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch
     vocab_size, (num_rows, num_words) = logits_NV.shape[1], bitmask_GW.shape
     assert logits_NV.stride(1) == 1 and bitmask_GW.is_contiguous() and num_words * 32 >= vocab_size
     assert rows_G.shape == (num_rows,)
-    pdl = pdl_usable()
     _mask_kernel[(num_rows, triton.cdiv(num_words, _WORDS))](
         logits_NV,
         logits_NV.stride(0),
@@ -52,7 +51,6 @@ def mask_logits(logits_NV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch
         num_words,
         V=vocab_size,
         WORDS=_WORDS,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=_WARPS,
     )

@@ -1,24 +1,25 @@
-"""Chooses the next tokens inside the graph, as the host's sampler would, so that a step ends without the host.
+"""Sampling inside the graph, with the host sampler's results, so that a step ends without the host.
 
-Two launches, whatever the rows ask for; each program finds out on the device whether there is anything to do for it.
+Two launches, whatever the rows ask for; each program finds out on the device if it has work.
 
-`scan.py` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a
-temperature alone (the largest sum of scaled logit and Gumbel noise). The program that finishes a row last merges it.
+`scan.py` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a temperature
+alone (the largest sum of scaled logit and Gumbel noise). The program that finishes a row last merges its parts.
 
-`filter.py` does top-k, top-p and min-p, and is over at once for all other rows.
+`filter.py` does top-k, top-p and min-p, and ends at once for all other rows.
 
-Noise and meaning of the parameters are those of `phonograph.kernels.torch.sampling`: tokens are the same up to the
+Noise and the meaning of the parameters are those of `phonograph.kernels.torch.sampling`: tokens are the same up to the
 rounding of sums of float32. Shapes: N rows of logits, V vocabulary, R slots.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.triton.launch.pdl import pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_options
 from phonograph.kernels.triton.sampling.filter import filter_kernel
 from phonograph.kernels.triton.sampling.scan import scan_kernel
 
@@ -31,11 +32,11 @@ _FILTER_PROGRAMS = 512
 _MAX_PARTS = 256
 _CANDIDATES = 4096
 _LEVELS = 16
-"""Sums that a part of a row has in the first pass: 15 levels, and the whole."""
+"""Sums of a part of a row in the first pass: 15 levels, and the whole."""
 
 
 class SampleScratch(NamedTuple):
-    """Made by `make_sample_scratch`. The counters are 0 between launches; the contents of the others mean nothing."""
+    """Scratch from `make_sample_scratch`. The counters are 0 between launches."""
 
     part_scores: torch.Tensor
     part_tokens: torch.Tensor
@@ -48,20 +49,18 @@ class SampleScratch(NamedTuple):
 
 
 def make_sample_scratch(max_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
-    """Room for `sample` with up to `max_rows` rows; not for two calls at a time."""
-    scan_parts = max(rows * _parts(rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)[0] for rows in range(1, max_rows + 1))
-    sum_parts = max(
-        rows * _parts(rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)[0] for rows in range(1, max_rows + 1)
-    )
+    """Makes room for one call of `sample` at a time, with up to `max_rows` rows."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def most_parts(block: int, programs: int) -> int:
+        return max(rows * _parts(rows, vocab_size, block, programs)[0] for rows in range(1, max_rows + 1))
 
+    scan_parts = most_parts(_SCAN_BLOCK, _SCAN_PROGRAMS)
+    empty = partial(torch.empty, device=device)
     return SampleScratch(
         part_scores=empty(scan_parts),
         part_tokens=empty(scan_parts, dtype=torch.int32),
         part_maxima=empty(scan_parts),
-        part_sums=empty(sum_parts, _LEVELS),
+        part_sums=empty(most_parts(_FILTER_BLOCK, _FILTER_PROGRAMS), _LEVELS),
         row_max=empty(max_rows),
         row_low=empty(max_rows),
         counters=torch.zeros(2 * max_rows, dtype=torch.int32, device=device),
@@ -70,7 +69,7 @@ def make_sample_scratch(max_rows: int, vocab_size: int, device: torch.device) ->
 
 
 def _parts(num_rows: int, vocab_size: int, block: int, programs: int) -> tuple[int, int]:
-    """In how many parts a row is read, and the blocks of each."""
+    """Returns the number of parts that a row is read in, and the blocks of each."""
     blocks = -(-vocab_size // block)
     parts = min(blocks, _MAX_PARTS, -(-programs // num_rows))
     blocks_per_part = -(-blocks // parts)
@@ -96,7 +95,7 @@ def sample(
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous
-        slots_N: int32; below 0: nothing is chosen, the token is -2
+        slots_N: int32; below 0, the row gets no token but -2
         temperature_N: float32; 0 is greedy, other values as bounded by the sampler
         top_k_N: int32; 0 keeps all
         top_p_N, min_p_N: float32; 1 and 0 keep all
@@ -104,62 +103,45 @@ def sample(
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
         rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are
-        batch_invariant: a row is cut into as many parts as with the most rows there can be, whose sums top-p goes by
+        batch_invariant: a row is cut into as many parts as with the most rows, because top-p goes by the parts' sums
     """
     num_rows, vocab_size = logits_NV.shape
-    listed = rows_G is not None
-    if listed:
+    if rows_G is not None:
         num_rows = rows_G.shape[0]
     assert logits_NV.stride(1) == 1 and num_rows <= scratch.row_max.shape[0]
-    pdl = pdl_usable()
     as_if_rows = scratch.row_max.shape[0] if batch_invariant else num_rows
+    parameters = slots_N, temperature_N, top_k_N, top_p_N, min_p_N, draw_keys_N
+    results = tokens_N, last_token_R, slots_N if rows_G is None else rows_G, int(rows_G is not None)
     parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
     scan_kernel[(num_rows, parts)](
         logits_NV,
         logits_NV.stride(0),
-        slots_N,
-        temperature_N,
-        top_k_N,
-        top_p_N,
-        min_p_N,
-        draw_keys_N,
+        *parameters,
         scratch.part_scores,
         scratch.part_tokens,
         scratch.part_maxima,
         scratch.row_max,
         scratch.row_low,
         scratch.counters,
-        tokens_N,
-        last_token_R,
-        rows_G if listed else slots_N,
-        int(listed),
+        *results,
         blocks,
         V=vocab_size,
         BLOCK=_SCAN_BLOCK,
         MAX_PARTS=_MAX_PARTS,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=_SCAN_WARPS,
     )
     parts, blocks = _parts(as_if_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
     filter_kernel[(num_rows, parts)](
         logits_NV,
         logits_NV.stride(0),
-        slots_N,
-        temperature_N,
-        top_k_N,
-        top_p_N,
-        min_p_N,
-        draw_keys_N,
+        *parameters,
         scratch.part_sums,
         scratch.row_max,
         scratch.row_low,
         scratch.counters,
         scratch.candidates,
-        tokens_N,
-        last_token_R,
-        rows_G if listed else slots_N,
-        int(listed),
+        *results,
         blocks,
         V=vocab_size,
         ID_BITS=max(1, (vocab_size - 1).bit_length()),
@@ -168,7 +150,6 @@ def sample(
         MAX_PARTS=_MAX_PARTS,
         LEVELS=_LEVELS,
         CANDIDATES=_CANDIDATES,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=_FILTER_WARPS,
     )

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_usable
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _HEADER = 8
 _PREFIX_LEN = 3
@@ -188,7 +188,6 @@ def prepare(
     table_chunks = min(triton.cdiv(max_blocks, block), max(1, 1024 // num_reqs_padded))
     chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
     starts = layout.starts
-    pdl = pdl_usable()
     _prepare_kernel[(num_reqs_padded, chunks)](
         staging,
         last_token_R,
@@ -215,8 +214,7 @@ def prepare(
         APPENDS=starts["appends"],
         TOKENS=starts["tokens"],
         BLOCK=block,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **pdl_options(),
         num_warps=4,
     )
 
