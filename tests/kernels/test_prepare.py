@@ -176,9 +176,9 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     for name, tensor in views._asdict().items():
         assert tensor.tolist() == getattr(host, name).tolist()
     assert views.draw_keys.dtype == torch.int64
-    assert all(start % 4 == 0 for start in layout.starts.values())
+    assert all(where.start % 4 == 0 for _, where in layout.fields.values())
     assert layout.used_words(num_appends=0, num_tokens=7) <= layout.num_words
-    assert layout.used_words(num_appends=2, num_tokens=0) == layout.starts["appends"] + 2
+    assert layout.used_words(num_appends=2, num_tokens=0) == layout.fields["appends"][1].start + 2
 
 
 def test_appends_ahead(device: torch.device) -> None:

@@ -1,5 +1,4 @@
-"""The two kernels of cascade attention around the launches of a backend: the cut of a batch at its common prefix, and
-the merge of what its queries found on either side.
+"""Kernels of cascade attention around a backend's launches: cut at the common prefix, and merge of both sides.
 
 The length of the prefix is read on the device, so that a captured cut is right for every batch.
 """
@@ -16,7 +15,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _TABLE_BLOCK = 1024
 _MERGED_ELEMENTS = 1024
-"""Of the output that a program merges: few, so that small batches have many programs."""
+"""Elements of the output of a program: few, so that small batches have many programs."""
 
 
 def cut_prefix(
@@ -31,8 +30,12 @@ def cut_prefix(
     """Cuts a batch of R slots behind its common prefix; one launch.
 
     Args:
+        cut: receives the tensors
         prefix_len: [1] int32, a multiple of block_size that no sequence in the batch is shorter than
-        query_start_loc, seq_lens_R, block_table_RN: int32, as in CommonMetadata
+        query_start_loc: int32, as in CommonMetadata
+        seq_lens_R: int32, likewise
+        block_table_RN: int32, likewise
+        block_size: tokens of a block
     """
     num_seqs = seq_lens_R.shape[0]
     _cut_kernel[(num_seqs,)](
@@ -98,16 +101,16 @@ def merge_by_lse(
 ) -> None:
     """Merges attention over two sets of keys into attention over both; one launch.
 
-    A side whose LSE says that it saw no keys (-inf, or the inf that FlashAttention 2 has for it) is not read, so
-    whatever lies there does no harm; rows without keys on either side get zeros and the LSE -inf. So do rows of no
-    request, of which nothing is read.
+    A side without keys (its LSE is -inf, or the inf of FlashAttention 2) is not read, so its output may hold anything.
+    Rows without keys on either side get zeros and the LSE -inf. So do padding rows, which are not read.
 
     Args:
-        num_tokens: [1] int32; rows from there on are of no request
-        prefix_out_THD: [T, H, D] any strides of rows and heads
-        out_THD: [T, H, D] the same of the suffix; the merged output replaces it
-        prefix_lse_HT, suffix_lse_HT: [H, T] float32, natural logarithm
-        lse_HT: where the merged LSE goes, or None
+        prefix_out_THD: any strides of rows and heads
+        prefix_lse_HT: float32, natural logarithm
+        out_THD: output of the suffix, which the merged output replaces
+        suffix_lse_HT: float32, natural logarithm
+        num_tokens: [1] int32, rows before the padding
+        lse_HT: receives the merged LSE, or None
     """
     num_rows, num_heads, head_size = out_THD.shape
     assert out_THD.stride(2) == prefix_out_THD.stride(2) == 1

@@ -1,9 +1,9 @@
-"""FP8 keys and values as float16, which holds every one of them exactly.
+"""Conversion of FP8 keys and values to float16, which holds all of them exactly.
 
-Hopper converts two FP8 values to float16 in one instruction, but takes one for each to go on to bfloat16, at a quarter
-of the speed. And products need values with neighbouring keys side by side, while the cache has neighbouring elements of
-the head: what moves and transposes tiles from shared memory works on 16 bits. So pairs of elements are moved as one,
-taken apart in registers, and the even and the odd elements of the head are two products.
+Hopper converts two FP8 values to float16 in one instruction, while bfloat16 takes one more for each value, at a quarter
+of the speed. Products need values of neighbouring keys side by side, but the cache has neighbouring elements of the
+head side by side, and the instructions that transpose tiles from shared memory move 16 bits. So pairs of elements are
+moved as one and taken apart in registers, and the even and the odd elements of the head are two products.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -18,19 +18,19 @@ import triton.language as tl
 
 @functools.cache
 def fp8_in_one_instruction() -> bool:
-    """Whether the current device converts two E4M3 values to float16 at once."""
+    """Returns True if the current device converts two E4M3 values to float16 at once."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 @triton.jit
 def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """Of int16 with two FP8 values each: the first (the low byte) of each and the second, in float16."""
+    """Splits int16 with two FP8 values each into the first (the low byte) and the second, in float16."""
     if E5M2:
         # The upper half of a float16.
         first = (pairs << 8).to(tl.int16).to(tl.float16, bitcast=True)
         second = (pairs & -256).to(tl.int16).to(tl.float16, bitcast=True)
     elif ONE_INSTRUCTION:
-        # The compiler would mask and shift every byte by itself: four instructions for a value, here two.
+        # Two instructions a value; the compiler would take four, to mask and shift every byte by itself.
         first, second = tl.inline_asm_elementwise(
             """{
             .reg .b16 a, b;
@@ -55,11 +55,11 @@ def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def rows_in_float16(x_MD):
-    """[M, D] of bfloat16 as float16 times powers of two [M] in float32: x = rows * powers[:, None].
+    """Splits bfloat16 [M, D] into float16 rows and powers of two [M] in float32: x = rows * powers[:, None].
 
-    Elements 2^26 times smaller than the greatest of their row lose digits, and may be 0.
+    Elements 2^26 times smaller than the greatest of their row lose digits, and may become 0.
     """
-    # Rows come to between 2^12 and 2^13, whose sums with FP8 keys are far from what float32 holds.
+    # Rows are scaled to between 2^12 and 2^13; their sums of products with FP8 keys stay far below float32's limit.
     exponent_M = tl.max(tl.abs(x_MD.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
     exponent_M = tl.maximum(exponent_M, 13)
     inverse_M = ((254 + 12 - exponent_M) << 23).to(tl.float32, bitcast=True)
@@ -69,8 +69,8 @@ def rows_in_float16(x_MD):
 
 @triton.jit
 def at_width_of(x, DTYPE: tl.constexpr):
-    """FP8 values, exactly, in a wider type; others as they are."""
+    """Converts FP8 values, exactly, and others, to a wider type."""
     if x.dtype.primitive_bitwidth == 8:
-        # Two instructions at full speed in place of one at a quarter of it.
+        # Two instructions at full speed are faster than one at a quarter of it.
         return x.to(tl.float16).to(tl.float32).to(DTYPE)
     return x.to(DTYPE)

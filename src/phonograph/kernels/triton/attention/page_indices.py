@@ -1,6 +1,6 @@
-"""Page numbers of a batch laid end to end, from its block table: what libraries with paged KV caches index.
+"""Page numbers of a batch laid end to end, made from its block table, for libraries with paged KV caches.
 
-It runs on the device at the head of a step, since only there the step's block table is known in time.
+A kernel makes them at the head of a step, because the step's block table is known in time only on the device.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -12,13 +12,13 @@ import triton.language as tl
 
 _BLOCK = 1024
 _MAX_PARTS = 8
-"""Programs for one sequence."""
+"""Upper bound of the programs of a sequence."""
 
 
 def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: torch.Tensor, *, page_size: int) -> None:
     """Writes ceil(seq_len / page_size) entries of each row of the block table to `out`, row after row.
 
-    Sequences of no keys have no pages. All int32; what lies behind the last page is left as it is.
+    Sequences without keys have no pages. All int32; entries behind the last page stay as they are.
     """
     num_reqs, max_pages = block_table_RN.shape
     if num_reqs == 0:

@@ -1,4 +1,4 @@
-"""Rounds queries to FP8, for kernels that take queries of the dtype of their keys.
+"""Rounding of queries to FP8, for kernels that take queries of the dtype of their keys.
 
 Shapes: T tokens, H query heads, K KV heads, D head size.
 """
@@ -17,9 +17,12 @@ _MOST_HEADS = 8
 
 
 def quantize_queries(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_THD: torch.Tensor) -> None:
-    """out = query / scale of its KV head (None for 1), saturated to the range of out's FP8 dtype.
+    """Computes out = query / scale of its KV head (None for 1), saturated to the range of out's FP8 dtype.
 
-    query_THD: heads and head size contiguous, tokens at any stride; out_THD contiguous; scale_K float32.
+    Args:
+        query_THD: heads and head size contiguous, tokens at any stride
+        scale_K: float32
+        out_THD: contiguous
     """
     num_tokens, num_heads, head_size = query_THD.shape
     assert query_THD.stride(2) == 1 and query_THD.stride(1) == head_size and out_THD.is_contiguous()

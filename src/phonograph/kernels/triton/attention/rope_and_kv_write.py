@@ -1,7 +1,7 @@
-"""From the fused projection to attention's inputs in one kernel: norms of heads, rotary embedding, KV write.
+"""Norms of heads, rotary embedding and KV write of the fused projection, in one kernel.
 
-Queries are rotated in place; keys are rotated on their way into the cache, values are only copied there. It serves all
-backends, since all share one cache layout.
+Queries are rotated in place; keys are rotated on their way into the cache, and values are copied there. The kernel
+serves all backends, because all share one cache layout.
 
 Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B blocks, S block size, P positions.
 """
@@ -37,15 +37,24 @@ def rope_and_write_kv(
     clear_TF: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Norms (where given) and rotates query heads in place; writes keys, likewise, and values to their slots.
+    """Normalizes and rotates query heads in place; writes keys, treated likewise, and values to their slots.
 
-    positions_T int64; rotary_PD float32: cosines, then sines, of each position's D/2 angles (pairs d, d + D/2).
-    kv_cache [2, B, S, K, D] by its strides; an FP8 cache gets value / scale, saturated.
-    slot_mapping_T int64, may be shorter than T; -1, and tokens behind it, write nothing, but their queries are rotated.
-    qk_norm [H + K, D]: weights of the heads' norms, query heads first, with `eps`.
-    k_scale, v_scale float32 [K], or None for 1.
-    clear_TF [T, H * D], contiguous: gets zeros where nothing is written, for an attention that leaves such rows alone.
-    batch_invariant: one kernel for all numbers of tokens; the order in which a norm is summed up goes by its shape.
+    Args:
+        qkv_TF: query heads, key heads, value heads
+        positions_T: int64
+        rotary_PD: float32; cosines, then sines, of each position's D/2 angles (pairs d, d + D/2)
+        kv_cache: [2, B, S, K, D] at any strides; an FP8 cache gets value / scale, saturated
+        slot_mapping_T: int64, may be shorter than T; tokens with -1, and those behind it, write nothing, but their
+            queries are rotated
+        num_query_heads: H
+        num_kv_heads: K
+        qk_norm: [H + K, D] weights of the heads' norms, query heads first, or None for no norm
+        eps: of the norms
+        k_scale: float32 [K], or None for 1
+        v_scale: float32 [K], or None for 1
+        clear_TF: [T, H * D], contiguous; gets zeros in the rows of tokens that write nothing, for an attention that
+            leaves such rows alone
+        batch_invariant: one kernel for all numbers of tokens, whose shape decides in which order a norm is summed
     """
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, few=num_tokens <= _FEW_TOKENS and not batch_invariant)
@@ -84,7 +93,10 @@ def write_kv(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """The KV write alone, of keys and values as they are; strided views are fine if heads are contiguous."""
+    """Writes keys and values to their slots as `rope_and_write_kv` does, without norm or rotation.
+
+    Strided views are fine if heads are contiguous.
+    """
     _, num_kv_heads, head_size = key_TKD.shape
     assert key_TKD.stride(2) == 1 and value_TKD.stride(2) == 1
     num_tokens = key_TKD.shape[0]
@@ -115,7 +127,7 @@ def write_kv(
 
 
 def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, *, few: bool) -> int:
-    """A power of two that divides both kinds of heads, so that a program's heads are all queries, keys or values.
+    """Returns a power of two that divides both numbers, so that a program's heads are all queries, keys or values.
 
     Few tokens are spread over many programs, many tokens over fewer and larger ones.
     """
@@ -154,7 +166,7 @@ def _rope_kernel(
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
-    # One mask for all: columns behind a half exist only where D / 2 is no power of two.
+    # One mask serves all: columns behind a half exist only if D / 2 is no power of two.
     mask = (d < D // 2)[None, :] & (head < H + 2 * K)[:, None]
     at = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
@@ -163,7 +175,7 @@ def _rope_kernel(
         first_weight = tl.load(norm_at, norm_mask, other=0.0)
         second_weight = tl.load(norm_at + D // 2, norm_mask, other=0.0)
     pdl_begin(PDL)
-    # Before the rest, because the address of the angles depends on it.
+    # Loaded first, because the address of the angles depends on it.
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
     first = tl.load(at, mask, other=0.0)
@@ -171,7 +183,7 @@ def _rope_kernel(
     dtype = first.dtype
 
     if first_head < H + K:
-        # Every head loads the angles again: a row of them would be handed around through shared memory.
+        # Every head loads the angles again, because threads would exchange a single row through shared memory.
         angle_at = tl.broadcast_to((rotary_ptr + position * D + d)[None, :], (HEADS, HALF))
         cos = tl.load(angle_at, mask, other=0.0)
         sin = tl.load(angle_at + D // 2, mask, other=0.0)
@@ -251,7 +263,7 @@ def _write_kernel(
 
 @triton.jit
 def slot_place(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
-    """Where the slot's first head begins. `slot` is int64, and with it the offset."""
+    """Returns the address of the slot's first head. `slot` is int64, and so is the offset."""
     block = slot // S
     return cache_ptr + block * stride_b + (slot - block * S) * stride_s
 

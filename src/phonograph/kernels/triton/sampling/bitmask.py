@@ -1,4 +1,4 @@
-"""Takes from logits, in place, the tokens that a grammar does not allow: a bit for each token, 32 to a word."""
+"""Masks, in place, the logits of tokens that a grammar does not allow: a bit for each token, 32 to a word."""
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _WORDS = 64
-"""Words that a program reads: 2048 tokens."""
+"""Words of a program: 2048 tokens."""
 _WARPS = 4
 
 
@@ -27,17 +27,17 @@ def _mask_kernel(
     bits = tl.load(bitmask + entry * num_words + words, mask=words < num_words, other=-1)
     tokens = words[:, None] * 32 + tl.arange(0, 32)[None, :]
     banned = ((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) == 0
-    # Only what changes is written: in the middle of JSON that is nearly all, inside of a string next to nothing.
+    # Only banned tokens are written: nearly all between the strings of JSON, next to none inside a string.
     nothing = tl.full((WORDS, 32), float("-inf"), logits.dtype.element_ty)
     tl.store(logits + row * stride + tokens, nothing, mask=banned & (tokens < V))
 
 
 def mask_logits(logits_NV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
-    """Writes -inf over the tokens whose bit is not set, in the rows listed.
+    """Writes -inf over the tokens whose bit is not set, in the listed rows.
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous
-        rows_G: int32; below 0: none
+        rows_G: int32; entries below 0 are skipped
         bitmask_GW: int32, contiguous; token t is bit t % 32 of word t // 32
     """
     vocab_size, (num_rows, num_words) = logits_NV.shape[1], bitmask_GW.shape

@@ -1,7 +1,7 @@
-"""Words between pinned host memory and the device, read or written by a kernel over the bus.
+"""Copies between pinned host memory and the device by a kernel, over the bus.
 
-A step's upload and its tokens are a few hundred bytes. A copy engine takes them no faster, and the stream passes from
-the kernels to the engine and back each time, with the device idle.
+A step's upload and its tokens are a few hundred bytes. A copy engine is no faster for them, and the device idles while
+the stream passes from the kernels to the engine and back.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -19,7 +19,7 @@ def copy_words(source: torch.Tensor, target: torch.Tensor, num_words: int) -> No
     _copy_kernel[(triton.cdiv(num_words, _BLOCK),)](source, target, num_words, BLOCK=_BLOCK, num_warps=4)
 
 
-# Whatever is copied, one kernel is compiled, so that none is left to be compiled in a step.
+# Unspecialised, so that one compiled kernel serves all copies, and none is left to be compiled in a step.
 @triton.jit(do_not_specialize=["source", "target", "num_words"])
 def _copy_kernel(source, target, num_words, BLOCK: tl.constexpr):
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,9 +1,9 @@
-"""The head of every graph: the inputs of a step, made on the device from one uploaded buffer.
+"""First kernel of every graph: makes a step's inputs on the device from one uploaded buffer.
 
 Last tokens and block tables live on the device by slot, so that a step can start before the host knows what the step
-before sampled. What the host does know travels as a single buffer of int32 words, laid out by `StepLayout`: a few
-numbers for each row, the blocks added to it, and the tokens that only the host has (prompts). One launch turns that
-into the tensors that the step's other kernels read, padded to the graph's shape.
+before sampled. The host uploads a single buffer of int32 words, laid out by `StepLayout`: a few numbers for each row,
+the blocks added to it, and the tokens that only the host has (prompts). One launch turns that into the tensors that the
+step's other kernels read, padded to the graph's shape.
 
 Shapes: R requests (slots), T tokens, A appended blocks, N blocks of the longest sequence. The tensors of a graph are
 padded to R' requests and T' tokens.
@@ -12,7 +12,6 @@ padded to R' requests and T' tokens.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,22 +23,26 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _HEADER = 8
 _PREFIX_LEN = 3
-"""Word of the header; the kernel here does not read it, `cascade.cut_prefix` does."""
+"""Word of the header that `cascade.cut_prefix` reads."""
 _ALIGN = 4
 """Words to which each field is aligned: 16 bytes, which the int64 draw keys need too."""
+_READ_BY_KERNEL = (
+    "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "sample_slots", "appends",
+    "tokens",
+)  # fmt: skip
 
 
 class HostViews(NamedTuple):
-    """The fields of a staging buffer as numpy arrays on its memory; by row of the batch unless said otherwise.
+    """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
     header:        int32 [8]: number of requests, of tokens, of decodes, and the length of the prefix that a cascade
                    attends once; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
-    token_starts:  int32 [R]   where the row's tokens begin in `tokens`; -1: its one token is the last token of its slot
+    token_starts:  int32 [R]   first of the row's tokens in `tokens`; -1 if its one token is the last token of its slot
     append_starts: int32 [R+1] the row's new blocks are `appends[append_starts[r] : append_starts[r + 1]]`
-    append_at:     int32 [R]   entry of the slot's block table that the first of them goes to
+    append_at:     int32 [R]   entry of the slot's block table for the first of them
     sample_slots:  int32 [R]   slot whose next token the sampling kernel chooses, or -1; `prepare` sets it to -1 in the
                                padding rows of the device's copy
     temperature, top_p, min_p: float32 [R];  top_k: int32 [R];  draw_keys: int64 [R]; see `sampling.sample`
@@ -65,10 +68,7 @@ class HostViews(NamedTuple):
 
 
 class SamplingViews(NamedTuple):
-    """The fields that the sampling kernel reads where they were uploaded, as tensors on the staging buffer.
-
-    slots, of all rows, are for rows that are sampled behind the step.
-    """
+    """Fields that the sampling kernel reads in the staging buffer; `slots` is for rows sampled after the step."""
 
     slots: torch.Tensor
     sample_slots: torch.Tensor
@@ -79,33 +79,19 @@ class SamplingViews(NamedTuple):
     draw_keys: torch.Tensor
 
 
-@dataclass(frozen=True)
 class StepLayout:
-    """Where the fields of `HostViews` lie in a staging buffer of `num_words` int32 words.
+    """Layout of a staging buffer of `num_words` int32 words.
 
     The areas of changing size come last, so that a step uploads no more than `used_words`.
+
+    fields: element type and words of each field, in the order of `HostViews`
     """
 
-    max_num_seqs: int
-    max_num_tokens: int
-    max_appends: int
-    starts: dict[str, int] = field(init=False, repr=False, compare=False)
-    """First word of each field."""
-    num_words: int = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        starts: dict[str, int] = {}
-        end = 0
-        for name, _, words in self._fields():
-            starts[name] = end
-            end += -(-words // _ALIGN) * _ALIGN
-        object.__setattr__(self, "starts", starts)
-        object.__setattr__(self, "num_words", end)
-
-    def _fields(self) -> list[tuple[str, str, int]]:
-        """Name, element type and words of each field, in the order of `HostViews`."""
-        rows = self.max_num_seqs
-        return [
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_appends: int) -> None:
+        rows, self.max_appends = max_num_seqs, max_appends
+        self.fields: dict[str, tuple[str, slice]] = {}
+        self.num_words = 0
+        for name, dtype, words in (
             ("header", "int32", _HEADER),
             ("slots", "int32", rows),
             ("context_lens", "int32", rows),
@@ -119,38 +105,35 @@ class StepLayout:
             ("top_p", "float32", rows),
             ("min_p", "float32", rows),
             ("draw_keys", "int64", 2 * rows),
-            ("appends", "int32", self.max_appends),
-            ("tokens", "int32", self.max_num_tokens),
-        ]
+            ("appends", "int32", max_appends),
+            ("tokens", "int32", max_num_tokens),
+        ):
+            self.fields[name] = dtype, slice(self.num_words, self.num_words + words)
+            self.num_words += -(-words // _ALIGN) * _ALIGN
+        self.constants = {name.upper(): self._start(name) for name in _READ_BY_KERNEL}
 
     def host_views(self, words: np.ndarray) -> HostViews:
-        """Views of a staging buffer on the host, int32 [num_words]; its memory must be aligned to 8 bytes."""
-        return HostViews(
-            *(
-                words[self.starts[name] : self.starts[name] + length].view(dtype)
-                for name, dtype, length in self._fields()
-            )
-        )
+        """Returns views of a staging buffer on the host, int32 [num_words], in memory aligned to 8 bytes."""
+        return HostViews(*(words[where].view(dtype) for dtype, where in self.fields.values()))
 
     def sampling_views(self, staging: torch.Tensor) -> SamplingViews:
-        """Views of the staging buffer on the device, int32 [num_words]."""
-        fields = {name: (getattr(torch, dtype), length) for name, dtype, length in self._fields()}
-        views = []
-        for name in SamplingViews._fields:
-            dtype, length = fields[name]
-            views.append(staging[self.starts[name] : self.starts[name] + length].view(dtype))
-        return SamplingViews(*views)
+        """Returns views of the staging buffer on the device, int32 [num_words]."""
+        fields = (self.fields[name] for name in SamplingViews._fields)
+        return SamplingViews(*(staging[where].view(getattr(torch, dtype)) for dtype, where in fields))
 
     def prefix_len(self, staging: torch.Tensor) -> torch.Tensor:
-        """The prefix's length in the staging buffer on the device, [1] int32."""
-        start = self.starts["header"] + _PREFIX_LEN
+        """Returns the prefix's length in the staging buffer on the device, [1] int32."""
+        start = self._start("header") + _PREFIX_LEN
         return staging[start : start + 1]
 
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:
-        """Words of the buffer, from its start, that a step with so many appends and given tokens needs uploaded."""
+        """Returns the words to upload, from the buffer's start, with so many appended blocks and host tokens."""
         if num_tokens:
-            return self.starts["tokens"] + num_tokens
-        return self.starts["appends"] + num_appends
+            return self._start("tokens") + num_tokens
+        return self._start("appends") + num_appends
+
+    def _start(self, name: str) -> int:
+        return self.fields[name][1].start
 
 
 def prepare(
@@ -170,7 +153,7 @@ def prepare(
     block_table_RN: torch.Tensor,
     logits_rows_R: torch.Tensor,
 ) -> None:
-    """Writes the first R' requests and T' tokens of a step's inputs from what was uploaded.
+    """Writes the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
     Args:
         staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1
@@ -184,10 +167,9 @@ def prepare(
     """
     max_blocks = slot_block_table_RN.shape[1]
     block = 256 if num_tokens_padded <= 1024 else 1024
-    # Long block tables are copied by more programs where there are few requests.
+    # With few requests, more programs copy long block tables.
     table_chunks = min(triton.cdiv(max_blocks, block), max(1, 1024 // num_reqs_padded))
     chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
-    starts = layout.starts
     _prepare_kernel[(num_reqs_padded, chunks)](
         staging,
         last_token_R,
@@ -204,15 +186,7 @@ def prepare(
         slot_block_table_RN.stride(0),
         block_table_RN.stride(0),
         BLOCK_SIZE=block_size,
-        SLOTS=starts["slots"],
-        CONTEXT_LENS=starts["context_lens"],
-        QUERY_STARTS=starts["query_starts"],
-        TOKEN_STARTS=starts["token_starts"],
-        APPEND_STARTS=starts["append_starts"],
-        APPEND_AT=starts["append_at"],
-        SAMPLE_SLOTS=starts["sample_slots"],
-        APPENDS=starts["appends"],
-        TOKENS=starts["tokens"],
+        **layout.constants,
         BLOCK=block,
         **pdl_options(),
         num_warps=4,
@@ -220,9 +194,11 @@ def prepare(
 
 
 def apply_appends(appends_3P: torch.Tensor, slot_block_table_RN: torch.Tensor) -> None:
-    """Enters blocks ahead of a step whose own buffer cannot hold them.
+    """Enters blocks into the block tables of slots, ahead of a step whose buffer cannot hold them.
 
-    appends_3P: int32, contiguous: slots, entries of their block tables, and the block ids that go there; no entry twice
+    Args:
+        appends_3P: int32, contiguous: slots, entries of their block tables, and block ids; no entry twice
+        slot_block_table_RN: int32, by slot
     """
     num_appends = appends_3P.shape[1]
     if num_appends:
@@ -232,9 +208,9 @@ def apply_appends(appends_3P: torch.Tensor, slot_block_table_RN: torch.Tensor) -
 
 @triton.jit
 def _load_blocks(column, end, table_row, appends, append_at, num_appends):
-    """Entries `column` of a row's block table before `end`, and which are new.
+    """Returns entries `column` of a row's block table before `end`, and which are new.
 
-    New ones are read from the upload: whoever enters them into the table may not have done so yet.
+    New ones are read from the staging buffer: another program may not have entered them into the table yet.
     """
     is_new = (column >= append_at) & (column < append_at + num_appends)
     wanted = column < end
@@ -274,7 +250,7 @@ def _prepare_kernel(
 ):
     """Program (row, chunk) takes every chunk-th BLOCK of the row's tokens and of its block table.
 
-    All loads come before the stores that they could be ordered behind: the kernel is nothing but latency.
+    Latency is all that counts, so loads come before the stores that they could be ordered behind.
     """
     pdl_begin(PDL)
     row = tl.program_id(0)
