@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import cast
 
@@ -30,6 +30,9 @@ _SHOWN = 200
 class PhonographError(Exception):
     """Base of every error that Phonograph raises on purpose."""
 
+    def __reduce__(self) -> tuple[Callable[..., PhonographError], tuple[type[PhonographError], str], dict[str, object]]:
+        return _unpickled, (type(self), str(self)), vars(self)
+
 
 class ConfigError(PhonographError):
     """A setting is wrong; the message names it, its value and what would work."""
@@ -39,9 +42,6 @@ class ConfigError(PhonographError):
         self.value = value
         self.problem = problem
         super().__init__(f"{setting}={quoted(value)}: {problem}")
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
-        return type(self), (self.setting, self.value, self.problem)
 
 
 class ModelError(PhonographError):
@@ -65,9 +65,6 @@ class RequestError(PhonographError):
         self.problem = problem
         super().__init__(f"{shortened(parameter)}={quoted(value)}: {problem}")
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[str, object, str]]:
-        return type(self), (self.parameter, self.value, self.problem)
-
 
 class RequestFailure(PhonographError):
     """One request ended because work for it failed; the message names the request, the work and the cause.
@@ -81,9 +78,6 @@ class RequestFailure(PhonographError):
         self.problem = problem
         super().__init__(f"request {shortened(request_id)!r} failed ({part}): {problem}")
 
-    def __reduce__(self) -> tuple[type[RequestFailure], tuple[str, str, str]]:
-        return type(self), (self.request_id, self.part, self.problem)
-
 
 class EngineUnavailable(PhonographError):
     """The engine takes no requests.
@@ -95,9 +89,6 @@ class EngineUnavailable(PhonographError):
         self.problem = problem
         self.code = code
         super().__init__(problem)
-
-    def __reduce__(self) -> tuple[type[EngineUnavailable], tuple[str, str]]:
-        return type(self), (self.problem, self.code)
 
 
 class BackendError(PhonographError):
@@ -118,6 +109,11 @@ class MemoryLimitError(PhonographError):
 
 class EndpointError(PhonographError):
     """A server that is to be measured is not there, or refuses what a benchmark sends."""
+
+
+def _unpickled(kind: type[PhonographError], message: str) -> PhonographError:
+    """Return an error with its message; pickle sets its attributes. The constructor would make another message."""
+    return kind.__new__(kind, message)
 
 
 def cause_text(error: BaseException) -> str:

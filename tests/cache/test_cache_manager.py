@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_cache
 
 from phonograph.kv_cache.manager import BlockTable, CacheManager
 
@@ -43,7 +44,7 @@ def test_what_is_found_is_the_longest_published_prefix(prompts: list[list[int]])
         cache.publish(table, len(token_ids))
         published.update(prefixes)
         tables.append((table, len(token_ids)))
-        cache.check(tables)
+        check_cache(cache, tables)
 
 
 def test_admission_counts_found_blocks_that_are_free_as_taken() -> None:
@@ -68,7 +69,7 @@ def test_found_blocks_are_not_evicted_to_make_room_for_the_rest() -> None:
     cache.free(first)
     again, cached = admit(cache, [1] * 6 + [2] * 6)
     assert cached == 6 and again.block_ids[:2] == old[:2]
-    cache.check([(again, 6)])
+    check_cache(cache, [(again, 6)])
 
 
 def test_nothing_is_found_or_published_when_switched_off() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariants import check_scheduler
 from ladders import Ladder
 
 from phonograph import LLM, SamplingParams, StructuredOutputs
@@ -125,7 +126,7 @@ def run(llm: LLM, victim: dict[str, Any]) -> tuple[list[RequestOutput], RequestO
         if not session.has_unfinished:
             break
         session.step()
-        llm.engine.core.scheduler.check()
+        check_scheduler(llm.engine.core.scheduler)
     assert not session.has_unfinished and not session._samples
     return outputs, attacked
 

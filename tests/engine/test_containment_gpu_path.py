@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariants import check_scheduler
 from ladders import Ladder
 from scheduling import request
 
@@ -78,7 +79,7 @@ def check(engine: Engine, victim: Request, part: str, says: str) -> None:
         assert one.failure is None and one.output_token_ids == wanted(engine.model, one), one.request_id
     assert victim.failure is not None and victim.finished
     assert victim.failure.part == part and says in victim.failure.problem, victim.failure
-    engine.core.scheduler.check()
+    check_scheduler(engine.core.scheduler)
     assert engine.core.scheduler.stats.blocks_used == 0 and not engine.core.has_work
     after = free("g", temperature=0.0)
     engine.run(after)
@@ -199,7 +200,7 @@ def test_a_preempted_output_whose_grammar_does_not_take_it_again(
     monkeypatch.setattr(Broken, "fault", "accept")
     while engine.core.has_work:
         engine.core.step()
-        engine.core.scheduler.check()
+        check_scheduler(engine.core.scheduler)
     failure = requests[-1].failure
     assert failure is not None and (failure.part, failure.problem) == ("sampling parameters", "ValueError: accept")
     assert [one.output_token_ids for one in requests[:2]] == [wanted(engine.model, one) for one in requests[:2]]

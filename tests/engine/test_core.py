@@ -13,6 +13,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.core.request import Request
@@ -138,7 +139,7 @@ def serve(core: EngineCore, runner: FakeRunner, asked: list[Asked]) -> list[Requ
         grown = {id(request) for request in requests if len(request.output_token_ids) > before[id(request)]}
         assert len({id(request) for request in news}) == len(news)
         assert grown <= {id(request) for request in news} <= grown | {id(r) for r in requests if r.finished}
-        core.scheduler.check()
+        check_scheduler(core.scheduler)
         step += 1
         assert step < 2000, "requests do not end"
     assert not runner.in_flight and not core.scheduler.has_unfinished
@@ -299,7 +300,7 @@ def test_an_llm_one_step_ahead_gives_the_same_outputs(folder: str) -> None:
             assert len(sample.logprobs or ()) == len(same.logprobs or ())
     assert ahead.engine.core.scheduler.stats.num_preemptions > 0
     assert not ahead.engine.core.has_work
-    ahead.engine.core.scheduler.check()
+    check_scheduler(ahead.engine.core.scheduler)
 
 
 def test_nothing_is_in_flight_after_a_stream_was_left_or_a_request_aborted(folder: str) -> None:

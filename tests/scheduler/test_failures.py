@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from invariants import check_scheduler
 from scheduling import add, limits, output_of, request, step
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
@@ -35,7 +36,7 @@ def test_blocks_of_a_failed_prefill_are_not_found_and_those_found_before_stay() 
     batch = scheduler.schedule()
     assert bad.num_cached_tokens == 8
     assert scheduler.update(batch, failed(batch, bad.slot)) == [bad, other]
-    scheduler.check()
+    check_scheduler(scheduler)
     assert bad.failure == FAILURE and bad.output_token_ids == [] and len(other.output_token_ids) == 1
     scheduler.abort("c")
     assert scheduler.stats.blocks_used == 0
@@ -49,7 +50,7 @@ def test_blocks_of_a_failed_decode_are_not_found() -> None:
         step(scheduler)
     batch = scheduler.schedule()
     scheduler.update(batch, failed(batch, bad.slot))
-    scheduler.check()
+    check_scheduler(scheduler)
     assert bad.finished and scheduler.stats.blocks_used == 0
     assert num_found(scheduler, [*prompt, *bad.output_token_ids, 1, 2]) == 0
 
@@ -61,10 +62,10 @@ def test_with_a_step_in_flight(samples: bool) -> None:
     add(scheduler, bad := request("b", range(12 if samples else 40)), other := request("c", 4))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update(first, failed(first, bad.slot))
-    scheduler.check()
+    check_scheduler(scheduler)
     assert bad.finished and bad.failure == FAILURE
     assert scheduler.update(second, output_of(second)) == ([other] if other.slot in second.slots else [])
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler.abort("c")
     assert num_found(scheduler, [*range(12), 1, 2]) == 0
 
@@ -76,7 +77,7 @@ def test_blocks_given_back_before_the_last_token_failed() -> None:
     scheduler.schedule()
     assert bad.state is RequestState.ENDING
     scheduler.update(batch, failed(batch, batch.slots[0]))
-    scheduler.check()
+    check_scheduler(scheduler)
     assert bad.finished and num_found(scheduler, [*prompt, 1, 2]) == 0
 
 
@@ -92,7 +93,7 @@ def test_a_failure_that_is_known_after_a_preemption() -> None:
     for place, batch in enumerate(in_flight):
         requests = [one for one in batch.slots if one != good.slot]
         scheduler.update(batch, failed(batch, *requests) if place == 0 else output_of(batch))
-        scheduler.check()
+        check_scheduler(scheduler)
     assert bad.finished and bad.failure == FAILURE
     scheduler.abort("a")
     assert num_found(scheduler, [*range(8), 1, 2]) == 0
@@ -115,7 +116,7 @@ def test_fail_ends_what_waits_too() -> None:
     add(scheduler, *(waiting := [request(name) for name in "ab"]))
     step(scheduler)
     assert scheduler.fail("a") and scheduler.fail("b") and not scheduler.fail("b")
-    scheduler.check()
+    check_scheduler(scheduler)
     assert all(one.finished for one in waiting) and not scheduler.has_unfinished
 
 

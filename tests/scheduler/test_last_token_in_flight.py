@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from invariants import check_scheduler
 from scheduling import EOS, add, limits, output_of, request
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput, TokenLogprobs
@@ -14,7 +15,7 @@ from phonograph.scheduling.scheduler import Scheduler
 
 def take(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> list[Request]:
     news = scheduler.update(batch, output_of(batch, token_id))
-    scheduler.check()
+    check_scheduler(scheduler)
     return news
 
 
@@ -25,7 +26,7 @@ def test_slot_and_blocks_are_the_next_requests() -> None:
     first = scheduler.schedule()
     assert a.state is RequestState.RUNNING
     second = scheduler.schedule()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert (a.state, a.slot, b.state) == (RequestState.ENDING, -1, RequestState.RUNNING)
     assert (first.slots, second.slots, second.freed) == ([0], [0], [0])
     assert sorted(first.appends[0].block_ids) == sorted(second.appends[0].block_ids) == [0, 1]
@@ -46,7 +47,7 @@ def test_short_requests_beside_a_long_one_cost_a_step_each(lookahead: int) -> No
     num_steps = num_mixed = 0
     while scheduler.has_unfinished:
         batch = scheduler.schedule()
-        scheduler.check()
+        check_scheduler(scheduler)
         if batch.slots:
             in_flight.append(batch)
             num_steps += 1
@@ -66,7 +67,7 @@ def test_decodes_grow_into_its_blocks_instead_of_preempting() -> None:
     assert last.slots == [a.slot, b.slot] and scheduler.stats.blocks_used == 6
     # a needs its fourth block.
     batch = scheduler.schedule()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert b.state is RequestState.ENDING and scheduler.stats.num_preemptions == 0
     assert (batch.slots, batch.freed, len(batch.appends)) == ([a.slot], [last.slots[1]], 1)
     assert take(scheduler, last) == [a, b] and b.finished
@@ -92,14 +93,14 @@ def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None
         take(scheduler, second)
         assert scheduler.finish("a", "abort") if how == "abort" else scheduler.finish("a", "stop", "END")
         expected = ([7, 7], "abort", None) if how == "abort" else ([7, 7], "stop", "END")
-    scheduler.check()
+    check_scheduler(scheduler)
     assert not scheduler.abort("a")
     assert take(scheduler, last) == [other] and take(scheduler, after) == [other]
     assert (a.output_token_ids, a.finish_reason, a.stop_reason) == expected
     # Its slot came back once.
     add(scheduler, *(request(name) for name in "bc"))
     assert len(scheduler.schedule().slots) == 2
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_an_id_may_be_used_again_while_the_token_is_in_flight() -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from invariants import check_scheduler
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.core.request import Request, RequestState
@@ -203,7 +204,7 @@ class Engine:
         self.check()
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         stats = self.scheduler.stats
         assert stats.num_running + stats.num_waiting == len(self.live())
         assert self.scheduler.has_unfinished == bool(self.live())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from invariants import check_scheduler
 from scheduling import EOS, add, limits, output_of, request, step
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
@@ -145,7 +146,7 @@ def test_abort_wherever_a_request_stands() -> None:
     step(scheduler)
     for name in ("waiting", "prefilling", "decoding"):
         assert scheduler.abort(name)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert not scheduler.abort(name)
     assert not scheduler.has_unfinished and scheduler.stats.blocks_used == 0
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from invariants import check_scheduler
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def driven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:
     monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 60.0)
     driven = Driven(engine)
     yield driven
-    driven.scheduler.check()
+    check_scheduler(driven.scheduler)
     assert driven.scheduler.stats.blocks_used == 0 and not driven.scheduler.has_unfinished
 
 

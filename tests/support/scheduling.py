@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from invariants import check_scheduler
+
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -46,9 +48,9 @@ def output_of(batch: ScheduledBatch, token_id: int = 7) -> StepOutput:
 
 def step(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch:
     batch = scheduler.schedule()
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler.update(batch, output_of(batch, token_id))
-    scheduler.check()
+    check_scheduler(scheduler)
     return batch
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from phonograph.config.sources import Given
+from phonograph.config.sources import Given, read_environment, read_file, read_flags
 from phonograph.config.values import Kind, unless_null
 from phonograph.errors import ConfigError
 
@@ -29,6 +30,36 @@ class Settings(BaseModel):
                 super().__init__(**settings)
             except ValidationError as error:
                 raise self._explained(error, settings) from None
+
+    @classmethod
+    def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
+        """Return the settings of a process: flags go before the environment, and that before the file.
+
+        Args:
+            flags: settings by name; None is a flag that is not set.
+            config_file: YAML, one mapping of settings.
+            environ: PHONOGRAPH_<SETTING>; every other name that starts so must be known (`OTHER_VARIABLES`).
+        """
+        return cls.load_with_sources(flags=flags, config_file=config_file, environ=environ)[0]
+
+    @classmethod
+    def load_with_sources(
+        cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
+    ) -> tuple[Self, dict[str, Given]]:
+        """Return the settings as `load` does, and the source of each value that is not a default."""
+        given: dict[str, Given] = {}
+        for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
+            given |= cls.select(source)
+        given = cls.without_nulls(given)
+        try:
+            return cls(**{name: setting.value for name, setting in given.items()}), given
+        except ConfigError as error:
+            raise located(error, given) from None
+
+    @classmethod
+    def select(cls, source: Mapping[str, Given]) -> dict[str, Given]:
+        """Return the values of a source that are for this object: one file and one environment serve all commands."""
+        return {name: setting for name, setting in source.items() if name in cls.model_fields}
 
     @classmethod
     def kind(cls, setting: str) -> Kind:

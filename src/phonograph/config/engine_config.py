@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -17,7 +16,7 @@ from pydantic import Field, model_validator
 from phonograph.config import values
 from phonograph.config.base import Settings, located
 from phonograph.config.server_config import ServerConfig
-from phonograph.config.sources import Given, read_environment, read_file, read_flags
+from phonograph.config.sources import Given
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 
@@ -113,30 +112,20 @@ class EngineConfig(Settings):
     )
 
     @classmethod
-    def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
-        """The configuration of a process: flags go before the environment, and that before the file.
-
-        flags:       settings by name; None is a flag that was not given
-        config_file: YAML, one mapping of settings
-        environ:     PHONOGRAPH_<SETTING>; every other name that starts so must be known (`OTHER_VARIABLES`)
-        """
-        return cls.load_with_sources(flags=flags, config_file=config_file, environ=environ)[0]
-
-    @classmethod
-    def load_with_sources(
-        cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
-    ) -> tuple[Self, dict[str, Given]]:
-        """`load`, and for each setting that was given, by what."""
-        given: dict[str, Given] = {}
-        for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
-            # One file and one environment serve all commands; what is the server's is for `serve` to read.
-            own = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
-            given |= _unfold_source(own)
-        given = cls.without_nulls(given)
+    def select(cls, source: Mapping[str, Given]) -> dict[str, Given]:
+        # An unknown setting is an error here, and no other setting of the server is.
+        engine = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
         try:
-            return cls(**{name: setting.value for name, setting in given.items()}), given  # pyright: ignore[reportArgumentType]
+            unfolded = _unfolded({name: setting.value for name, setting in engine.items()})
         except ConfigError as error:
-            raise located(error, given) from None
+            raise located(error, engine) from None
+        # Unfolded source by source, so that precedence holds for each setting in compilation_config.
+        return {
+            name: engine[name]
+            if name in engine and engine[name].value is value
+            else replace(engine["compilation_config"], value=value)
+            for name, value in unfolded.items()
+        }
 
     @classmethod
     def known_names(cls) -> list[str]:
@@ -240,20 +229,6 @@ def _read(setting: str, value: object) -> object:
         return EngineConfig.kind(setting).read(value)
     except ValueError:
         raise EngineConfig.bad_value(setting, value) from None
-
-
-def _unfold_source(source: dict[str, Given]) -> dict[str, Given]:
-    """One source with its compilation_config unfolded, so that precedence holds for each setting in it."""
-    try:
-        unfolded = _unfolded({name: setting.value for name, setting in source.items()})
-    except ConfigError as error:
-        raise located(error, source) from None
-    return {
-        name: source[name]
-        if name in source and source[name].value is value
-        else replace(source["compilation_config"], value=value)
-        for name, value in unfolded.items()
-    }
 
 
 def _contradiction(config: EngineConfig, setting: str, other: str, remedy: str) -> ConfigError:

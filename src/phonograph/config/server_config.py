@@ -5,16 +5,12 @@ Names and meanings are vLLM's where it has them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from phonograph.config import values
-from phonograph.config.base import Settings, located
-from phonograph.config.sources import Given, read_environment, read_file, read_flags
-from phonograph.errors import ConfigError
+from phonograph.config.base import Settings
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none"]
@@ -94,15 +90,3 @@ class ServerConfig(Settings):
         default="info", description="What the HTTP server logs."
     )
     disable_uvicorn_access_log: values.Flag = Field(default=False, description="No line in the log for each request.")
-
-    @classmethod
-    def load(cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]) -> Self:
-        """The settings of a process, as `EngineConfig.load`; what is no setting of the server is left to that."""
-        given: dict[str, Given] = {}
-        for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
-            given |= {name: setting for name, setting in source.items() if name in cls.model_fields}
-        given = cls.without_nulls(given)
-        try:
-            return cls(**{name: setting.value for name, setting in given.items()})  # pyright: ignore[reportArgumentType]
-        except ConfigError as error:
-            raise located(error, given) from None

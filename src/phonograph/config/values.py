@@ -103,29 +103,18 @@ def _parse_flag(value: object) -> bool:
     return text in _TRUE
 
 
-def _parse_fraction(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError("a truth value is not a number")
-    number = float(value)
-    if not (math.isfinite(number) and 0.0 < number <= 1.0):
-        raise ValueError("out of range")
-    return number
+def _number(accepts: Callable[[float], bool]) -> Callable[[Any], float]:
+    """Return a parser of the finite numbers that `accepts` accepts."""
 
+    def parse(value: Any) -> float:
+        if isinstance(value, bool):
+            raise TypeError("a truth value is not a number")
+        number = float(value)
+        if not (math.isfinite(number) and accepts(number)):
+            raise ValueError("out of range")
+        return number
 
-def _parse_seconds(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError("a truth value is not a number")
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0.0):
-        raise ValueError("out of range")
-    return number
-
-
-def _parse_duration(value: Any) -> float:
-    number = _parse_seconds(value)
-    if not number:
-        raise ValueError("no time at all")
-    return number
+    return parse
 
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
@@ -198,7 +187,7 @@ Text = Annotated[str, _text]
 OptionalText = Annotated[str | None, _text]
 Texts = Annotated[tuple[str, ...], Kind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")]
 Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
-Fraction = Annotated[float, Kind("a number > 0 and <= 1", _parse_fraction, "X")]
+Fraction = Annotated[float, Kind("a number > 0 and <= 1", _number(lambda number: 0 < number <= 1), "X")]
 Count = Annotated[int, whole(0)]
 Size = Annotated[int, whole(1)]
 OptionalSize = Annotated[int | None, whole(1)]
@@ -206,7 +195,8 @@ OptionalSize = Annotated[int | None, whole(1)]
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
-Seconds = Annotated[float, Kind("seconds >= 0", _parse_seconds, "SECONDS")]
+Seconds = Annotated[float, Kind("seconds >= 0", _number(lambda number: number >= 0), "SECONDS")]
+_parse_duration = _number(lambda number: number > 0)
 Duration = Annotated[float, Kind("seconds > 0", _parse_duration, "SECONDS")]
 OptionalDuration = Annotated[float | None, Kind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
 OptionalObject = Annotated[

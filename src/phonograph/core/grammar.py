@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,18 +25,6 @@ class Matcher(Protocol):
         Raises:
             GrammarError: the grammar does not allow the token, and nothing has changed; or it came to a limit.
         """
-        ...
-
-    def validate(self, token_ids: Sequence[int]) -> int:
-        """Returns how many of the tokens the grammar allows one after another from here. Nothing changes."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens, an end-of-sequence token too."""
-        ...
-
-    def copy(self) -> Matcher:
-        """Returns a matcher at the same position that goes its own way."""
         ...
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:

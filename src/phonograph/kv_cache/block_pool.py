@@ -11,7 +11,7 @@ written; `check` holds pool and callers to it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -100,27 +100,3 @@ class BlockPool:
         self._evictable.clear()
         self._block_of.clear()
         self._digest_of = [None] * self.num_blocks
-
-    def check(self, tables: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Asserts that no block is leaked, freed while used, freed twice, or shared while it can still be written.
-
-        tables: of every sequence that holds blocks, its block table and the number of its blocks that are full
-        """
-        holders: Counter[int] = Counter()
-        for block_ids, num_full in tables:
-            holders.update(block_ids)
-            assert len(set(block_ids)) == len(block_ids), f"a table holds a block twice: {block_ids}"
-            for block_id in block_ids[num_full:]:
-                assert self._references[block_id] == 1, f"block {block_id} is shared and can still be written"
-                assert self._digest_of[block_id] is None, f"block {block_id} has a name and can still be written"
-        for block_id, references in enumerate(self._references):
-            assert references == holders[block_id], (
-                f"block {block_id} counts {references} references, {holders[block_id]} tables hold it"
-            )
-        free = [*self._blank, *self._evictable]
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert set(free) == {b for b, n in enumerate(self._references) if not n}, "held and free blocks overlap or leak"
-        assert all(self._digest_of[b] is None for b in self._blank), "a blank block has a name"
-        named = {digest: b for b, digest in enumerate(self._digest_of) if digest is not None}
-        assert named == self._block_of, "names and blocks disagree"
-        assert all(self._digest_of[b] is not None for b in self._evictable), "an evictable block has no name"

@@ -119,10 +119,6 @@ class CacheManager:
         for table in tables:
             table.num_published = sys.maxsize
 
-    def check(self, tables: Iterable[tuple[BlockTable, int]]) -> None:
-        """Asserts the pool's invariants; `tables` are all there are, each with the number of its tokens computed."""
-        self.pool.check([(table.block_ids, computed // self._block_size) for table, computed in tables])
-
     def _extend_digests(self, table: BlockTable, num_full: int) -> None:
         size, digests = self._block_size, table.digests
         if len(digests) >= num_full:

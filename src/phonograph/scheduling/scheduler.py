@@ -258,24 +258,6 @@ class Scheduler:
                 self._finish(request, "length", None)
         return news
 
-    def check(self) -> None:
-        """Asserts the invariants of slots, queues and blocks; for tests."""
-        running = self._running
-        ending = [request for request in self._requests.values() if request.state is RequestState.ENDING]
-        assert all(request.state is RequestState.RUNNING for request in running)
-        assert all(request.slot == -1 and not self._tables[request.request_id].block_ids for request in ending)
-        assert all(any(request in requests for _, requests in self._in_flight) for request in ending)
-        assert all(request.slot == slot for slot, request in self._decoding.items())
-        slots = [request.slot for request in running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
-        assert self._waiting == sorted(self._waiting, key=_RANK)
-        for request in self._waiting:
-            assert request.slot == -1 and not request.num_computed and not self._tables[request.request_id].block_ids
-        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *running, *ending)}
-        assert len(self._requests) == len(self._waiting) + len(running) + len(ending)
-        assert self._tables.keys() == self._requests.keys()
-        self._cache.check((table, self._requests[key].num_computed) for key, table in self._tables.items())
-
     def _release_ending(self) -> None:
         """Takes slot and blocks from those whose last token is in flight.
 

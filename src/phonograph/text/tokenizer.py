@@ -128,30 +128,13 @@ class Tokenizer:
         starts = range(len(ids) - len(text) + 1)
         return next((start for start in starts if ids[start : start + len(text)] == text), 0)
 
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        """Token ids of the text that `render_chat` makes of a conversation.
+    def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
+        """Return the token ids of the text that `render_chat` makes of a conversation, with the same options.
 
         Raises:
             RequestError: the model has no chat template, or it does not take these messages.
         """
-        text = self.render_chat(
-            messages,
-            template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            tools=tools,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
         self,

@@ -1,0 +1,63 @@
+"""Invariants of the scheduler, the block tables and the block pool, asserted on their private state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from phonograph.core.request import RequestState
+from phonograph.kv_cache.block_pool import BlockPool
+from phonograph.kv_cache.manager import BlockTable, CacheManager
+from phonograph.scheduling.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert the invariants of slots, queues and blocks."""
+    requests, tables = scheduler._requests, scheduler._tables
+    waiting, running = scheduler._waiting, scheduler._running
+    ending = [request for request in requests.values() if request.state is RequestState.ENDING]
+    assert all(request.state is RequestState.RUNNING for request in running)
+    assert all(request.slot == -1 and not tables[request.request_id].block_ids for request in ending)
+    assert all(any(request in batch for _, batch in scheduler._in_flight) for request in ending)
+    assert all(request.slot == slot for slot, request in scheduler._decoding.items())
+    slots = [request.slot for request in running]
+    assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs)), (
+        "a slot is lost or doubled"
+    )
+    assert waiting == sorted(waiting, key=lambda request: request.rank)
+    for request in waiting:
+        assert request.slot == -1 and not request.num_computed and not tables[request.request_id].block_ids
+    assert {id(request) for request in requests.values()} == {id(r) for r in (*waiting, *running, *ending)}
+    assert len(requests) == len(waiting) + len(running) + len(ending)
+    assert tables.keys() == requests.keys()
+    check_cache(scheduler._cache, ((table, requests[key].num_computed) for key, table in tables.items()))
+
+
+def check_cache(cache: CacheManager, tables: Iterable[tuple[BlockTable, int]]) -> None:
+    """Assert the pool's invariants. tables: all there are, each with the number of its tokens computed."""
+    check_pool(cache.pool, [(table.block_ids, computed // cache._block_size) for table, computed in tables])
+
+
+def check_pool(pool: BlockPool, tables: Iterable[tuple[Sequence[int], int]]) -> None:
+    """Assert that no block is leaked, freed while used, freed twice, or shared while it can still be written.
+
+    tables: of every sequence that holds blocks, its block table and the number of its blocks that are full
+    """
+    holders: Counter[int] = Counter()
+    for block_ids, num_full in tables:
+        holders.update(block_ids)
+        assert len(set(block_ids)) == len(block_ids), f"a table holds a block twice: {block_ids}"
+        for block_id in block_ids[num_full:]:
+            assert pool._references[block_id] == 1, f"block {block_id} is shared and can still be written"
+            assert pool._digest_of[block_id] is None, f"block {block_id} has a name and can still be written"
+    for block_id, references in enumerate(pool._references):
+        assert references == holders[block_id], (
+            f"block {block_id} counts {references} references, {holders[block_id]} tables hold it"
+        )
+    free = [*pool._blank, *pool._evictable]
+    assert len(set(free)) == len(free), "a block is free twice"
+    assert set(free) == {b for b, n in enumerate(pool._references) if not n}, "held and free blocks overlap or leak"
+    assert all(pool._digest_of[b] is None for b in pool._blank), "a blank block has a name"
+    named = {digest: b for b, digest in enumerate(pool._digest_of) if digest is not None}
+    assert named == pool._block_of, "names and blocks disagree"
+    assert all(pool._digest_of[b] is not None for b in pool._evictable), "an evictable block has no name"
