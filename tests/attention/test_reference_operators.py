@@ -11,7 +11,7 @@ import torch
 from phonograph.attention.backend import AttentionLayer
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels.torch.attention import paged as reference
-from phonograph.kernels.torch.attention.schedule import held
+from phonograph.kernels.torch.attention.schedule import new_handle, states
 from phonograph.testing.oracle import dense_attention
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
@@ -50,7 +50,7 @@ class Paged:
         total = sum(query_lens)
         self.query = torch.full((total + padding, HEADS, HEAD_SIZE), torch.nan)
         self.query[:total] = torch.randn(total, HEADS, HEAD_SIZE, generator=generator)
-        self.handle = reference.new_handle(self, torch.device("cpu"))
+        self.handle = new_handle(self, torch.device("cpu"))
         self.starts = torch.tensor([0, *np.cumsum(query_lens + [0] * empty)], dtype=torch.int32)
         self.lens = torch.tensor(seq_lens + [0] * empty, dtype=torch.int32)
 
@@ -174,7 +174,7 @@ def test_the_same_call_follows_new_contents(graph: bool) -> None:
     table = torch.zeros(4, 8, dtype=torch.int32)
     cache = torch.full((2, 16, SIZE, KV_HEADS, HEAD_SIZE), torch.nan)
     out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
-    handle = reference.new_handle(batches[0], torch.device("cpu"))
+    handle = new_handle(batches[0], torch.device("cpu"))
 
     def load(batch: Paged) -> None:
         for tensor, contents in ((query, batch.query), (starts, batch.starts), (lens, batch.lens)):
@@ -232,7 +232,7 @@ def write(
 ) -> None:
     """Run a step without attention, for its KV writes."""
     nothing = torch.zeros(1, dtype=torch.int32)
-    handle = reference.new_handle(key, torch.device("cpu"))
+    handle = new_handle(key, torch.device("cpu"))
     reference.schedule(nothing, nothing[:0], nothing[:0].view(0, 0), slots, handle, SIZE)
     reference.kv_write(key, value, cache, handle, *scales)
 
@@ -272,8 +272,8 @@ def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
 def test_no_two_handles_have_one_address_while_their_owners_live() -> None:
     owners = [type("Owner", (), {})() for _ in range(20)]
     # The caller drops each handle at once; without an owner its memory would be free for the next.
-    addresses = {reference.new_handle(owner, torch.device("cpu")).data_ptr() for owner in owners}
+    addresses = {new_handle(owner, torch.device("cpu")).data_ptr() for owner in owners}
     assert len(addresses) == len(owners)
-    assert all(address in held for address in addresses)
+    assert all(address in states for address in addresses)
     del owners
-    assert not any(address in held for address in addresses)
+    assert not any(address in states for address in addresses)

@@ -16,6 +16,7 @@ from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, Met
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.torch.attention import paged as reference
+from phonograph.kernels.torch.attention.schedule import new_handle
 
 
 class ReferenceCapabilities(DeclaredCapabilities):
@@ -54,7 +55,7 @@ class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
     """One schedule serves all graphs: each step makes it anew before its layers read it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle = reference.new_handle(self, device)
+        self._handle = new_handle(self, device)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> ReferenceMetadata:
         return ReferenceMetadata(common=common, handle=self._handle)

@@ -1,8 +1,8 @@
-"""The tensor functions of the decoder beside its matrix products: norm, rotary embedding, gated activation.
+"""Norm, rotary embedding and gated activation of the decoder, in torch.
 
-They are written for the tape, where each recorded call costs two to four microseconds at replay: few operators, each
-with an `out=` overload or in place, no host reads and nothing that depends on the data. The formulas are those of
-transformers, with float32 inside the norm.
+They are written for the tape, where each recorded call costs microseconds at replay: few operators, each with an `out=`
+overload or in place, no host reads and nothing that depends on the data. The formulas are those of transformers, with
+float32 inside the norm.
 
 Shapes: T tokens, H heads, D head size, I intermediate size; `...` is any leading shape.
 """
@@ -14,13 +14,17 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    `x` [..., N]; `weight` broadcasts against it ([N], or [H, N] for norms of their own for each head); `eps` is a
-    float32 tensor without dimensions on the same device, because that saves three operators over a Python number.
-    Returns a fresh tensor of x's shape and dtype; the normalised value is rounded to that dtype before the weight.
+    Args:
+        x: [..., N]
+        weight: broadcasts against x: [N], or [H, N] for a norm of each head
+        eps: float32 scalar on the same device; a Python number would take three more operators
+
+    Returns:
+        A new tensor of x's shape and dtype. The normalised value is rounded to that dtype before the weight.
     """
-    # Naming the dtype that it has anyway would cost a quarter of the call.
+    # Naming the dtype that x already has would cost a quarter of the call.
     dtype = None if x.dtype is torch.float32 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     inverse_rms = torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
@@ -34,7 +38,7 @@ def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> 
     """Rotates pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
 
     `cos_T11h`, `sin_T1h` are the h = D/2 cosines and sines of each token, in x's dtype. `x_THD` may be a strided view;
-    query and key heads go through one call. Returns a fresh, contiguous [T, H, D].
+    query and key heads go through one call. Returns a new, contiguous [T, H, D].
     """
     x_TH2h = x_THD.unflatten(-1, (2, -1))
     out_TH2h = torch.mul(x_TH2h, cos_T11h)
@@ -46,6 +50,6 @@ def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> 
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for the fused projection [T, 2I], gates first. Returns a fresh [T, I]."""
+    """Computes silu(gate) * up of the fused projection [T, 2I], gates first. Returns a new [T, I]."""
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
     return functional.silu(gate_TI).mul_(up_TI)

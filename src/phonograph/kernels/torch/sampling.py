@@ -1,12 +1,12 @@
-"""Tensor functions behind the sampler: counter-based noise, ranking, filters, penalties. No state, no host reads.
+"""Tensor functions of the sampler: counter-based noise, ranking, filters, penalties. No state, no host reads.
 
 Shapes: N rows of logits, V vocabulary, K ranked candidates of a row (most likely first).
 
-Randomness is a pure function of (seed, sample index, draw index, token id): 64-bit integers are mixed with the
-finaliser of SplitMix64 (Steele, Lea, Flood 2014; constants of Stafford's variant 13), once at each level of that tuple,
-and the result becomes Gumbel noise. Adding it to scaled logits and taking the argmax draws from their softmax
-(Gumbel-max). So a draw depends neither on the other rows nor on how many candidates are looked at, and the integers are
-elementwise int64 arithmetic with wraparound, which a fused kernel can repeat bit for bit.
+Randomness is a pure function of (seed, sample index, draw index, token id). The finaliser of SplitMix64 (Steele, Lea,
+Flood 2014; constants of Stafford's variant 13) mixes 64-bit integers once at each level of that tuple, and the result
+becomes Gumbel noise. Adding it to scaled logits and taking the argmax draws from their softmax (Gumbel-max). So a draw
+depends neither on other rows nor on the number of candidates, and a fused kernel can repeat the int64 arithmetic bit
+for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """Mixes int64 values in place, bijectively, and returns them. Maps 0 to 0: never feed it a bare counter."""
+    """Mixes int64 values in place, bijectively, and returns them. It maps 0 to 0, so a bare counter must not go in."""
     shifted = torch.empty_like(x)
     for shift, multiplier in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         # int64 shifts are arithmetic: the mask makes a logical one, without which mixing would lose the sign bit.
@@ -34,26 +34,26 @@ def mix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _descend(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Keys one level down. `index + 1`, as key 0 (of seed 0) with index 0 would otherwise stay 0 for ever."""
+    """Returns keys one level down. `index + 1`, because key 0 (of seed 0) with index 0 would stay 0 at every level."""
     return mix64(keys + (index + 1) * _GAMMA)
 
 
 def stream_key(seed: int, sample_index: int) -> int:
-    """Key of all draws of one sample of a request. `seed`: any signed 64-bit integer."""
+    """Returns the key of all draws of one sample of a request. `seed` is any signed 64-bit integer."""
     root = mix64(torch.tensor([seed], dtype=torch.int64))
     return int(_descend(root, torch.tensor([sample_index])).item())
 
 
 def draw_keys(stream_keys_N: torch.Tensor, draws_N: torch.Tensor) -> torch.Tensor:
-    """Key of one draw of each row, int64 [N]; `draws_N` counts the tokens already generated."""
+    """Returns the key of one draw of each row, int64 [N]; `draws_N` counts the tokens already generated."""
     return _descend(stream_keys_N, draws_N)
 
 
 def gumbel_noise(keys_N: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [N, K], for int64 `token_ids` [K] or [N, K].
+    """Returns standard Gumbel noise, float32 [N, K], for int64 `token_ids` [K] or [N, K].
 
-    It is -log(-log1p(-u)) with u from the upper 63 bits: floats are dense near u = 0, where the winners of a large
-    vocabulary come from, so their order is not quantised. u is never 0 (lowest bit set), nor 1 (clamped).
+    It is -log(-log1p(-u)) with u from the upper 63 bits. Floats are dense near u = 0, from where the winners of a large
+    vocabulary come, so their order is not quantised. u is never 0 (lowest bit set), nor 1 (clamped).
     """
     bits = _descend(keys_N[:, None], token_ids).bitwise_and_(_MAX_INT64).bitwise_or_(1)
     u = bits.to(torch.float32).mul_(2.0**-63).clamp_(max=1.0 - 2.0**-24)
@@ -76,28 +76,30 @@ class Rows(NamedTuple):
     top_k_N: torch.Tensor
 
     def take(self, rows: torch.Tensor) -> Rows:
-        """The rows of these numbers (or of a mask), copied."""
+        """Returns copies of the rows with these indices, or of a mask."""
         return Rows(*(field[rows] for field in self))
 
 
 def sample_full(rows: Rows) -> torch.Tensor:
-    """Token ids, int64 [N], by temperature and min-p alone: no ranking, noise for the whole vocabulary."""
+    """Draws token ids, int64 [N], by temperature and min-p alone: no ranking, noise for the whole vocabulary."""
     scaled_NV = scale(rows.logits_NV, rows, torch.float32)
     token_ids_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     return scaled_NV.add_(gumbel_noise(rows.keys_N, token_ids_V)).argmax(dim=-1)
 
 
 def sample_ranked(rows: Rows, width: int) -> torch.Tensor:
-    """Token ids, int64 [N], by all filters, from the `width` most likely tokens: V, or the largest top_k."""
+    """Draws token ids, int64 [N], by all filters, from the `width` most likely tokens: V, or the largest top_k."""
     values_NK, token_ids_NK = ranked(rows.logits_NV, width)
     scaled_NK = scale(values_NK, rows, torch.float64)
     return _draw_ranked(filter_ranked(scaled_NK, rows.top_k_N, rows.top_p_N), token_ids_NK, rows.keys_N)
 
 
 def sample_nucleus(rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sample_ranked` for rows without top_k, but from their head; and whether the head held top_p, bool [N].
+    """Draws like `sample_ranked` for rows without top_k, but from the `width` most likely tokens.
 
-    Where it did not, the token id means nothing and `sample_ranked` over the whole row is needed.
+    Returns:
+        Token ids, int64 [N], and bool [N]: those tokens reach top_p. Rows that are False need `sample_ranked` over the
+        whole row.
     """
     values_NK, token_ids_NK = ranked(rows.logits_NV, width)
     scaled_NK = scale(values_NK, rows, torch.float64)
@@ -113,9 +115,9 @@ def _draw_ranked(scores_NK: torch.Tensor, token_ids_NK: torch.Tensor, keys_N: to
 
 
 def scale(logits_NK: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """(logits - max) / temperature in `dtype`, with tokens less than min_p times as likely as the best one at -inf.
+    """Returns (logits - max) / temperature in `dtype`, and -inf for tokens less than min_p times as likely as the best.
 
-    The maximum is taken off first, so that tiny temperatures cannot overflow. Returns a new tensor.
+    The maximum is subtracted first, so that tiny temperatures cannot overflow.
     """
     scaled_NK = logits_NK.to(dtype) - rows.max_N.to(dtype)[:, None]
     scaled_NK.div_(rows.temperature_N.to(dtype)[:, None])
@@ -123,9 +125,9 @@ def scale(logits_NK: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tens
 
 
 def ranked(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest logits of each row, descending, and their token ids, [N, k]. Equal logits: lower id first.
+    """Returns the k largest logits of each row, descending, and their token ids, [N, k]. Equal logits: lower id first.
 
-    torch.topk leaves the order of equal values open, and with it which of them survive. Here each float32 and its token
+    torch.topk does not define the order of equal values, nor which of them it returns. Here each float32 and its token
     id share one int64 sort key, so no two keys are equal.
     """
     vocab_size = logits_NV.shape[-1]
@@ -141,18 +143,19 @@ def ranked(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 def filter_ranked(
     scaled_NK: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, total_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sets to -inf what top-k, then top-p on the rest, leave out, in place; returns its argument.
+    """Sets tokens that top-k, then top-p on the rest, leave out to -inf, in place; returns its argument.
 
-    scaled_NK: float64, descending, as from `scale`
-    top_k_N:   int64; 0 keeps all
-    top_p_N:   keeps the shortest head whose probability reaches it; 1 keeps all
-    total_N:   sum of exp(scaled) over the whole row, where scaled_NK is only its head; None: all that top-k keeps
+    Args:
+        scaled_NK: float64, descending, as from `scale`
+        top_k_N: int64; 0 keeps all
+        top_p_N: keeps the shortest head whose probability reaches it; 1 keeps all
+        total_N: sum of exp(scaled) over the whole row, if scaled_NK is only its head; None for all that top-k keeps
     """
     rank_K = torch.arange(scaled_NK.shape[-1], device=scaled_NK.device)
     scaled_NK.masked_fill_((rank_K >= top_k_N[:, None]) & (top_k_N[:, None] > 0), -torch.inf)
     mass_NK = scaled_NK.exp()
     total_N = mass_NK.sum(dim=-1) if total_N is None else total_N
-    # Rounding may bring the running sum to the total before the last token: 1 is taken by its meaning.
+    # Rounding may bring the running sum to the total before the last token, so 1 is treated apart.
     limit_N = (top_p_N * total_N).masked_fill_(top_p_N >= 1.0, torch.inf)
     mass_before_NK = mass_NK.cumsum(dim=-1) - mass_NK
     return scaled_NK.masked_fill_(mass_before_NK >= limit_N[:, None], -torch.inf)
@@ -166,9 +169,9 @@ def penalize(
     presence_N: torch.Tensor,
     frequency_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Repetition penalty (Keskar et al. 2019) of tokens in prompt or output, then presence and frequency penalties.
+    """Applies repetition penalty (Keskar et al. 2019) to tokens of prompt or output, then presence and frequency ones.
 
-    in_prompt_NV: bool; output_counts_NV: integers. Returns new float32 logits; -inf stays -inf.
+    `in_prompt_NV` is bool, `output_counts_NV` integers. Returns new float32 logits; -inf stays -inf.
     """
     in_output_NV = output_counts_NV > 0
     logits_NV = logits_NV.to(torch.float32)
@@ -180,7 +183,7 @@ def penalize(
 
 
 def mask_tokens(logits_NV: torch.Tensor, bitmask_NW: torch.Tensor) -> torch.Tensor:
-    """The logits with -inf for the tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
+    """Returns the logits with -inf for tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask_NW.device)
     allowed_NV = ((bitmask_NW[:, :, None] >> shifts) & 1).flatten(1)[:, : logits_NV.shape[1]]
     return logits_NV.masked_fill(allowed_NV == 0, -torch.inf)

@@ -1,6 +1,6 @@
-"""The cut and the merge of cascade attention in torch, for the CPU: plain operators that a graph records one by one.
+"""Cut and merge of cascade attention in torch, for the CPU: plain operators that a graph records one by one.
 
-What they do is said in `kernels.triton.cascade`.
+The functions are those of `kernels.triton.attention.cascade`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cut_prefix(
     cut.prefix_lens.copy_(prefix_len)
     torch.clamp(seq_lens_R - prefix_len, min=0, out=cut.suffix_lens[:num_seqs])
     columns = torch.arange(cut.suffix_table.shape[1], device=prefix_len.device) + prefix_len // block_size
-    # What is behind a sequence's blocks is never read, so it may be anything that there is.
+    # Entries behind a sequence's blocks are never read, so they may be any that exist.
     columns.clamp_(max=num_blocks - 1)
     torch.index_select(block_table_RN, 1, columns, out=cut.suffix_table[:num_seqs])
 
@@ -37,9 +37,9 @@ def merge_by_lse(
     num_tokens: torch.Tensor,
     lse_HT: torch.Tensor | None = None,
 ) -> None:
-    nobody_T = torch.arange(out_THD.shape[0], device=out_THD.device) >= num_tokens
-    prefix_lse_HT = prefix_lse_HT.masked_fill(nobody_T, -torch.inf)
-    suffix_lse_HT = suffix_lse_HT.masked_fill(nobody_T, -torch.inf)
+    is_padding_T = torch.arange(out_THD.shape[0], device=out_THD.device) >= num_tokens
+    prefix_lse_HT = prefix_lse_HT.masked_fill(is_padding_T, -torch.inf)
+    suffix_lse_HT = suffix_lse_HT.masked_fill(is_padding_T, -torch.inf)
     merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
     shift_HT = merged_HT.masked_fill(merged_HT == -torch.inf, 0.0)
     prefix_weight_TH1 = torch.exp(prefix_lse_HT - shift_HT).t().unsqueeze(2)

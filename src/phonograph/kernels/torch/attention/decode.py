@@ -1,11 +1,11 @@
-"""Attention of many sequences with one query each, on the CPU: bound by memory, so the cache is read in place.
+"""Attention of many sequences with one query each, on the CPU, which reads the paged cache in place.
 
 Copying the blocks of a sequence together costs more than the attention itself. Instead each (sequence, head) is a row
-of a sparse matrix whose columns are the cache rows that it sees: products of queries and keys are then a *sampled*
+of a sparse matrix whose columns are the cache rows that it sees. Products of queries and keys are then a *sampled*
 dense product (one dot product per stored element), and the weighted sum of values is an embedding bag. Both read the
-paged cache row by row, in any layout, without a copy.
+cache row by row, in any layout.
 
-Sequences of unlike lengths would waste work in a rectangular score matrix, so they are put into buckets of like ones.
+Sequences of different lengths would waste work in a rectangular score matrix, so they go into buckets by length.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import warnings
 import numpy as np
 import torch
 
-from phonograph.kernels.torch.attention.schedule import Bucket, CacheViews, Held, Schedule, view_cache
+from phonograph.kernels.torch.attention.schedule import Bucket, CacheViews, HandleState, Schedule, view_cache
 from phonograph.kernels.torch.attention.scoring import Scoring, add_sinks, gather_blocks, softcap_
 
-# Buckets: padded work up to 1.5 times the real one, plus what one more bucket costs in dispatch, in score elements.
+# A bucket's padded work is up to 1.5 times the real work, plus the cost of another bucket's dispatch, in score
+# elements.
 _WASTE = 1.5
 _BUCKET_COST = 4096
 _MAX_BUCKET = 4 * 2**20
 
 with warnings.catch_warnings():
-    # torch warns once in a process: that sparse tensors are young, and in 2.11 that their checks are off.
+    # torch warns once in a process: sparse tensors are in beta, and in 2.11 their checks are off.
     warnings.filterwarnings("ignore", message="Sparse ")
     torch.sparse_csr_tensor([0, 1], [0], [1.0], check_invariants=False)
 
@@ -32,16 +33,16 @@ with warnings.catch_warnings():
 def decode(
     query_THD: torch.Tensor,
     kv_cache: torch.Tensor,
-    here: Held,
+    state: HandleState,
     scoring: Scoring,
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
     """Attends the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
-    batch = here.schedule
+    batch = state.schedule
     count = batch.num_decodes
-    views = here.cache_views(kv_cache)
-    # Queries that are slices of a joint projection are read where they are, as rows with others between them.
+    views = state.cache_views(kv_cache)
+    # Queries that are slices of a joint projection are read in place, as rows with other rows between them.
     num_heads, head_size = query_THD.shape[1:]
     stride, heads_apart, _ = query_THD.stride()
     in_rows = heads_apart == head_size and stride % head_size == 0 and query_THD.dtype is torch.float32
@@ -73,7 +74,7 @@ def decode(
 def _attend(
     query_RHD: torch.Tensor, cache: CacheViews, bucket: Bucket, scoring: Scoring, *, with_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output [R, H, D] and LSE [R, H] (where asked for, or needed) of one bucket."""
+    """Returns output [R, H, D] and, if requested or needed, LSE [R, H] of one bucket."""
     _, num_heads, head_size = query_RHD.shape
     assert cache.keys_DN is not None and cache.values_ND is not None
     query_RHD = query_RHD.float()
@@ -85,7 +86,7 @@ def _attend(
     else:
         query_rows = query_RHD.as_strided((*pattern.shape[:1], head_size), (head_size, 1))
     torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
-    # The scores stay as they are, finite, for the next layer: beta is 0, but it is multiplied by what is there.
+    # The scores stay finite for the next layer: its beta is 0, but multiplies what is there.
     scores_RHL = bucket.scores
     if scoring.softcap > 0.0 or scoring.slopes_H is not None:
         scores_RHL = softcap_(scores_RHL.clone(), scoring.softcap)
@@ -96,7 +97,7 @@ def _attend(
         scores_RHL = scores_RHL.masked_fill(bucket.hidden, -torch.inf)
     lse = torch.logsumexp(scores_RHL, -1) if with_lse or scoring.sinks_H is not None else None
     torch.softmax(scores_RHL, -1, out=bucket.weights)
-    # Arguments in order, since keywords take longer: scale_grad_by_freq, mode (sum), sparse, per_sample_weights.
+    # Positional, because keywords take longer: scale_grad_by_freq, mode (sum), sparse, per_sample_weights.
     bags = torch.embedding_bag(cache.values_ND, bucket.columns, bucket.row_starts, False, 0, False, bucket.flat_weights)
     out_RHD = bags[0].view(query_RHD.shape)
     if scoring.v_scale_K is not None:
@@ -109,30 +110,27 @@ def _attend(
 def _make_buckets(
     batch: Schedule, left: int, num_heads: int, spacing: int, kv_cache: torch.Tensor, views: CacheViews
 ) -> list[Bucket]:
-    """Buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
+    """Returns buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
     lens = batch.decode_lens
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
     if len(groups) == 1:
-        return [_make_bucket(None, lens, visible, batch.decode_blocks, num_heads, spacing, kv_cache, views)]
-    return [
-        _make_bucket(
-            torch.tensor(rows), lens[rows], visible[rows], batch.decode_blocks[rows], num_heads, None, kv_cache, views
-        )
-        for rows in groups
-    ]
+        return [_make_bucket(batch, None, visible, num_heads, spacing, kv_cache, views)]
+    return [_make_bucket(batch, rows, visible[rows], num_heads, num_heads, kv_cache, views) for rows in groups]
 
 
 def _make_bucket(
-    rows: torch.Tensor | None,
-    lens: np.ndarray,
+    batch: Schedule,
+    rows: list[int] | None,
     visible: np.ndarray,
-    table: np.ndarray,
     num_heads: int,
-    spacing: int | None,
+    spacing: int,
     kv_cache: torch.Tensor,
     views: CacheViews,
 ) -> Bucket:
+    lens, table = batch.decode_lens, batch.decode_blocks
+    if rows is not None:
+        lens, table = lens[rows], table[rows]
     size, longest = len(lens), int(visible.max())
     strides = kv_cache.stride() if kv_cache.dtype is torch.float32 and views.keys_DN is not None else None
     padding = None
@@ -140,7 +138,6 @@ def _make_bucket(
         padding = np.arange(longest, dtype=np.int32) >= visible[:, None]
     columns, used = _columns(lens, visible, padding, table, num_heads, tuple(kv_cache.shape), strides)
     column_indices = torch.from_numpy(columns)
-    spacing = spacing or num_heads
     row_starts = torch.arange(0, size * num_heads * longest + 1, longest, dtype=torch.int32)
     row_ends = row_starts
     if spacing != num_heads:
@@ -162,7 +159,7 @@ def _make_bucket(
     )
     weights = torch.empty(size, num_heads, longest)
     return Bucket(
-        rows=rows,
+        rows=None if rows is None else torch.tensor(rows),
         spacing=spacing,
         columns=column_indices,
         row_starts=row_starts[:-1],
@@ -185,9 +182,9 @@ def _columns(
     cache_shape: tuple[int, ...],
     cache_strides: tuple[int, ...] | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Cache row of each (sequence, head, key), flat, and the blocks to gather if they are to be gathered first.
+    """Returns the cache row of each (sequence, head, key), flat, and the blocks to gather first, or None.
 
-    lens, visible [R]: keys of each sequence, and how many of the last ones its query sees; table [R, blocks]
+    lens [R] are keys of each sequence, of which its query sees the last `visible` [R]; table [R, blocks].
     """
     _, _, block_size, num_kv_heads, head_size = cache_shape
     used: np.ndarray | None = None
@@ -195,12 +192,12 @@ def _columns(
         numbers = np.arange(table.shape[1])
         seen = (numbers >= ((lens - visible) // block_size)[:, None]) & (numbers <= ((lens - 1) // block_size)[:, None])
         used = np.unique(table[seen])
-        # Entries that no key is in may be anything, and go anywhere that exists.
+        # Entries without keys may be anything, and become any block that exists.
         table = np.searchsorted(used, table).clip(0, len(used) - 1).astype(np.int32)
         cache_strides = (0, block_size * num_kv_heads * head_size, num_kv_heads * head_size, head_size, 1)
     step_b, step_s, step_k = (stride // head_size for stride in cache_strides[1:4])
     offsets = np.arange(block_size, dtype=np.int32) * np.int32(step_s)
-    with np.errstate(over="ignore"):  # of entries that no key is in
+    with np.errstate(over="ignore"):  # entries without keys
         tokens = (table[:, :, None] * np.int32(step_b) + offsets).reshape(len(table), -1)
     longest = int(visible.max())
     first = lens - visible
@@ -210,14 +207,14 @@ def _columns(
     else:
         tokens = tokens[:, :longest]
     if padding is not None:
-        # Padding repeats the first visible key, a real one: reading it is harmless, unlike whatever lies beyond.
+        # Padding repeats the first visible key, which is safe to read, unlike the memory beyond.
         tokens = np.where(padding, tokens[:, :1], tokens)
     heads = np.arange(num_kv_heads, dtype=np.int32).repeat(num_heads // num_kv_heads) * np.int32(step_k)
     return (tokens[:, None] + heads[:, None]).reshape(-1), used
 
 
 def _buckets(visible: list[int], num_heads: int) -> list[list[int]]:
-    """Indices of sequences of like lengths together, each list in batch order."""
+    """Returns indices of sequences, grouped by length, each group in batch order."""
     groups: list[list[int]] = []
     longest = real = 0
     for index in sorted(range(len(visible)), key=lambda index: -visible[index]):

@@ -1,11 +1,11 @@
-"""The reference attention in torch: every feature, float32 inside, what all other backends are compared with.
+"""Reference attention in torch: every feature, float32 inside, the oracle of all other backends.
 
 Attention, its schedule and the KV write are each one opaque operator. A graph records such an operator as a single call
-with its Python arguments frozen and runs it again on the same tensors with other contents, as a device kernel would
-run: so the operators take nothing about the batch but tensors, and read their contents when they run.
+with frozen Python arguments, and runs it again on the same tensors with other contents, as it would a device kernel. So
+the operators take only tensors of the batch, and read their contents when they run.
 
-They are defined through torch.library.Library because torch.library.custom_op costs several times more per call, and
-these calls happen in every layer of every step.
+They are defined through torch.library.Library because torch.library.custom_op costs several times more per call, in
+every layer of every step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 
 from phonograph.kernels.torch.attention.decode import decode
 from phonograph.kernels.torch.attention.prefill import prefill
-from phonograph.kernels.torch.attention.schedule import held, make_schedule, new_handle
+from phonograph.kernels.torch.attention.schedule import make_schedule, states
 from phonograph.kernels.torch.attention.scoring import Scoring
-
-__all__ = ["attention", "kv_write", "new_handle", "schedule"]
 
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define(
@@ -52,8 +50,8 @@ def _attention(
     softcap: float,
     causal: bool,
 ) -> None:
-    here = held[handle.data_ptr()]
-    batch = here.schedule
+    state = states[handle.data_ptr()]
+    batch = state.schedule
     if batch.num_tokens < query_THD.shape[0]:
         out_THD[batch.num_tokens :] = 0
         if lse_HT is not None:
@@ -69,7 +67,7 @@ def _attention(
         v_scale_K=v_scale,
     )
     if batch.num_decodes:
-        decode(query_THD, kv_cache, here, scoring, out_THD, lse_HT)
+        decode(query_THD, kv_cache, state, scoring, out_THD, lse_HT)
     for index, start, stop, seq_len in batch.sequences:
         prefill(
             query_THD[start:stop],
@@ -91,14 +89,14 @@ def _kv_write(
     k_scale_K: torch.Tensor | None,
     v_scale_K: torch.Tensor | None,
 ) -> None:
-    here = held[handle.data_ptr()]
-    slots, written = here.schedule.slots, here.schedule.written
+    state = states[handle.data_ptr()]
+    slots, written = state.schedule.slots, state.schedule.written
     if written is not None:
         key_TKD, value_TKD = key_TKD.index_select(0, written), value_TKD.index_select(0, written)
     elif len(slots) < len(key_TKD):
         key_TKD, value_TKD = key_TKD[: len(slots)], value_TKD[: len(slots)]
     if kv_cache.dtype is key_TKD.dtype and k_scale_K is None and v_scale_K is None:
-        views = here.cache_views(kv_cache)
+        views = state.cache_views(kv_cache)
         if views.key_tokens is not None and views.value_tokens is not None:
             views.key_tokens.index_copy_(0, slots, key_TKD)
             views.value_tokens.index_copy_(0, slots, value_TKD)
@@ -107,7 +105,7 @@ def _kv_write(
     for plane, rows, scale_K in ((kv_cache[0], key_TKD, k_scale_K), (kv_cache[1], value_TKD, v_scale_K)):
         scaled = rows if scale_K is None else rows.float() / scale_K.unsqueeze(1)
         if plane.dtype.itemsize == 1:
-            # Conversion to these types does not saturate by itself.
+            # Conversion to FP8 does not saturate by itself.
             largest = torch.finfo(plane.dtype).max
             stored = scaled.float().clamp(-largest, largest).to(plane.dtype).view(torch.uint8)
             plane.view(torch.uint8).index_put_((blocks, offsets), stored)

@@ -1,7 +1,7 @@
-"""Attention of one sequence with any number of queries: bound by arithmetic, so its keys are first gathered.
+"""Attention of one sequence with any number of queries, which gathers its keys first.
 
-Queries go in tiles, so that memory stays bounded however long the prompt; each tile takes only the keys that some query
-of it can see. Where the device and the features allow, the softmax is left to torch's own fused kernel.
+Queries go in tiles, which bounds memory for any prompt; each tile takes only the keys that some query of it can see.
+Where the device and the features allow, torch's own fused kernel computes the softmax.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def prefill(
 ) -> None:
     """Attends the T queries of one sequence, the last of which stands at position seq_len - 1, to its keys.
 
-    block_row: int32 [max_blocks], the sequence's row of the block table
+    `block_row` [max_blocks] int32 is the sequence's row of the block table.
     """
     num_tokens, num_heads, head_size = query_THD.shape
     num_kv_heads = kv_cache.shape[3]
     left = scoring.left if scoring.left >= 0 else seq_len
     right = 0 if causal else scoring.right if scoring.right >= 0 else num_tokens
-    # Queries before the first key (there are such where queries outnumber keys) see nothing.
+    # Queries before the first key, which exist if queries outnumber keys, see nothing.
     blind = min(max(num_tokens - seq_len - right, 0), num_tokens) if seq_len else num_tokens
     if blind:
         out_THD[:blind] = 0
@@ -65,10 +65,11 @@ def prefill(
         if fused and (triangle or rectangle):
             out, lse = _fused(query, keys, values, None, scoring.scale, causal=triangle)
         else:
-            # In float32, where the positions of any context are exact.
-            positions = torch.arange(near, far, device=query.device, dtype=torch.float32)
-            own = torch.arange(first_position + start, first_position + stop, device=query.device, dtype=torch.float32)
-            distance_TL = positions - own[:, None]
+            # In float32, which holds the positions of any context exactly.
+            positions_L = torch.arange(near, far, device=query.device, dtype=torch.float32)
+            first, last = first_position + start, first_position + stop
+            positions_T = torch.arange(first, last, device=query.device, dtype=torch.float32)
+            distance_TL = positions_L - positions_T[:, None]
             hidden_TL = (distance_TL > right) | (distance_TL < -left)
             slopes = scoring.slopes_H
             bias = distance_TL.new_zeros(1) if slopes is None else slopes.view(-1, group, 1, 1) * distance_TL
@@ -89,7 +90,7 @@ def prefill(
 def _keys_values(
     kv_cache: torch.Tensor, block_row: torch.Tensor, low: int, high: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [K, L, D] in float32 of positions low ... high - 1, and nothing of what lies around them."""
+    """Returns keys and values [K, L, D] in float32 of positions low ... high - 1 alone."""
     block_size = kv_cache.shape[2]
     first = low // block_size
     gathered = gather_blocks(kv_cache, block_row[first : -(-high // block_size)]).flatten(1, 2)
@@ -106,7 +107,7 @@ def _fused(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's flash attention on the CPU: KV heads are its batch, the heads of a group share keys by a stride of 0."""
+    """Calls torch's flash attention on the CPU: KV heads are its batch, and heads share keys by a stride of 0."""
     group = query_KGTD.shape[1]
     keys = keys_KLD.unsqueeze(1).expand(-1, group, -1, -1)
     values = values_KLD.unsqueeze(1).expand(-1, group, -1, -1)

@@ -1,7 +1,7 @@
-"""What all layers of a step share, made once at its head from the contents of the batch's tensors.
+"""Schedule of a step's attention, shared by all layers and made at its head from the batch's tensors.
 
-On a device this would be a work list in memory that the attention kernels read. Here it is a Python object, which a
-one-element tensor, the handle, stands for: graphs record the handle's address, as they would that of the list.
+On a device it would be a work list in memory that attention kernels read. Here it is a Python object, which a tensor of
+one element, the handle, stands for: graphs record the handle's address, as they would that of the list.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Decodes of like lengths served together; L is the longest of their numbers of visible keys.
+    """Decodes of similar lengths served together; L is the largest number of visible keys.
 
-    rows:     which, None for all of the batch
-    spacing:  rows of memory from one sequence's queries to the next; H where nothing is between them
-    columns [size * H * L], row_starts [size * H]: the sparse matrix of queries by cache rows, int32
-    pattern:  the same as a tensor, with empty rows for what lies between the queries; its values are scratch
-    scores [size, H, L]: views these values; weights [size, H, L], and the same flat: more scratch
+    rows:     indices in the batch, None for all of it
+    spacing:  rows of memory from one sequence's queries to the next; H if nothing is between them
+    columns [size * H * L], row_starts [size * H]: sparse matrix of queries by cache rows, int32
+    pattern:  the same as a tensor, with empty rows for the memory between the queries; its values are scratch
+    scores [size, H, L]: views of these values; weights [size, H, L], and the same flat: more scratch
     hidden [size, 1, L]: padding, if any; visible [size]: keys that each query sees
-    blocks:   what to gather first, where the cache cannot be read in place
+    blocks:   blocks to gather first, if the cache cannot be read in place
     """
 
     rows: torch.Tensor | None
@@ -41,13 +41,12 @@ class Bucket:
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
-    """The leading sequences of one query and at least one key are decodes; whichever comes later is no less right as a
-    prefill.
+    """Schedule of a step. The leading sequences of one query and at least one key are decodes, all others prefills.
 
-    decode_lens [num_decodes], decode_blocks [num_decodes, blocks]: their seq_lens and block tables, int32
-    slots, written: where tokens' keys and values go, and which tokens have a slot (None for all in the mapping)
-    sequences: (slot, first token, end of tokens, seq_len) of the others that have queries
-    buckets:   of the decodes, by the left window and the spacing of queries of the layers that asked for them
+    decode_lens [num_decodes], decode_blocks [num_decodes, blocks]: seq_lens and block tables of the decodes, int32
+    slots, written: slots for keys and values, and the tokens that have one (None for all in the mapping)
+    sequences: (slot, first token, end of tokens, seq_len) of the prefills that have queries
+    buckets:   of the decodes, by left window and spacing of queries, made at a layer's first use
     """
 
     num_tokens: int
@@ -62,9 +61,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class CacheViews:
-    """One layer's cache as rows; the views stay as they are, so they are made once.
+    """Views of one layer's cache as rows.
 
-    keys_DN, values_ND: every head of every token in it, whatever the layout; None where heads are not rows of memory
+    keys_DN, values_ND: every head of every token, in any layout; None if heads are not rows of memory
     key_tokens, value_tokens [B * S, K, D]: None unless the cache is contiguous
     """
 
@@ -75,10 +74,10 @@ class CacheViews:
 
 
 @dataclass(slots=True)
-class Held:
-    """State of one handle: the schedule made last, and the views of each layer's cache by its address.
+class HandleState:
+    """State of one handle: the latest schedule, and the views of each layer's cache by its address.
 
-    Holds the handle itself too, so that no other handle gets its address in the meantime.
+    Keeps the handle too, so that no other handle gets its address.
     """
 
     handle: torch.Tensor
@@ -86,22 +85,23 @@ class Held:
     views: dict[int, CacheViews] = field(default_factory=dict[int, CacheViews])
 
     def cache_views(self, kv_cache: torch.Tensor) -> CacheViews:
+        """Returns the views of a layer's cache, made once."""
         found = self.views.get(kv_cache.data_ptr())
         if found is None:
             found = self.views[kv_cache.data_ptr()] = view_cache(kv_cache)
         return found
 
 
-held: dict[int, Held] = {}
+states: dict[int, HandleState] = {}
 """By the address of the handle."""
 
 
 def new_handle(owner: object, device: torch.device) -> torch.Tensor:
-    """A handle whose schedule, of nothing as yet, is kept for as long as `owner` lives."""
+    """Returns a handle with an empty schedule, which lives as long as `owner`."""
     handle = torch.zeros(1, dtype=torch.int64, device=device)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     empty = np.empty(0, np.int32)
-    held[handle.data_ptr()] = Held(
+    states[handle.data_ptr()] = HandleState(
         handle,
         Schedule(
             num_tokens=0,
@@ -113,12 +113,12 @@ def new_handle(owner: object, device: torch.device) -> torch.Tensor:
             sequences=[],
         ),
     )
-    weakref.finalize(owner, held.pop, handle.data_ptr())
+    weakref.finalize(owner, states.pop, handle.data_ptr())
     return handle
 
 
 def view_cache(kv_cache: torch.Tensor) -> CacheViews:
-    """The views of a cache [2, B, S, K, D]."""
+    """Returns the views of a cache [2, B, S, K, D]."""
     head_size, strides, offset = kv_cache.shape[4], kv_cache.stride(), kv_cache.storage_offset()
     keys_DN = values_ND = key_tokens = value_tokens = None
     if strides[4] == 1 and strides[1] % head_size == strides[2] % head_size == strides[3] % head_size == 0:
@@ -139,11 +139,11 @@ def make_schedule(
     handle: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Reads the batch and replaces what the handle stands for."""
+    """Replaces the schedule of a handle by that of the batch."""
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
     num_decodes = 0
-    # The way of many single queries is made for the CPU; elsewhere they go one by one.
+    # The kernel of many single queries is for the CPU; elsewhere they go one by one.
     if query_start_loc.device.type == "cpu":
         while num_decodes < len(lens) and starts[num_decodes + 1] == num_decodes + 1 and lens[num_decodes] > 0:
             num_decodes += 1
@@ -160,7 +160,7 @@ def make_schedule(
     if min(slot_mapping.tolist(), default=0) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slots = slot_mapping.index_select(0, written)
-    held[handle.data_ptr()].schedule = Schedule(
+    states[handle.data_ptr()].schedule = Schedule(
         num_tokens=starts[-1],
         num_decodes=num_decodes,
         decode_lens=np.array(lens[:num_decodes], np.int32),

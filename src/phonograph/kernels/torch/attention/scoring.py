@@ -1,4 +1,4 @@
-"""What turns products of queries and keys into weights: the parameters of a layer, and the steps all paths share."""
+"""Parameters that turn products of queries and keys into weights, and the steps that all kernels share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """The arithmetic of one layer, in this order: scale, softcap, ALiBi bias, mask, sinks.
+    """Arithmetic of one layer, in this order: scale, softcap, ALiBi bias, mask, sinks.
 
     scale:    factor of the products
     softcap:  x becomes softcap * tanh(x / softcap); 0 leaves it
     left, right: keys visible before and after the query's own position; -1 is unbounded
     slopes_H: ALiBi adds slope * (key position - query position)
     sinks_H:  one more logit in the denominator, without a value
-    k_scale_K, v_scale_K: what stored keys and values are to be multiplied by
+    k_scale_K, v_scale_K: factors of stored keys and values
     """
 
     scale: float
@@ -35,7 +35,7 @@ def softcap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Enlarges the softmax denominator after the fact: scales `out` [..., D] in place, returns the new LSE [...].
+    """Adds sinks to a finished softmax's denominator: scales `out` [..., D] in place, returns the new LSE [...].
 
     `lse` must be finite; `sinks` broadcasts with it. out / (1 + e^(sink - lse)) is out * sigmoid(lse - sink).
     """
