@@ -28,7 +28,7 @@ MIXED = (16, 128)
 def measure(llm: LLM, key: GraphKey, *, num_batches: int, num_turns: int) -> dict[str, Any]:
     """Medians in microseconds over turns of both on each batch; ratio: median of replay / eager, turn by turn."""
     runner, subject = llm.engine.core.runner, llm.engine.make_subject()
-    graph = runner._graphs.graph(key)  # the replay itself, without the checks of the buffers around it
+    graph = runner._graphs[key]  # the replay itself, without the checks of the buffers around it
     rng = np.random.default_rng(0)
     replays: list[float] = []
     eagers: list[float] = []

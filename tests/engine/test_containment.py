@@ -24,7 +24,7 @@ from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
 from phonograph.errors import RequestError, RequestFailure
 from phonograph.kernels.torch import sampling
-from phonograph.runner.cpu_inputs import SlotTable
+from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling import logprobs, sampler
 from phonograph.sampling.penalties import Penalties
 from phonograph.sampling.sampler import Sampler
@@ -261,7 +261,7 @@ PLACES: dict[str, tuple[dict[str, Any], Patch, str]] = {
         "sampling parameters",
     ),
     "matcher": (RULED, by_grammar("matcher"), "sampling parameters"),
-    "token ids": ({}, raises_for_victim(SlotTable, "_load", by_slot), "token ids"),
+    "token ids": ({}, raises_for_victim(CpuInputs, "_keep_tokens", by_slot), "token ids"),
     "mask": (RULED, by_grammar("fill"), "grammar"),
     "token for a matcher": (RULED, by_grammar("accept"), "grammar"),
     "choice": ({"top_p": 0.9}, raises_for_victim(Sampler, "_choose", by_slots(2), when=3), "sampling"),

@@ -48,11 +48,12 @@ class NotingRuntime(CallRuntime):
 class Program:
     """Notes its shapes."""
 
-    model, metadata = None, None
+    model = None
     few_layers = nullcontext
 
     def __init__(self, runtime: NotingRuntime) -> None:
         self.runtime = runtime
+        self.attention = SimpleNamespace(metadata=None)
 
     def run(self, *, num_tokens: int, **_: Any) -> tuple[torch.Tensor, ...]:
         self.runtime.done.append(("dry" if self.runtime.dry else "run", num_tokens))

@@ -25,14 +25,13 @@ class Sequences:
         self.inputs = CpuInputs(
             max_num_seqs=slots, max_num_tokens=max_tokens, max_model_len=max_len, block_size=block_size
         )
-        self.table = self.inputs.slots
-        self.table.token_ids[:] = self.rng.integers(0, 1000, self.table.token_ids.shape)
+        self.inputs.token_ids[:] = self.rng.integers(0, 1000, self.inputs.token_ids.shape)
         self.max_len = max_len
         self.computed = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros(slots, np.int64)
         self.next_block = 1
         self.layout = StepLayout(slots, max_tokens, max_appends=slots * blocks_for(max_len, block_size))
-        max_blocks = self.table.block_table.shape[1]
+        max_blocks = self.inputs.slot_blocks.shape[1]
         self.device = device
         self.slot_blocks = torch.full((slots, max_blocks), POISON, dtype=torch.int32, device=device)
         self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
@@ -44,8 +43,8 @@ class Sequences:
         for slot, query_len in zip(slots, query_lens, strict=True):
             if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
                 self.computed[slot] = self.num_blocks[slot] = 0
-            needed = blocks_for(int(self.computed[slot]) + query_len, self.table.block_size) + ahead
-            needed = min(needed, self.table.block_table.shape[1])
+            needed = blocks_for(int(self.computed[slot]) + query_len, self.inputs.block_size) + ahead
+            needed = min(needed, self.inputs.slot_blocks.shape[1])
             if needed > self.num_blocks[slot]:
                 start, count = int(self.num_blocks[slot]), needed - int(self.num_blocks[slot])
                 ids = list(range(self.next_block, self.next_block + count))
@@ -79,7 +78,7 @@ class Sequences:
         for row, (slot, context, length) in enumerate(
             zip(batch.slots, batch.context_lens, batch.query_lens, strict=True)
         ):
-            tokens = self.table.token_ids[slot, context : context + length]
+            tokens = self.inputs.token_ids[slot, context : context + length]
             if length == 1 and kept[slot]:
                 views.token_starts[row] = -1
                 self.last_token[slot] = int(tokens[0])
@@ -116,7 +115,7 @@ class Sequences:
             self.layout,
             last_token_R=self.last_token,
             slot_block_table_RN=self.slot_blocks,
-            block_size=self.table.block_size,
+            block_size=self.inputs.block_size,
             num_reqs_padded=num_reqs,
             num_tokens_padded=num_tokens,
             input_ids_T=got["input_ids"],
@@ -133,11 +132,11 @@ class Sequences:
         blocks = got["block_table"].cpu()
         state = self.slot_blocks.cpu()
         for row, slot in enumerate(batch.slots):
-            used = blocks_for(batch.context_lens[row] + batch.query_lens[row], self.table.block_size)
+            used = blocks_for(batch.context_lens[row] + batch.query_lens[row], self.inputs.block_size)
             assert torch.equal(blocks[row, :used], expected["block_table"][row, :used])
             assert (blocks[row, used:] == POISON).all()
             held = int(self.num_blocks[slot])
-            assert state[slot, :held].tolist() == self.table.block_table[slot, :held].tolist()
+            assert state[slot, :held].tolist() == self.inputs.slot_blocks[slot, :held].tolist()
         assert (blocks[batch.num_reqs :] == POISON).all()
         sampled = self.layout.sampling_views(staging).sample_slots.cpu().tolist()
         assert sampled[:num_reqs] == batch.slots + [-1] * (num_reqs - batch.num_reqs)

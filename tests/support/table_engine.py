@@ -132,7 +132,7 @@ def engine_maker() -> MakeEngine:
             model=table,
             attention=StepAttention(backend, [], [], inputs.slot_mapping, runtime),
             inputs=inputs,
-            sampler=device_sampler,
+            sample=device_sampler.sample,
         )
         synthetic: dict[str, Any] = {"max_model_len": bounds.max_model_len, "block_size": bounds.block_size}
         builder: Any = Backend()

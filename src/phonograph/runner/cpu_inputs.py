@@ -32,17 +32,20 @@ class CpuInputs:
 
     Each has a numpy view of the same name with `_np` behind it, through which it is written.
 
-    slots: state of the sequences
+    State of the sequences by slot: token_ids [R, max_model_len], slot_blocks [R, N].
     """
 
     def __init__(self, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int) -> None:
-        self.slots = SlotTable(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.slot_blocks = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
+        self._num_tokens = [0] * max_num_seqs
         self.input_ids_np = np.zeros(max_num_tokens, np.int32)
         self.positions_np = np.zeros(max_num_tokens, np.int64)
         self.slot_mapping_np = np.full(max_num_tokens, -1, np.int64)
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
-        self.block_table_np = np.zeros_like(self.slots.block_table)
+        self.block_table_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
         self.prefix_len_np = np.zeros(1, np.int32)
         self.input_ids = torch.from_numpy(self.input_ids_np)
@@ -58,11 +61,27 @@ class CpuInputs:
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Take over sequences that start and blocks that were appended."""
-        self.slots.apply(batch, failures)
+        for new in batch.new:
+            self._num_tokens[new.slot] = len(new.token_ids)
+            failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids)
+        self._append_blocks(batch)
+
+    def _keep_tokens(self, slot: int, token_ids: list[int]) -> None:
+        self.token_ids[slot, : len(token_ids)] = token_ids
+
+    def _append_blocks(self, batch: ScheduledBatch) -> None:
+        for append in batch.appends:
+            self.slot_blocks[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
         """Write the sampled token of each slot behind its last one."""
-        self.slots.append_tokens(slots, token_ids)
+        num_tokens, max_model_len = self._num_tokens, self.token_ids.shape[1]
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            end = num_tokens[slot]
+            # A sequence that reached the context's end samples a token that it will never feed back.
+            if end < max_model_len:
+                self.token_ids[slot, end] = token_id
+            num_tokens[slot] = end + 1
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Do nothing: the host has written all inputs before the step."""
@@ -71,7 +90,7 @@ class CpuInputs:
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None = None
     ) -> CommonMetadata:
         """Write one step, and return the metadata that views its inputs; see `Inputs.write`."""
-        batch, table, slots, context_lens = rows.batch, self.slots, rows.slots, rows.context_lens
+        batch, slots, context_lens = rows.batch, rows.slots, rows.context_lens
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
@@ -86,60 +105,12 @@ class CpuInputs:
             starts = np.repeat(context_lens - query_start_loc[:num_reqs], rows.query_lens)
             positions = np.arange(num_tokens) + starts
         self.positions_np[:num_tokens] = positions
-        self.input_ids_np[:num_tokens] = table.token_ids[token_slots, positions]
-        block, offset = np.divmod(positions, table.block_size)
-        self.slot_mapping_np[:num_tokens] = table.block_table[token_slots, block] * table.block_size + offset
-        num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), table.block_size)
-        self.block_table_np[:num_reqs, :num_blocks] = table.block_table[slots, :num_blocks]
-        return self._pad(
-            key,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_decodes=batch.num_decodes,
-            max_query_len=max(batch.query_lens),
-            prefix_len=prefix_len,
-        )
-
-    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Write a batch that no slot holds, padded to `key`."""
-        token, block_size = 0, self.slots.block_size
-        self.query_start_loc_np[0] = 0
-        for row, (query, context, blocks) in enumerate(
-            zip(batch.query_lens, batch.context_lens, batch.blocks, strict=True)
-        ):
-            self.block_table_np[row, : len(blocks)] = blocks
-            positions = np.arange(context, context + query)
-            self.positions_np[token : token + query] = positions
-            self.slot_mapping_np[token : token + query] = (
-                blocks[positions // block_size] * np.int64(block_size) + positions % block_size
-            )
-            token += query
-            self.query_start_loc_np[row + 1] = token
-            self.seq_lens_np[row] = query + context
-        self.input_ids_np[:token] = batch.token_ids
-        return self._pad(
-            key,
-            num_reqs=len(batch.query_lens),
-            num_tokens=token,
-            num_decodes=batch.num_decodes,
-            max_query_len=max(batch.query_lens),
-            prefix_len=batch.prefix_len,
-        )
-
-    def _pad(
-        self,
-        key: GraphKey | None,
-        *,
-        num_reqs: int,
-        num_tokens: int,
-        num_decodes: int,
-        max_query_len: int,
-        prefix_len: int | None,
-    ) -> CommonMetadata:
-        """Make the rows behind the batch harmless, up to the slots and tokens of `key`.
-
-        Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
-        """
+        self.input_ids_np[:num_tokens] = self.token_ids[token_slots, positions]
+        block, offset = np.divmod(positions, self.block_size)
+        self.slot_mapping_np[:num_tokens] = self.slot_blocks[token_slots, block] * self.block_size + offset
+        num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), self.block_size)
+        self.block_table_np[:num_reqs, :num_blocks] = self.slot_blocks[slots, :num_blocks]
+        # Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         self.logits_rows_np[:num_reqs] = self.query_start_loc_np[1 : num_reqs + 1] - 1
         if padded_reqs > num_reqs:
@@ -154,10 +125,10 @@ class CpuInputs:
             self.prefix_len_np[0] = prefix_len
         return CommonMetadata(
             num_reqs=num_reqs,
-            num_decodes=num_decodes,
+            num_decodes=batch.num_decodes,
             num_tokens=num_tokens,
-            num_decode_tokens=int(self.query_start_loc_np[num_decodes]),
-            max_query_len=max_query_len,
+            num_decode_tokens=int(self.query_start_loc_np[batch.num_decodes]),
+            max_query_len=max(batch.query_lens),
             max_seq_len=int(self.seq_lens_np[:num_reqs].max()),
             query_start_loc=self.query_start_loc[: padded_reqs + 1],
             seq_lens=self.seq_lens[:padded_reqs],
@@ -168,34 +139,12 @@ class CpuInputs:
             prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
         )
 
-
-class SlotTable:
-    """token_ids [R, max_model_len], block_table [R, blocks]: R = max_num_seqs rows, one a slot."""
-
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.num_tokens = [0] * max_num_seqs
-        self.block_table = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
-
-    def apply(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Take over what changed since the last step; `failures` receives slots whose tokens cannot be loaded."""
-        for new in batch.new:
-            self.num_tokens[new.slot] = len(new.token_ids)
-            failures.run(new.slot, "token ids", self._load, new.slot, new.token_ids)
-        for append in batch.appends:
-            self.block_table[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
-
-    def _load(self, slot: int, token_ids: list[int]) -> None:
-        self.token_ids[slot, : len(token_ids)] = token_ids
-
-    def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
-        """Write the sampled token of each slot behind its last one."""
-        num_tokens, table = self.num_tokens, self.token_ids
-        max_model_len = table.shape[1]
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            end = num_tokens[slot]
-            # A sequence that reached the context's end samples a token that it will never feed back.
-            if end < max_model_len:
-                table[slot, end] = token_id
-            num_tokens[slot] = end + 1
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+        """Write a batch that no sequence stands behind; see `Inputs.load`."""
+        rows = batch.rows()
+        self._append_blocks(rows.batch)
+        end = 0
+        for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            self.token_ids[row, context : context + query] = batch.token_ids[end : end + query]
+            end += query
+        return self.write(rows, key, prefix_len=batch.prefix_len)

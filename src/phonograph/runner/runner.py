@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import AnyBuilder, CommonMetadata
 from phonograph.core.batch import ScheduledBatch
-from phonograph.errors import ReplayError
+from phonograph.errors import CaptureError, ReplayError
+from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.graphs.runtime import GraphRuntime
-from phonograph.runner.captures import CapturedGraphs, CaptureProgress, CaptureReport
+from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.step_inputs import Inputs
@@ -30,6 +31,20 @@ from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
 
 _PROMPT_ROWS = "log-probabilities of prompt tokens, whose rows graphs of so many tokens leave out of the last layer"
+
+
+CaptureProgress = Callable[[int, int, GraphKey], None]
+"""Called before each graph is captured, with the number of those that are, of all, and its key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """Result of the capture phase: graphs, their cost, and those that took a second try."""
+
+    num_graphs: int
+    seconds: float
+    memory_bytes: int
+    retries: tuple[CaptureRetry, ...] = ()
 
 
 class Runner:
@@ -64,14 +79,17 @@ class Runner:
         self._sampling = sampling
         self._sequences = sequences
         self._prefixes = prefixes
-        self._graphs = CapturedGraphs(runtime)
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step. At most `lookahead` + 1 are in flight."""
         with torch.inference_mode(), self.runtime.scope():
             failures = SlotFailures()
-            self._take_over(batch, failures)
+            self._sequences.take_over(batch, failures)
+            self._inputs.take_over(batch, failures)
+            if self._prefixes is not None:
+                self._prefixes.update(batch.appends)
             scores_prompts = self._sequences.scores_prompts(batch)
             decision, prefix_len = self._decide(batch, scores_prompts)
             rows = self._sequences.rows(batch)
@@ -91,7 +109,7 @@ class Runner:
 
     def prepare(self, common: CommonMetadata, key: GraphKey | None) -> None:
         """Build the attention metadata of inputs that were written for `key` (None: for an eager step)."""
-        self._program.metadata = self._builder.build(common, key=key)
+        self._program.attention.metadata = self._builder.build(common, key=key)
         self._prepared_for = key
 
     def replay(self, key: GraphKey) -> StepOutputs:
@@ -104,7 +122,9 @@ class Runner:
         if self._prepared_for != key:
             raise ReplayError(f"{key} was to replay, but the inputs are those of {self._prepared_for}")
         self._prepared_for = None
-        return StepOutputs(*self._graphs.replay(key))
+        graph = self._graphs[key]
+        graph.replay()
+        return StepOutputs(*graph.outputs)
 
     def run_shape(self, key: GraphKey) -> StepOutputs:
         """Run the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
@@ -132,25 +152,38 @@ class Runner:
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
         """Capture every graph of the capture list, largest first, with kernels that are loaded.
 
+        A library may have something left to load, which a capture refuses. Its first run is eager then, and the graph
+        is captured at a second try.
+
         Raises:
             CaptureError: a graph could not be captured at the second try either.
         """
         keys = self.dispatcher.captures.largest_first()
         start = time.perf_counter()
-        retries = self._graphs.capture(keys, self._capturable, progress)
+        retries: list[CaptureRetry] = []
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress(done, len(keys), key)
+            try:
+                self._capture(key)
+            except CaptureError as error:
+                retries.append(CaptureRetry(key, str(error)))
+                self._capturable(key)()
+                self._capture(key)
         num_behind = self._sampling.capture(self.runtime) if keys else 0
         return CaptureReport(
             num_graphs=len(keys) + num_behind,
             seconds=time.perf_counter() - start,
             memory_bytes=self.runtime.memory_bytes,
-            retries=retries,
+            retries=tuple(retries),
         )
 
-    def _take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        self._sequences.take_over(batch, failures)
-        self._inputs.take_over(batch, failures)
-        if self._prefixes is not None:
-            self._prefixes.update(batch.appends)
+    def _capture(self, key: GraphKey) -> None:
+        run = self._capturable(key)
+        if key.graphs is GraphSet.PIECEWISE and not self.runtime.runs_captured:
+            # Attention between the pieces runs during the capture, on what this makes.
+            run()
+        self._graphs[key] = self.runtime.capture(run)
 
     def _decide(self, batch: ScheduledBatch, scores_prompts: bool) -> tuple[Decision, int | None]:
         """Return the decision, and the length of the prefix that the step attends once."""

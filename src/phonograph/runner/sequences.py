@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
-from phonograph.runner.step_inputs import StepRows
+from phonograph.runner.step_inputs import StepRows, rows_of
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.logprobs import step_prompt_logprobs
 from phonograph.sampling.sampler import Sampler
@@ -52,17 +52,7 @@ class Sequences:
 
     def rows(self, batch: ScheduledBatch) -> StepRows:
         """Return the step as arrays."""
-        slots = np.array(batch.slots, np.int64)
-        context_lens = np.array(batch.context_lens, np.int64)
-        query_lens = np.array(batch.query_lens, np.int64)
-        return StepRows(
-            batch=batch,
-            slots=slots,
-            context_lens=context_lens,
-            query_lens=query_lens,
-            samples=np.array(batch.samples, bool),
-            draws=context_lens + query_lens - self._prompt_lens[slots],
-        )
+        return rows_of(batch, self._prompt_lens)
 
     def scores_prompts(self, batch: ScheduledBatch) -> bool:
         """Return True if log-probabilities of prompt tokens are wanted of this step."""

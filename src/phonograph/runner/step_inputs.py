@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.core.batch import ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.graphs.modes import GraphKey
-from phonograph.runner.step_program import StepTensors
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
 
@@ -53,14 +53,47 @@ class SyntheticBatch:
     token_ids: np.ndarray
     prefix_len: int | None = None
 
-    @property
-    def num_decodes(self) -> int:
-        """Number of sequences with a query of one token."""
-        return sum(length == 1 for length in self.query_lens)
+    def rows(self) -> StepRows:
+        """Return the step that computes the batch, sequence i in slot i."""
+        num_reqs = len(self.query_lens)
+        batch = ScheduledBatch(
+            slots=[*range(num_reqs)],
+            query_lens=self.query_lens,
+            context_lens=self.context_lens,
+            samples=[True] * num_reqs,
+            num_decodes=sum(length == 1 for length in self.query_lens),
+            num_tokens=len(self.token_ids),
+            appends=[BlockAppend(slot=row, start=0, block_ids=ids.tolist()) for row, ids in enumerate(self.blocks)],
+        )
+        return rows_of(batch, np.zeros(num_reqs, np.int64))
 
 
-class Inputs(StepTensors, Protocol):
-    """State of the running sequences by slot, and the static inputs of a step made from it."""
+def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
+    """Return a batch as arrays; `prompt_lens` int64 [R] are by slot."""
+    slots = np.array(batch.slots, np.int64)
+    context_lens = np.array(batch.context_lens, np.int64)
+    query_lens = np.array(batch.query_lens, np.int64)
+    return StepRows(
+        batch=batch,
+        slots=slots,
+        context_lens=context_lens,
+        query_lens=query_lens,
+        samples=np.array(batch.samples, bool),
+        draws=context_lens + query_lens - prompt_lens[slots],
+    )
+
+
+class Inputs(Protocol):
+    """State of the running sequences by slot, and the static inputs of a step made from it.
+
+    input_ids:   int32 [T]
+    positions:   int64 [T]
+    logits_rows: int64 [R], the row of the residual stream whose logits a request wants
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_rows: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Take over the sequences that start with this step.
@@ -86,5 +119,9 @@ class Inputs(StepTensors, Protocol):
         ...
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Write a batch that no sequence stands behind, padded to `key`."""
+        """Write a batch that no sequence stands behind, padded to `key`. It overwrites the state of its slots."""
+        ...
+
+    def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
+        """Make the tensors of a step, at its padded shape, as the first part of the step."""
         ...

@@ -8,40 +8,16 @@ that lives on the device, and the sampled tokens stay there for the next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from phonograph.attention.metadata import AttentionMetadata
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
-
-
-class StepTensors(Protocol):
-    """Persistent inputs of a step.
-
-    input_ids:   int32 [T]
-    positions:   int64 [T]
-    logits_rows: int64 [R], the row of the residual stream whose logits a request wants
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    logits_rows: torch.Tensor
-
-    def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
-        """Make the tensors of a step, at its padded shape, as the first part of the step."""
-        ...
-
-
-class StepSampler(Protocol):
-    """Sampling as the last part of a step."""
-
-    def sample(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return the tokens int32 [N] of rows of logits."""
-        ...
+from phonograph.runner.step_inputs import Inputs
 
 
 class StepOutputs(NamedTuple):
@@ -61,7 +37,7 @@ class StepOutputs(NamedTuple):
 class StepProgram:
     """Attention schedule, decoder layers with paged attention, logits of the rows that need them, sampling.
 
-    sampler:         None where the host samples
+    sample:          returns the tokens int32 [N] of rows of logits [N, V]; None where the host samples
     batch_invariant: no kernel is chosen by the number of tokens or requests. The model and the backend must be made so.
     """
 
@@ -70,25 +46,16 @@ class StepProgram:
         *,
         model: Transformer,
         attention: StepAttention,
-        inputs: StepTensors,
-        sampler: StepSampler | None = None,
+        inputs: Inputs,
+        sample: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.attention = attention
         self._inputs = inputs
-        self._sampler = sampler
+        self._sample = sample
         self._batch_invariant = batch_invariant
         self._no_tokens = torch.empty(0, dtype=torch.int32, device=model.device)
-
-    @property
-    def metadata(self) -> AttentionMetadata | None:
-        """Attention metadata of the step that runs next."""
-        return self.attention.metadata
-
-    @metadata.setter
-    def metadata(self, metadata: AttentionMetadata) -> None:
-        self.attention.metadata = metadata
 
     def run(
         self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool, all_hidden: bool = False
@@ -117,7 +84,7 @@ class StepProgram:
             gathered = not every_row or self._batch_invariant
         rows_N = inputs.logits_rows[:num_logits] if gathered else None
         logits_NV = model.logits(hidden_TE, rows_N)
-        tokens_N = self._no_tokens if self._sampler is None else self._sampler.sample(logits_NV)
+        tokens_N = self._no_tokens if self._sample is None else self._sample(logits_NV)
         return StepOutputs(hidden_TE, logits_NV, tokens_N)
 
     def few_layers(self) -> AbstractContextManager[None]:

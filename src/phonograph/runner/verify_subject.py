@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -49,39 +51,29 @@ class RunnerSubject:
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        common = self._batch()
-        with torch.inference_mode(), self._runner.runtime.scope():
-            self._poison_written(common)
-            self._runner.runtime.poison()
-            self._runner.prepare(common, key)
-            return self._results(common, self._runner.replay(key))
+        return self._results(key, self._runner.replay, poisons=True)
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        common = self._batch()
-        with torch.inference_mode(), self._runner.runtime.scope():
-            self._poison_written(common)
-            self._runner.prepare(common, key)
-            return self._results(common, self._runner.run_shape(key))
+        return self._results(key, self._runner.run_shape, poisons=False)
 
-    def _batch(self) -> CommonMetadata:
-        assert self._common is not None, "prepare() comes first"
-        return self._common
-
-    def _written(self, common: CommonMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = common.slot_mapping[: common.num_tokens]
-        size = self._kv_caches[0].shape[2]
-        return slots // size, slots % size
-
-    def _poison_written(self, common: CommonMetadata) -> None:
-        blocks, offsets = self._written(common)
-        for cache in self._kv_caches:
-            cache[:, blocks, offsets] = float("nan")
-
-    def _results(self, common: CommonMetadata, outputs: StepOutputs) -> dict[str, torch.Tensor]:
+    def _results(
+        self, key: GraphKey, run: Callable[[GraphKey], StepOutputs], *, poisons: bool
+    ) -> dict[str, torch.Tensor]:
         """Padded rows are compared too: they must be finite, or they could poison a real row some day."""
-        blocks, offsets = self._written(common)
-        written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-        results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
-        # They are compared outside the runtime's scope, on another stream.
-        self._runner.runtime.synchronize()
-        return results
+        runner, common = self._runner, self._common
+        assert common is not None, "prepare() comes first"
+        with torch.inference_mode(), runner.runtime.scope():
+            slots = common.slot_mapping[: common.num_tokens]
+            size = self._kv_caches[0].shape[2]
+            blocks, offsets = slots // size, slots % size
+            for cache in self._kv_caches:
+                cache[:, blocks, offsets] = float("nan")
+            if poisons:
+                runner.runtime.poison()
+            runner.prepare(common, key)
+            outputs = run(key)
+            written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
+            results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
+            # They are compared outside the runtime's scope, on another stream.
+            runner.runtime.synchronize()
+            return results

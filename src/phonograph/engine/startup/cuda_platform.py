@@ -95,7 +95,7 @@ class CudaPlatform:
                 model=model,
                 attention=StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime),
                 inputs=inputs,
-                sampler=device_sampler,
+                sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring),

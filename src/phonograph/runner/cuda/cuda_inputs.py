@@ -101,23 +101,15 @@ class CudaInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
         """Send a batch that no sequence stands behind, greedy, and prepare it, so that its slots are known."""
-        num_reqs = len(batch.query_lens)
+        rows = batch.rows()
+        num_reqs = rows.batch.num_reqs
         starts = np.cumsum([0, *batch.query_lens])
-        appends = [BlockAppend(slot=row, start=0, block_ids=blocks.tolist()) for row, blocks in enumerate(batch.blocks)]
-        rows = StepRows(
-            batch=ScheduledBatch(num_decodes=batch.num_decodes, appends=appends),
-            slots=np.arange(num_reqs),
-            context_lens=np.array(batch.context_lens, np.int64),
-            query_lens=np.array(batch.query_lens, np.int64),
-            samples=np.ones(num_reqs, bool),
-            draws=np.zeros(num_reqs, np.int64),
-        )
         greedy = KernelParameters(
             temperature_N=np.zeros(num_reqs),
             top_k_N=np.zeros(num_reqs, np.int64),
             top_p_N=np.ones(num_reqs),
             min_p_N=np.zeros(num_reqs),
-            draw_keys_N=rows.draws,
+            draw_keys_N=np.zeros(num_reqs, np.int64),
         )
         given = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         common = self._send(rows, key, given, batch.prefix_len, KernelRows(rows.samples, greedy))

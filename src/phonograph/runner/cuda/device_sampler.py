@@ -22,37 +22,29 @@ class DeviceSampler:
 
     def sample(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the tokens int32 [N] of the step's rows of logits."""
-        inputs, rows, num_logits = self._inputs, self._inputs.sampling, len(logits_NV)
-        tokens_N = inputs.tokens[:num_logits]
-        sample(
-            logits_NV,
-            rows.sample_slots[:num_logits],
-            rows.temperature[:num_logits],
-            rows.top_k[:num_logits],
-            rows.top_p[:num_logits],
-            rows.min_p[:num_logits],
-            rows.draw_keys[:num_logits],
-            inputs.sample_scratch,
-            tokens_N,
-            inputs.last_token,
-            batch_invariant=self._batch_invariant,
-        )
-        return tokens_N
+        num_logits = len(logits_NV)
+        self._sample(logits_NV, self._inputs.sampling.sample_slots, num_logits)
+        return self._inputs.tokens[:num_logits]
 
     def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
         """Mask the logits of these rows of the last step in place, and choose their tokens; rows below 0 are none."""
-        inputs, rows = self._inputs, self._inputs.sampling
         mask_logits(self._logits_RV, rows_G, bitmask_GW)
+        self._sample(self._logits_RV, self._inputs.sampling.slots, None, rows_G)
+
+    def _sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, num_rows: int | None, rows_G: torch.Tensor | None = None
+    ) -> None:
+        inputs, parameters = self._inputs, self._inputs.sampling
         sample(
-            self._logits_RV,
-            rows.slots,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.draw_keys,
+            logits,
+            slots[:num_rows],
+            parameters.temperature[:num_rows],
+            parameters.top_k[:num_rows],
+            parameters.top_p[:num_rows],
+            parameters.min_p[:num_rows],
+            parameters.draw_keys[:num_rows],
             inputs.sample_scratch,
-            inputs.tokens,
+            inputs.tokens[:num_rows],
             inputs.last_token,
             rows_G=rows_G,
             batch_invariant=self._batch_invariant,

@@ -63,19 +63,16 @@ class MaskedSampling:
         self._graphs: dict[int, CapturedGraph] = {}
         self._owed: list[tuple[int, int, Matcher]] = []
 
-    def run(self, size: int) -> None:
-        """Launches masking and sampling of the first `size` rows of what was uploaded."""
+    def run(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Launch masking and sampling of the first `size` rows of what was uploaded; return no tensors."""
         self._sample_masked(self._rows[:size], self._bitmask[:size])
+        return ()
 
     def capture(self, runtime: GraphRuntime) -> int:
         """Captures the graphs, largest first, whose kernels must have been compiled; returns how many."""
         for size in reversed(self.sizes):
-            self._graphs[size] = runtime.capture(functools.partial(self._captured, size))
+            self._graphs[size] = runtime.capture(functools.partial(self.run, size))
         return len(self._graphs)
-
-    def _captured(self, size: int) -> tuple[torch.Tensor, ...]:
-        self.run(size)
-        return ()
 
     def follow(self, ring: TokenRing, failures: SlotFailures) -> None:
         """Gives matchers the tokens that the last `sample` chose for them, and waits for that step if there are any.
