@@ -57,7 +57,8 @@ def test_the_engine_of_a_server_ends_turns_there_too(tmp_path: Path, demo: LLM) 
         async with AsyncLLM(copy_demo(tmp_path), client=ProcessClient, **settings) as engine:
             assert engine.tokenizer is not None
             call = engine.open([engine.tokenizer.encode_chat(MESSAGES)], GREEDY)
-            (sample,) = await call.wait()
+            await call.wait()
+            (sample,) = call.samples
             call.close()
             return sample
 

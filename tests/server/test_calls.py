@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.async_llm import AsyncLLM
@@ -33,7 +34,7 @@ from phonograph.models.weights.model_files import model_folder
 from phonograph.scheduling.limits import SchedulerStats
 from phonograph.server.http.api_errors import ApiError, api_error
 from phonograph.server.observe.graphs import graphs
-from phonograph.server.observe.metrics import make_registry
+from phonograph.server.observe.metrics import EngineCollector
 from phonograph.text.tokenizer import Tokenizer
 
 STATS = SchedulerStats(
@@ -75,7 +76,7 @@ class FakeClient:
     async def ready(self, progress: StartProgress) -> EngineFacts:
         return FACTS
 
-    def send(self, command: Begin | Command) -> None:
+    def send(self, command: Command) -> None:
         if not isinstance(command, Begin):
             self.sent.append(command)
 
@@ -136,7 +137,8 @@ def test_what_came_meanwhile_is_one_piece(tokenizer: Tokenizer) -> None:
         (key,) = add.prompts
         for token_id in bench.ids("Tom has 12"):
             bench.process.report((key, 0, [token_id], None, None, None))
-        (sample,) = await call.wait()
+        await call.wait()
+        (sample,) = call.take_changed()
         assert sample.take().text == "Tom has 12" and sample.take().text == ""
         bench.process.report((key, 0, bench.ids(" apples"), None, "length", None), (key, 0, [7], None, None, None))
         await call.wait()
@@ -151,7 +153,8 @@ def test_a_stop_string_ends_the_sample_in_the_engine_too(tokenizer: Tokenizer) -
         call = bench.open(n=2, stop=[" has"])
         (key,) = bench.process.sent[0].prompts
         bench.process.report((key, 1, bench.ids("Tom has 12"), None, None, None))
-        (sample,) = await call.wait()
+        await call.wait()
+        (sample,) = call.take_changed()
         assert (sample.index, sample.text, sample.finish_reason, sample.stop_reason) == (1, "Tom", "stop", " has")
         assert bench.process.sent[1:] == [Abort(key, 1)] and bench.engine.num_open == 1
         bench.process.report((key, 1, [5], None, "abort", None), (key, 0, [5], None, "stop", 5))
@@ -295,7 +298,8 @@ def test_graphs_that_took_a_second_try_are_shown_and_counted(
         request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
         shown = (await graphs(request, last=0, after=0))["captures"]["retries"]
         assert shown == [{"set": "decode", "tokens": 2, "slots": 2, "reason": "the library was not loaded"}]
-        registry = make_registry(bench.engine, "demo")
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(bench.engine, "demo"))
         assert registry.get_sample_value("phonograph:graph_capture_retries", {"model_name": "demo"}) == 1
 
     in_loop(tokenizer, body)

@@ -15,7 +15,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.build import Engine
 from phonograph.engine.process import core_loop
 from phonograph.engine.process.core_loop import CoreLoop
-from phonograph.engine.process.messages import Abort, Add, Command, Report, Stop
+from phonograph.engine.process.messages import Abort, Add, Command, Message, Report, Stop
 from phonograph.engine.session import Session
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import RequestFailure
@@ -33,11 +33,15 @@ class Driven:
         self.reports: list[Report] = []
         model = engine.plan.model
         session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
-        self.loop = CoreLoop(session, self, self.reports.append)
+        self.loop = CoreLoop(session, self)
 
     def receive(self, *, wait: bool) -> Command | None:
         assert self.commands or not wait, "it waits although there is nothing to come"
         return self.commands.popleft() if self.commands else None
+
+    def send(self, message: Message) -> None:
+        assert isinstance(message, Report)
+        self.reports.append(message)
 
     def turn(self, *commands: Command) -> list[Report]:
         self.commands += commands

@@ -54,7 +54,12 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
         raise RequestError("prompt", prompt, "is text, and the engine runs without a tokenizer; give token ids")
     if not prompt:
         raise RequestError("prompt", prompt, "is empty; at least one token is needed")
-    return admitted_text(prompt, tokenizer.encode(prompt), vocab_size)
+    token_ids = tokenizer.encode(prompt)
+    wrong = _unknown_token(token_ids, vocab_size)
+    if wrong is not None:
+        problem = f"has token {wrong} of the tokenizer, and the model's token ids are 0 to {vocab_size - 1}"
+        raise RequestError("prompt", shortened(prompt), problem)
+    return token_ids
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -97,19 +102,6 @@ def _unknown_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
     if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return None
     return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-
-
-def admitted_text(text: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Returns the token ids that a tokenizer made of a text.
-
-    Raises:
-        RequestError: the text has a token for which the model has no row of embeddings.
-    """
-    wrong = _unknown_token(token_ids, vocab_size)
-    if wrong is not None:
-        problem = f"has token {wrong} of the tokenizer, and the model's token ids are 0 to {vocab_size - 1}"
-        raise RequestError("prompt", shortened(text), problem)
-    return list(token_ids)
 
 
 def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerLimits) -> None:

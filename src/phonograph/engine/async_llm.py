@@ -18,7 +18,7 @@ from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.calls import Call, Prompt, Sample
-from phonograph.engine.process.client import EngineClient, StartProgress
+from phonograph.engine.process.client import EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
 from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure, shortened
@@ -79,7 +79,7 @@ class AsyncLLM:
         *,
         config: EngineConfig | None = None,
         client: Callable[[EngineConfig], EngineClient] = ThreadClient,
-        progress: StartProgress = lambda phase, done, total: None,
+        progress: StartProgress = no_progress,
         **settings: Any,
     ) -> None:
         self.config = admitted_config(model, config, settings)

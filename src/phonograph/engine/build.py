@@ -17,6 +17,7 @@ from phonograph.core.blocks import blocks_for
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.platform import ModelParts, Platform
 from phonograph.errors import ConfigError
@@ -24,9 +25,8 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
-from phonograph.runner.captures import CaptureReport
 from phonograph.runner.kv_pool import allocate_kv_caches
-from phonograph.runner.runner import Runner
+from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
@@ -35,9 +35,6 @@ from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-
-BuildProgress = Callable[[str, int, int], None]
-"""Called with the phase ("weights", on a GPU "kernels", "graphs"), how much of it is done, and of how much."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +71,6 @@ def this_device(kind: str) -> DeviceSpec:
     )
 
 
-def _unseen(phase: str, done: int, total: int) -> None:
-    """Progress nobody watches."""
-
-
 def make_platform(kind: str) -> Platform:
     """Return the platform of a kind of device ("cpu", "cuda").
 
@@ -95,20 +88,17 @@ def make_platform(kind: str) -> Platform:
     return CudaPlatform(torch.device(kind))
 
 
-def build_engine(
-    plan: EnginePlan, progress: BuildProgress | None = None, *, platform: Platform | None = None
-) -> Engine:
+def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platform: Platform | None = None) -> Engine:
     """Load the model and capture all graphs. All libraries are imported before memory is allocated.
 
     Args:
         plan: what to build.
-        progress: called as the start goes on.
+        report: called as the start goes on.
         platform: in place of that of the plan's device.
 
     Raises:
         ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
     """
-    report = progress or _unseen
     report("weights", 0, 1)
     platform = platform or make_platform(plan.device.kind)
 
@@ -157,11 +147,12 @@ def build_engine(
             policy=plan.config.scheduling_policy,
         )
     )
-
-    def make_subject() -> RunnerSubject:
-        return RunnerSubject(runner, parts.kv_caches)
-
-    return Engine(core=EngineCore(scheduler, runner), plan=plan, captured=captured, make_subject=make_subject)
+    return Engine(
+        core=EngineCore(scheduler, runner),
+        plan=plan,
+        captured=captured,
+        make_subject=lambda: RunnerSubject(runner, parts.kv_caches),
+    )
 
 
 def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:

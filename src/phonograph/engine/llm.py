@@ -11,7 +11,7 @@ from typing import Any
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_config
-from phonograph.engine.build import BuildProgress, Engine
+from phonograph.engine.build import Engine
 from phonograph.engine.offline.answer_inputs import answer_inputs
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.prompts import (
@@ -24,6 +24,7 @@ from phonograph.engine.offline.prompts import (
 )
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine, verify_engine
 from phonograph.errors import RequestError
@@ -49,13 +50,13 @@ class LLM:
         model: str | Path | None = None,
         *,
         config: EngineConfig | None = None,
-        progress: BuildProgress | None = None,
+        progress: StartProgress | None = None,
         serves: bool = True,
         **settings: Any,
     ) -> None:
         self.config = admitted_config(model, config, settings, serves=serves)
         start = time.perf_counter()
-        self._engine: Engine = start_engine(self.config, progress)
+        self._engine: Engine = start_engine(self.config, progress or no_progress)
         tokenizer = load_tokenizer(self.config)
         spec = self._engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
         grammars = grammar_compiler(lambda: tokenizer, spec, self.config)

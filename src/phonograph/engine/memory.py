@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from phonograph.attention.backend import BatchLimits
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for
 from phonograph.core.device import GIB, DeviceSpec
@@ -26,6 +27,25 @@ _CONTEXT_BYTES = 620 << 20
 """Size of the CUDA context on an H200. It comes on top of the share that the engine is granted, as it does at vLLM."""
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """What the driver takes for the nodes of one layer in one captured CUDA graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes of a step and of a request; see EngineConfig for the words."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+    @property
+    def of_batches(self) -> BatchLimits:
+        """What an attention backend is made for."""
+        return BatchLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +76,10 @@ def plan_memory(
     config: EngineConfig,
     model: ModelSpec,
     device: DeviceSpec,
+    limits: Limits,
     *,
     dtype: str,
     kv_cache_dtype: str,
-    max_model_len: int,
-    max_num_seqs: int,
-    block_size: int,
-    max_num_batched_tokens: int,
     graph_tokens: int,
     num_graphs: int,
     attention: int,
@@ -78,11 +95,12 @@ def plan_memory(
         MemoryLimitError: no room is left for one request of max_model_len tokens, or the device does not hold what was
             asked for; the message says what fits.
     """
+    max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, limits.block_size
     weights = model.weight_bytes(dtype)
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:
-        workspace = Workspace.nbytes(model, max_num_batched_tokens, max_num_seqs, dtype)
+        workspace = Workspace.nbytes(model, limits.max_num_batched_tokens, max_num_seqs, dtype)
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
     sampling = Sampler.nbytes(
@@ -108,11 +126,18 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    elif device.kind == "cpu":
+        source = "half of the free memory, 2 GiB at most"
+        granted = min(_CPU_KV_LIMIT, (available - taken) // 2)
+        # More than every running request could use would only be claimed for nothing.
+        num_blocks = min(granted // block, max_num_seqs * blocks_per_request)
     else:
-        granted, source = _default_kv_bytes(config, device, weights, graphs, attention, sampling)
-        # More than every running request could use would only be claimed for nothing on a CPU.
-        most = max_num_seqs * blocks_per_request if device.kind == "cpu" else granted // block
-        num_blocks = max(0, min(granted // block, most))
+        source = (
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
+            f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention "
+            f"({attention / GIB:.2f}), sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+        )
+        num_blocks = max(0, (int(device.memory * config.gpu_memory_utilization) - taken) // block)
     if num_blocks < blocks_per_request:
         fits = num_blocks * block_size
         raise MemoryLimitError(
@@ -169,19 +194,3 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     mlp = 3 * model.intermediate_size
     width = 2 * model.hidden_size + max(attention, mlp)
     return DTYPE_BYTES[dtype] * (tokens * width + rows * (model.vocab_size + model.hidden_size))
-
-
-def _default_kv_bytes(
-    config: EngineConfig, device: DeviceSpec, weights: int, graphs: int, attention: int, sampling: int
-) -> tuple[int, str]:
-    taken = weights + graphs + attention + sampling
-    if device.kind == "cpu":
-        granted = min(_CPU_KV_LIMIT, max(0, (psutil.virtual_memory().available - taken) // 2))
-        return granted, "half of the free memory, 2 GiB at most"
-    usable = int(device.memory * config.gpu_memory_utilization) - _LIBRARY_BYTES
-    source = (
-        f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
-        f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention ({attention / GIB:.2f}), "
-        f"sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
-    )
-    return usable - taken, source

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_step_tokens
 from phonograph.core.device import DeviceSpec
-from phonograph.engine.memory import MemoryPlan, plan_memory
+from phonograph.engine.memory import Limits, MemoryPlan, plan_memory
 from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
@@ -25,25 +25,6 @@ from phonograph.models.spec import ModelSpec
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Sizes of a step and of a request; see EngineConfig for the words."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-
-    @property
-    def of_batches(self) -> BatchLimits:
-        """What an attention backend is made for."""
-        return BatchLimits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +89,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             True,
             "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
         )
-    selection = select(config.attention_backend, _version(config), attention, device)
+    version = None if config.flash_attn_version is None else str(config.flash_attn_version)
+    selection = select(config.attention_backend, version, attention, device)
     preferred = selection.capabilities.preferred_block_size(attention)
     # A number of blocks is one of blocks as they are by default.
     if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
@@ -131,12 +113,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         config,
         model,
         device,
+        limits,
         dtype=dtype,
         kv_cache_dtype=attention.kv_cache_dtype,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        block_size=limits.block_size,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
         graph_tokens=graph_tokens,
         num_graphs=len(graphs),
         attention=attention_bytes,
@@ -286,7 +265,3 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         cascade=config.cascade_attention,
         batch_invariant=config.batch_invariant,
     )
-
-
-def _version(config: EngineConfig) -> str | None:
-    return None if config.flash_attn_version is None else str(config.flash_attn_version)

@@ -86,7 +86,7 @@ class Call:
 
     streams:   whether its owner wants to know of every change, or of the end only
     end:       tells the engine that nobody waits any more
-    on_change: where set, is called once for what a round of reports brought; `woken` returns for the end and errors
+    on_change: where set, is called once for what a round of reports brought; `wait` returns for the end and errors
     """
 
     def __init__(
@@ -117,8 +117,10 @@ class Call:
     def finished(self) -> bool:
         return not self._num_growing
 
-    async def begin(self) -> None:
-        """Waits until there is something for `wait` to return.
+    async def wait(self, *, peek: bool = False) -> None:
+        """Wait until samples have changed since the last wait; without `streams`, until all have ended.
+
+        peek: the next wait returns at once for the same change
 
         Raises:
             Exception: the call has failed, with the error that `fail` was given.
@@ -126,24 +128,8 @@ class Call:
         await self._event.wait()
         if self._error is not None:
             raise self._error
-
-    async def wait(self) -> list[Sample]:
-        """The samples that changed since the last call of this, once there are any; without `streams`, all at the end.
-
-        Raises:
-            Exception: the call has failed, with the error that `fail` was given.
-        """
-        await self.woken()
-        return self.take_changed() if self._streams else self.samples
-
-    async def woken(self) -> None:
-        """Waits for the same, and leaves what changed where it is.
-
-        Raises:
-            Exception: the call has failed, with the error that `fail` was given.
-        """
-        await self.begin()
-        self._event.clear()
+        if not peek:
+            self._event.clear()
 
     def take_changed(self) -> list[Sample]:
         """The samples that changed since the last call of this."""
@@ -151,7 +137,7 @@ class Call:
         return list(changed.values())
 
     def wake(self) -> None:
-        """Lets `woken` return."""
+        """Let `wait` return."""
         self._event.set()
 
     def touch(self, prompt: Prompt, sample: Sample) -> None:

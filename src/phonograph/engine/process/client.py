@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Progress, Report, StartFailed
+from phonograph.engine.process.messages import Command, EngineFacts, Message, Progress, Report, StartFailed
 
 REPORTS_AT_ONCE = 8
 STOP_SECONDS = 5.0
 """Time that an engine has to end after it was told to."""
 
 StartProgress = Callable[[str, int, int], None]
-"""Called with the phase of a start ("weights", "graphs", ...), how much of it is done, and of how much."""
+"""Called with the phase of a start ("weights", on a GPU "kernels", "graphs"), the work done of it, and all of it."""
+
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    """Ignore the progress of a start."""
 
 
 class EngineClient(Protocol):
@@ -26,7 +30,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def send(self, command: Begin | Command) -> None:
+    def send(self, command: Command) -> None:
         """Send without waiting. What is sent to an engine that has ended is lost."""
         ...
 

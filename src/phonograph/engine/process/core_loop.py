@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.process.messages import Abort, Add, Command, PromptFacts, Report, Stop
+from phonograph.engine.process.messages import Abort, Add, Channel, PromptFacts, Report, Stop
 from phonograph.engine.session import Session
 from phonograph.errors import RequestError, RequestFailure, cause_text
 
@@ -18,14 +16,6 @@ log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 0.002
 """Time that commands may take between two steps; a flood of new requests waits, those that run go on."""
-
-
-class Commands(Protocol):
-    """Where commands come from."""
-
-    def receive(self, *, wait: bool) -> Command | None:
-        """The next command. With `wait` it is waited for; without, None where there is none yet."""
-        ...
 
 
 @dataclass(slots=True)
@@ -42,10 +32,9 @@ class _Open:
 class CoreLoop:
     """A session driven by commands. Its output is token ids; text is made, and stop strings found, by the server."""
 
-    def __init__(self, session: Session, commands: Commands, send: Callable[[Report], None]) -> None:
+    def __init__(self, session: Session, channel: Channel) -> None:
         self._session = session
-        self._commands = commands
-        self._send = send
+        self._channel = channel
         self._by_key: dict[int, _Open] = {}
         self._by_output: dict[int, _Open] = {}
         self._num_steps = 0
@@ -64,17 +53,17 @@ class CoreLoop:
         """
         refused: dict[int, RequestError | RequestFailure] = {}
         aborted = False
-        command = self._commands.receive(wait=not self._session.has_unfinished)
+        command = self._channel.receive(wait=not self._session.has_unfinished)
         until = time.monotonic() + COMMAND_SECONDS
         while command is not None:
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Add):
                 self._add(command, refused)
-            else:
+            elif isinstance(command, Abort):
                 self._abort(command)
                 aborted = True
-            command = self._commands.receive(wait=False) if time.monotonic() < until else None
+            command = self._channel.receive(wait=False) if time.monotonic() < until else None
         changed: list[RequestOutput] = []
         if self._session.has_unfinished:
             changed = self._session.step()
@@ -122,7 +111,7 @@ class CoreLoop:
                 refused[opened.key] = output.error
             if output.finished:
                 self._forget(opened)
-        self._send(report)
+        self._channel.send(report)
 
     @staticmethod
     def _report_output(opened: _Open, report: Report) -> None:

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 import zmq
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.messages import Begin, Command, Message
+from phonograph.engine.process.messages import Command, Message
 from phonograph.engine.startup.early_start import start_early
 
 FAREWELL_MILLISECONDS = 2000
 """How long the last messages may take to be sent when the process ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where the two sockets are: commands come to the engine, messages go to the server."""
-
-    commands: str
-    messages: str
-
-
 class _Channel:
     """This process's ends of the sockets. ZeroMQ's own thread moves the bytes, so a slow server never delays a step."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], commands: str, messages: str) -> None:
         self._commands = context.socket(zmq.PULL)
         self._messages = context.socket(zmq.PUSH)
         for socket in (self._commands, self._messages):
             socket.set_hwm(0)
             socket.linger = FAREWELL_MILLISECONDS
-        self._commands.connect(addresses.commands)
-        self._messages.connect(addresses.messages)
+        self._commands.connect(commands)
+        self._messages.connect(messages)
 
     def send(self, message: Message) -> None:
         self._messages.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), copy=False)
-
-    def receive_begin(self) -> Begin | None:
-        message = pickle.loads(self._commands.recv())
-        return message if isinstance(message, Begin) else None
 
     def receive(self, *, wait: bool) -> Command | None:
         try:
@@ -55,8 +41,11 @@ class _Channel:
             return None
 
 
-def run_core(config: EngineConfig, addresses: Addresses) -> None:
-    """The process from its first line to its last. It ends with an exit code other than 0 only where a step failed."""
+def run_core(config: EngineConfig, commands: str, messages: str) -> None:
+    """The process from its first line to its last. It ends with an exit code other than 0 only where a step failed.
+
+    commands, messages: addresses of the sockets
+    """
     # The server decides when this process ends, on Ctrl-C too, which reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,17 +53,10 @@ def run_core(config: EngineConfig, addresses: Addresses) -> None:
     if config.device != "cpu":
         start_early()
     # Here, because the server's process has this module too and needs nothing of what the engine is made of.
-    from phonograph.engine.process.run_engine import serve_engine, start_reporting
+    from phonograph.engine.process.run_engine import run_engine
 
     with zmq.Context() as context:
-        channel = _Channel(context, addresses)
-        started = start_reporting(config, channel)
-        if started is None:
-            return
-        # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
-        gc.collect()
-        gc.freeze()
-        serve_engine(started, channel)
+        run_engine(config, _Channel(context, commands, messages), owns_process=True)
 
 
 def _end_with_the_server() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
@@ -49,7 +50,7 @@ class Stop:
     """Ends the process, with whatever is in progress."""
 
 
-Command = Add | Abort | Stop
+Command = Begin | Add | Abort | Stop
 
 # -- from the engine ---------------------------------------------------------------------------------------------------
 
@@ -134,3 +135,15 @@ class Report:
 
 
 Message = Progress | EngineFacts | StartFailed | Report
+
+
+class Channel(Protocol):
+    """The engine's end of a connection."""
+
+    def send(self, message: Message) -> None:
+        """Send without waiting."""
+        ...
+
+    def receive(self, *, wait: bool) -> Command | None:
+        """Return the next command. With `wait` it is waited for; without, None where there is none yet."""
+        ...

@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
-from phonograph.engine.process.main import Addresses, run_core
-from phonograph.engine.process.messages import Begin, Command, EngineFacts, Report, Stop
+from phonograph.engine.process.main import run_core
+from phonograph.engine.process.messages import Command, EngineFacts, Report, Stop
 from phonograph.errors import PhonographError
 
 POLL_MILLISECONDS = 200
@@ -33,16 +33,16 @@ class ProcessClient:
     def __init__(self, config: EngineConfig) -> None:
         # Whoever can write to these sockets can run code here: the folder is this user's alone.
         self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
-        addresses = Addresses(*(f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")))
+        addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")]
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._messages = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
-        for socket, address in ((self._commands, addresses.commands), (self._messages, addresses.messages)):
+        for socket, address in zip((self._commands, self._messages), addresses, strict=True):
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(config, addresses), name="phonograph-engine"
+            target=run_core, args=(config, *addresses), name="phonograph-engine"
         )
         self._process.start()
         self._started = False
@@ -63,7 +63,7 @@ class ProcessClient:
                 self._started = True
                 return facts
 
-    def send(self, command: Begin | Command) -> None:
+    def send(self, command: Command) -> None:
         with suppress(zmq.Again):  # there is nobody at the other end
             self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
 

@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from dataclasses import dataclass
-from typing import Protocol
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
-from phonograph.engine.process.core_loop import Commands, CoreLoop
-from phonograph.engine.process.messages import Begin, EngineFacts, Message, Progress, StartFailed
+from phonograph.engine.process.core_loop import CoreLoop
+from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import PhonographError
 from phonograph.text.tokenizer import load_tokenizer
 
 
-class Channel(Commands, Protocol):
-    """The engine's end of a connection."""
+def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
+    """Start an engine, report how that goes, and obey commands until `Stop`.
 
-    def send(self, message: Message) -> None:
-        """Send without waiting."""
-        ...
-
-    def receive_begin(self) -> Begin | None:
-        """Wait for the first message. Return None if the client stops instead of sending it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StartedEngine:
-    """An engine and the time its start took."""
-
-    engine: Engine
-    seconds: float
-
-
-def start_reporting(config: EngineConfig, channel: Channel) -> StartedEngine | None:
-    """Start an engine and send its progress. Return None if it could not start, which the client is told."""
+    owns_process: True where nothing but the engine runs in this process
+    """
     began = time.perf_counter()
     try:
         engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
     except PhonographError as error:
         channel.send(StartFailed(error))
-        return None
-    return StartedEngine(engine, time.perf_counter() - began)
-
-
-def serve_engine(started: StartedEngine, channel: Channel) -> None:
-    """Tell the client that the engine has started, and obey its commands until `Stop`."""
-    engine = started.engine
-    channel.send(_facts(engine, started.seconds))
-    begin = channel.receive_begin()
-    if begin is None:
         return
-    config = engine.plan.config
+    seconds = time.perf_counter() - began
+    if owns_process:
+        # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
+        gc.collect()
+        gc.freeze()
+    channel.send(_facts(engine, seconds))
+    begin = channel.receive(wait=True)
+    if not isinstance(begin, Begin):
+        return
     model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
     grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
     grammars.warm()
-    session = Session(engine.core, model, None, config.seed, grammars)
-    CoreLoop(session, channel, channel.send).run()
+    CoreLoop(Session(engine.core, model, None, config.seed, grammars), channel).run()
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
-from phonograph.engine.process.messages import Begin, Command, EngineFacts, Message, Report, StartFailed, Stop
+from phonograph.engine.process.messages import Command, EngineFacts, Message, Report, StartFailed, Stop
 from phonograph.errors import PhonographError, cause_text
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class _Channel:
     """
 
     def __init__(self, put: Callable[[Message], None]) -> None:
-        self.commands: SimpleQueue[Begin | Command] = SimpleQueue()
+        self.commands: SimpleQueue[Command] = SimpleQueue()
         self.closed = False
         self.has_started = False
         self._loop = asyncio.get_running_loop()
@@ -51,17 +51,11 @@ class _Channel:
         self.has_started |= isinstance(message, EngineFacts)
         self.call(lambda: self._put(message))
 
-    def receive_begin(self) -> Begin | None:
-        message = self.commands.get()
-        return message if isinstance(message, Begin) else None
-
     def receive(self, *, wait: bool) -> Command | None:
         try:
-            command = self.commands.get(wait)
+            return self.commands.get(wait)
         except Empty:
             return None
-        assert not isinstance(command, Begin)
-        return command
 
 
 class ThreadClient:
@@ -83,7 +77,7 @@ class ThreadClient:
             facts = started(await self._messages.get(), progress)
         return facts
 
-    def send(self, command: Begin | Command) -> None:
+    def send(self, command: Command) -> None:
         self._channel.commands.put(command)
 
     async def receive(self) -> list[Report]:
@@ -110,21 +104,16 @@ class ThreadClient:
         """Run the engine until it is closed or fails."""
         with suppress(_Closed):
             try:
-                self._serve(config)
+                # Imports torch, which takes seconds: the event loop goes on meanwhile.
+                from phonograph.engine.process.run_engine import run_engine
+
+                run_engine(config, self._channel, owns_process=False)
             except Exception as error:
                 log.exception("the engine's thread failed")
                 self._cause = cause_text(error)
                 if not self._channel.has_started:
                     self._channel.send(StartFailed(PhonographError(f"{self.end()} while it started")))
             self._channel.call(self._end)
-
-    def _serve(self, config: EngineConfig) -> None:
-        # Imports torch, which takes seconds: the event loop goes on meanwhile.
-        from phonograph.engine.process.run_engine import serve_engine, start_reporting
-
-        started = start_reporting(config, self._channel)
-        if started is not None:
-            serve_engine(started, self._channel)
 
     def _end(self) -> None:
         self._dead = True

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.build import BuildProgress, Engine, build_engine, this_device
+from phonograph.engine.build import Engine, build_engine, this_device
 from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.early_start import pause_collector, resume_collector
 from phonograph.errors import CaptureError, ConfigError, PhonographError
 from phonograph.graphs.modes import GraphMode
@@ -17,7 +18,7 @@ from phonograph.models.weights.loading import weight_files
 from phonograph.models.weights.model_files import model_folder
 
 
-def start_engine(config: EngineConfig, progress: BuildProgress | None = None) -> Engine:
+def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:
     """Reads the model, captures its graphs, and compares each with eager where `verify_graphs` is set.
 
     With it, a graph that was captured at the second try only is an error too.
