@@ -21,8 +21,7 @@ from tokenizers_made import MAKERS
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.server.openai.completion_logprobs import CompletionLogprobs
-from phonograph.server.openai.token_text import TokenTexts
+from phonograph.server.openai.completion_logprobs import CompletionLogprobs, TokenTexts
 from phonograph.text.output_text import TextBuilder
 from phonograph.text.tokenizer import Tokenizer
 

@@ -6,8 +6,7 @@ import pytest
 from sentencepiece_like import sentencepiece_like
 
 from phonograph.models.weights.model_files import model_folder
-from phonograph.server.openai.completion_logprobs import CompletionLogprobs
-from phonograph.server.openai.token_text import TokenTexts
+from phonograph.server.openai.completion_logprobs import CompletionLogprobs, TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
 TEXTS = ["Tom has 12 apples.", "é😀 ﷺ\n\tx", "  two  spaces ", "\ufffd?", "a", "👨‍👩‍👧"]

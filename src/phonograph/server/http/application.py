@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,8 +20,6 @@ from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
 from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.openai.serving import Serving
-
-log = logging.getLogger(__name__)
 
 ROUTERS = (
     completions.router,
@@ -56,8 +53,8 @@ def make_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -77,13 +74,7 @@ def make_app(serving: Serving) -> FastAPI:
     return app
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
+async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(api_error(error))
 
 

@@ -21,8 +21,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import ProcessClient
-from phonograph.errors import ConfigError, ModelError, RequestError
-from phonograph.server.http.access_log import AccessLogFilter
+from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
@@ -39,6 +38,10 @@ KEEP_ALIVE_SECONDS = 60
 """Connections without a request are kept so long: longer than clients keep them in their pools."""
 BACKLOG = 4096
 MAX_CONNECTIONS = 65_536
+QUIET_PATHS = frozenset({"/health", "/metrics", "/v1/graphs"})
+"""Paths that monitors ask every second; the access log leaves them out."""
+MAX_PATH = 200
+"""Characters of a path in the access log."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
@@ -168,6 +171,17 @@ def _allow_many_connections() -> None:
     wanted = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+class AccessLogFilter(logging.Filter):
+    """A filter of uvicorn's access records, whose arguments are client, method, path, HTTP version and status."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not isinstance(record.args, tuple) or len(record.args) != 5:
+            return True
+        client, method, path, *rest = record.args
+        record.args = (client, method, shortened(str(path), MAX_PATH), *rest)
+        return str(path).partition("?")[0] not in QUIET_PATHS
 
 
 def _logging(level: str) -> dict[str, Any]:

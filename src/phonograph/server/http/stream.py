@@ -75,7 +75,7 @@ class EventStream(Response):
         try:
             while self._unsent is not None or not self._finished:
                 if self._unsent is None:
-                    await self._call.woken()
+                    await self._call.wait()
                 else:
                     await self._unsent
                     self._unsent = None

@@ -5,18 +5,16 @@ vLLM's names stand for what vLLM means by them, so that dashboards made for it w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.metrics.histogram import Histogram
 
 router = APIRouter()
 
@@ -29,13 +27,6 @@ async def metrics(request: Request) -> Response:
     """In the format that the client accepts: Prometheus's text, or OpenMetrics."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(request.app.state.serving.registry), media_type=content_type)
-
-
-def make_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry:
-    """A registry of its own for one server."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model_name))
-    return registry
 
 
 class EngineCollector(Collector):
@@ -85,7 +76,7 @@ class EngineCollector(Collector):
             ("vllm:request_generation_tokens", "Tokens generated for a request.", log.output_lens),
         ):
             family = self._family(HistogramMetricFamily, name, text)
-            self._add(family, {}, histogram)
+            family.add_metric([self._model_name], histogram.buckets(), sum_value=histogram.total)
             yield family
 
     def _steps(self) -> Iterator[Metric]:
@@ -106,12 +97,11 @@ class EngineCollector(Collector):
             *STEP_LABELS,
         )
         for tally in log.tallies:
-            labels = {"mode": tally.mode, "kind": tally.kind, "reason": tally.cause}
-            values = [self._model_name, *labels.values()]
+            values = [self._model_name, tally.mode, tally.kind, tally.cause]
             steps.add_metric(values, tally.num_steps)
             tokens.add_metric(values, tally.num_tokens)
             padded.add_metric(values, tally.num_padded)
-            self._add(seconds, labels, tally.seconds)
+            seconds.add_metric(values, tally.seconds.buckets(), sum_value=tally.seconds.total)
         yield from (steps, tokens, padded, seconds)
         num_graphs = len(facts.captures.largest_first())
         yield self._gauge("phonograph:graphs", "Graphs that were captured.", num_graphs)
@@ -127,14 +117,12 @@ class EngineCollector(Collector):
         return kind(name, text, labels=("model_name", *labels))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = self._family(GaugeMetricFamily, name, text)
-        family.add_metric([self._model_name], value)
-        return family
+        return self._value(GaugeMetricFamily, name, text, value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = self._family(CounterMetricFamily, name, text)
+        return self._value(CounterMetricFamily, name, text, value)
+
+    def _value(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
+        family = kind(name, text, labels=("model_name",))
         family.add_metric([self._model_name], value)
         return family
-
-    def _add(self, family: HistogramMetricFamily, labels: Mapping[str, str], histogram: Histogram) -> None:
-        family.add_metric([self._model_name, *labels.values()], histogram.buckets(), sum_value=histogram.total)

@@ -80,11 +80,17 @@ class CompletionAnswer:
         shows = echoed or delta.text or delta.token_ids
         if not shows and sample.finish_reason is None:
             return []
-        prompt = self._prompt_of(sample)
+        place = sample.index // (self._body.n or 1)
+        prompt, source, echo = self._call.prompts[place], self._body.prompt[place], None
+        if echoed:
+            echo = source if isinstance(source, str) else self._serving.tokenizer.decode(prompt.token_ids)
+        # Tokens that the tokenizer put before what the client wrote.
+        adds = isinstance(source, str) and self._body.add_special_tokens is not False
+        num_before = self._serving.tokenizer.num_tokens_before if adds else 0
         choice: dict[str, Any] = {
             "index": sample.index,
-            "text": (self._prompt_text(sample, prompt) if echoed else "") + delta.text,
-            "logprobs": self._block(sample, prompt, delta, echoed=echoed),
+            "text": (echo or "") + delta.text,
+            "logprobs": self._block(sample, prompt, delta, echo, num_before),
             "finish_reason": "length" if self._prompt_only and sample.finish_reason else sample.finish_reason,
             "stop_reason": None if self._prompt_only else sample.stop_reason,
         }
@@ -94,22 +100,9 @@ class CompletionAnswer:
             )
         return [choice]
 
-    def _prompt_of(self, sample: Sample) -> Prompt:
-        return self._call.prompts[sample.index // (self._body.n or 1)]
-
-    def _prompt_text(self, sample: Sample, prompt: Prompt) -> str:
-        given = self._given(sample)
-        return given if isinstance(given, str) else self._serving.tokenizer.decode(prompt.token_ids)
-
-    def _num_before(self, sample: Sample) -> int:
-        """Tokens of the prompt that the tokenizer put before what the client wrote."""
-        adds = isinstance(self._given(sample), str) and self._body.add_special_tokens is not False
-        return self._serving.tokenizer.num_tokens_before if adds else 0
-
-    def _given(self, sample: Sample) -> str | list[int]:
-        return self._body.prompt[sample.index // (self._body.n or 1)]
-
-    def _block(self, sample: Sample, prompt: Prompt, delta: Delta, *, echoed: bool) -> dict[str, Any] | None:
+    def _block(
+        self, sample: Sample, prompt: Prompt, delta: Delta, echo: str | None, num_before: int
+    ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
@@ -122,13 +115,9 @@ class CompletionAnswer:
                 as_ids=as_ids,
                 skips_special=self._body.skip_special_tokens is not False,
             )
-        if not echoed:
+        if echo is None:
             return writer.block(delta.token_ids, delta.logprobs, top=self._body.logprobs)
-        offsets = writer.echo(
-            prompt.token_ids,
-            self._prompt_text(sample, prompt),
-            num_before=self._num_before(sample),
-        )
+        offsets = writer.echo(prompt.token_ids, echo, num_before=num_before)
         token_ids: list[int] = [*prompt.token_ids, *delta.token_ids]
         positions: list[TokenLogprobs | None] = [*(prompt.logprobs or ()), *delta.logprobs]
         return writer.block(token_ids, positions, top=self._body.logprobs, echoed=offsets)

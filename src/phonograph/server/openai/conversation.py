@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phonograph.server.http.api_errors import ApiError, invalid
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
 Message = dict[str, Any]
@@ -93,13 +93,8 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise invalid(where, "a part must be an object with a type")
     if part["type"] != "text":
-        raise _unsupported(part["type"], where)
+        problem = f"parts of type {part['type'][:50]!r} are not supported: the model reads text"
+        raise invalid(where, problem, code="unsupported_part")
     if not isinstance(part.get("text"), str):
         raise invalid(f"{where}.text", "the text of a part must be a string")
     return part["text"]
-
-
-def _unsupported(kind: str, where: str) -> ApiError:
-    return invalid(
-        where, f"parts of type {kind[:50]!r} are not supported: the model reads text", code="unsupported_part"
-    )

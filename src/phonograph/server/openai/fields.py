@@ -135,22 +135,15 @@ def _prompts(value: object) -> list[str | list[int]]:
     return value
 
 
-def _choices(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a list of texts")
-    return value
+def _list_of(kind: type, problem: str, *, least: int = 0) -> BeforeValidator:
+    """Return a check that a value is a list of at least `least` items of exactly one type."""
 
+    def check(value: object) -> list[Any]:
+        if not isinstance(value, list) or len(value) < least or set(map(type, value)) - {kind}:
+            raise ValueError(problem)
+        return value
 
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        raise ValueError("must be a list of token ids")
-    return value
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise ValueError("must be a list of one message or more, each an object")
-    return value
+    return BeforeValidator(check)
 
 
 # Lists are read as a whole by the functions above: pydantic would keep one error for each item of a hostile list.
@@ -170,11 +163,13 @@ Prompts = Annotated[
     WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}),
 ]
 Choices = Annotated[
-    list[Any], BeforeValidator(_choices), WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1})
+    list[Any],
+    _list_of(str, "must be a list of texts"),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
 ]
-TokenIds = Annotated[list[Any], BeforeValidator(_token_ids), WithJsonSchema(_IDS)]
+TokenIds = Annotated[list[Any], _list_of(int, "must be a list of token ids"), WithJsonSchema(_IDS)]
 Messages = Annotated[
     list[Any],
-    BeforeValidator(_messages),
+    _list_of(dict, "must be a list of one message or more, each an object", least=1),
     WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1}),
 ]

@@ -27,11 +27,11 @@ from phonograph.server.http.api_errors import ApiError, api_error, client_gone, 
 from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
-from phonograph.server.observe.metrics import make_registry
+from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
+from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import Message, read_messages
 from phonograph.server.openai.protocol import GenerationBody
-from phonograph.server.openai.token_text import TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -64,7 +64,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
-        self.registry = make_registry(self.engine, self.names[0])
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(self.engine, self.names[0]))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -287,7 +288,7 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     """
     try:
         if body.stream:
-            await call.begin()
+            await call.wait(peek=True)
             return EventStream(call, answer, body, _with_warnings(headers, call))
         await call.wait()
         call.close()

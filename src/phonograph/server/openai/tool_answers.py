@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from phonograph.config.server_config import ToolCallParser
-from phonograph.server.openai.tool_calls import Found, JsonCalls, NamedCall, ToolDelta, ToolParser, make_parser
+from phonograph.server.openai.tool_calls import Found, Hermes, JsonCalls, NamedCall, ToolDelta, ToolParser
 from phonograph.server.openai.tools import ToolChoice
 
 
@@ -59,7 +59,7 @@ def _parser(choice: ToolChoice, name: ToolCallParser | None) -> ToolParser:
     if choice.form == "required":
         return JsonCalls(names, listed=True)
     assert name is not None, "the configuration has a parser where calls are to be found"
-    return make_parser(name, names)
+    return Hermes(names) if name == "hermes" else JsonCalls(names)
 
 
 def _written(delta: ToolDelta) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from phonograph.config.server_config import ToolCallParser
-
 ARGUMENTS = ("arguments", "parameters")
 SEPARATORS = ";,[] \t\r\n"
 """What may stand between calls in JSON, and behind the last one."""
@@ -187,7 +185,9 @@ class _Calls(ABC):
         new = current.arguments[self._reported :]
         self._reported = len(current.arguments)
         if new:
-            found.calls[-1:] = _joined(found.calls[-1:], ToolDelta(self.num_calls, new))
+            if not found.calls or found.calls[-1].index != self.num_calls:
+                found.calls.append(ToolDelta(self.num_calls))
+            found.calls[-1].arguments += new
 
     def _left(self) -> str:
         """Text of an object that never became a call. One whose arguments were cut counts as a call."""
@@ -227,7 +227,7 @@ class Hermes(_Calls):
             self._held, self._inside = "", False
         self._held += character
         tags = (self.OPEN, self.CLOSE) if self._inside else (self.OPEN,)
-        while self._held and not self._held.startswith(self.OPEN) and not _begins_one(self._held, tags):
+        while not self._held.startswith(self.OPEN) and not any(tag.startswith(self._held) for tag in tags):
             self._emit(self._held[0], found)
             self._held = self._held[1:]
         if self._held == self.CLOSE:
@@ -291,26 +291,9 @@ class NamedCall:
         return self.push("") if self._name else Found()
 
 
-def make_parser(name: ToolCallParser, names: Collection[str]) -> ToolParser:
-    """The parser of a model's form, by vLLM's name for it; `names` are those of the functions."""
-    return Hermes(names) if name == "hermes" else JsonCalls(names)
-
-
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _begins_one(text: str, tags: tuple[str, ...]) -> bool:
-    return any(tag.startswith(text) for tag in tags)
-
-
-def _joined(last: list[ToolDelta], more: ToolDelta) -> list[ToolDelta]:
-    """Text for the call that was last reported goes into the same delta."""
-    if last and last[0].index == more.index:
-        last[0].arguments += more.arguments
-        return last
-    return [*last, more]
