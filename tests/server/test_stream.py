@@ -15,7 +15,6 @@ from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.models.weights.model_files import model_folder
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.stream import SERVERS_SEND, EventStream
-from phonograph.server.openai.answers import AnswerHead
 from phonograph.server.openai.protocol import CompletionBody
 from phonograph.text.tokenizer import Tokenizer
 
@@ -49,9 +48,8 @@ class Client:
 
 
 class Answer:
-    head = AnswerHead("cmpl-1", "text_completion", "m", 1)
-
     def __init__(self) -> None:
+        self.head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
         self.broken = False
 
     def whole(self) -> dict[str, Any]:

@@ -256,23 +256,20 @@ class AsyncLLM:
 
     async def _receive(self, client: EngineClient) -> None:
         try:
-            await self._take_all(client)
+            while True:
+                # Where steps come faster than clients can be written to, each write has the tokens of several.
+                changed: dict[int, Call] = {}
+                for report in await client.receive():
+                    self._take(report, changed)
+                for number, call in enumerate(changed.values(), 1):
+                    if call.on_change is not None:
+                        call.on_change()
+                    if number % CALLS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
         except Exception as error:
             log.exception("a report of the engine could not be taken")
             self._end(f"the client lost track of its engine: {error!r}")
-
-    async def _take_all(self, client: EngineClient) -> None:
-        while True:
-            # Where steps come faster than clients can be written to, each write has the tokens of several.
-            changed: dict[int, Call] = {}
-            for report in await client.receive():
-                self._take(report, changed)
-            for number, call in enumerate(changed.values(), 1):
-                if call.on_change is not None:
-                    call.on_change()
-                if number % CALLS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            await asyncio.sleep(0)
 
     def _take(self, report: Report, changed: dict[int, Call]) -> None:
         """Lets calls grow by what a report brought, and adds them to `changed`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -135,13 +135,9 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         log.warning("%s", retry)
     if platform.compiles and not captured.num_graphs:
         report("kernels", 1, 1)
-    limits = plan.limits
     scheduler = Scheduler(
         SchedulerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            block_size=limits.block_size,
+            **asdict(plan.limits),
             num_blocks=plan.memory.num_blocks,
             enable_prefix_caching=plan.config.enable_prefix_caching,
             policy=plan.config.scheduling_policy,

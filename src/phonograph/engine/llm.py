@@ -41,6 +41,10 @@ class LLM:
     configuration instead. The engine is ready when the constructor returns. With `serves=False` it is for `verify`
     alone, which also allows settings whose graphs can be captured but not yet served (num_speculative_tokens).
 
+    engine:        the core with its plan and captured graphs
+    session:       the requests in flight; for callers that drive the steps themselves
+    start_seconds: time that the constructor took
+
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
     """
@@ -56,35 +60,26 @@ class LLM:
     ) -> None:
         self.config = admitted_config(model, config, settings, serves=serves)
         start = time.perf_counter()
-        self._engine: Engine = start_engine(self.config, progress or no_progress)
+        self.engine: Engine = start_engine(self.config, progress or no_progress)
         tokenizer = load_tokenizer(self.config)
-        spec = self._engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
+        spec = self.engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
         grammars = grammar_compiler(lambda: tokenizer, spec, self.config)
-        self._session = Session(self._engine.core, spec, tokenizer, self.config.seed, grammars)
+        self.session = Session(self.engine.core, spec, tokenizer, self.config.seed, grammars)
         self.start_seconds = time.perf_counter() - start
 
     @property
     def plan(self) -> EnginePlan:
         """What was decided at the start, with the reasons."""
-        return self._engine.plan
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    @property
-    def session(self) -> Session:
-        """The requests in flight; for callers that drive the steps themselves."""
-        return self._session
+        return self.engine.plan
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._session.tokenizer
+        return self.session.tokenizer
 
     @property
     def step_counts(self) -> Counter[str]:
         """Steps so far, by the kind of decision that ran them ("full decode", "full mixed", "eager", ...)."""
-        return self._engine.core.runner.counts
+        return self.engine.core.runner.counts
 
     def generate(
         self,
@@ -115,7 +110,7 @@ class LLM:
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return answer_inputs(
-            self._session,
+            self.session,
             prompt_list(prompts),
             plain_prompt,
             sampling_params=sampling_params,
@@ -170,7 +165,7 @@ class LLM:
             )
 
         return answer_inputs(
-            self._session,
+            self.session,
             conversation_list(messages),
             encode,
             sampling_params=sampling_params,
@@ -183,7 +178,7 @@ class LLM:
 
         Leaving the loop early ends the request.
         """
-        output = self._session.add(plain_prompt(prompt), sampling_params or SamplingParams())
+        output = self.session.add(plain_prompt(prompt), sampling_params or SamplingParams())
         try:
             # Others may step the session between two of these, so what changed is not what its step says.
             seen = 0
@@ -198,11 +193,11 @@ class LLM:
                     return
                 if not output.finished:
                     with deferred_interrupts() as interrupted:
-                        self._session.step()
+                        self.session.step()
                     if interrupted():
                         raise KeyboardInterrupt
         finally:
-            self._session.abort(output)
+            self.session.abort(output)
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
         """Returns the token ids of a conversation, up to where the answer begins; options as `Tokenizer.encode_chat`.
@@ -227,6 +222,6 @@ class LLM:
             RequestError: requests are in flight.
             ConfigError: the mode has no graphs.
         """
-        if self._session.has_unfinished:
+        if self.session.has_unfinished:
             raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
-        return verify_engine(self._engine, num_replays=num_replays, seed=seed, progress=progress)
+        return verify_engine(self.engine, num_replays=num_replays, seed=seed, progress=progress)

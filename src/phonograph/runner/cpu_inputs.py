@@ -13,7 +13,7 @@ from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
-from phonograph.runner.step_inputs import KernelRows, StepRows, SyntheticBatch
+from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of
 from phonograph.sampling.failures import SlotFailures
 
 
@@ -123,21 +123,14 @@ class CpuInputs:
             self.slot_mapping_np[num_tokens:padded_tokens] = -1
         if prefix_len is not None:
             self.prefix_len_np[0] = prefix_len
-        return CommonMetadata(
-            num_reqs=num_reqs,
-            num_decodes=batch.num_decodes,
-            num_tokens=num_tokens,
-            num_decode_tokens=int(self.query_start_loc_np[batch.num_decodes]),
-            max_query_len=max(batch.query_lens),
-            max_seq_len=int(self.seq_lens_np[:num_reqs].max()),
-            query_start_loc=self.query_start_loc[: padded_reqs + 1],
-            seq_lens=self.seq_lens[:padded_reqs],
-            block_table=self.block_table[:padded_reqs],
-            slot_mapping=self.slot_mapping[:padded_tokens],
-            query_start_loc_cpu=self.query_start_loc_np[: padded_reqs + 1],
-            seq_lens_cpu=self.seq_lens_np[:padded_reqs],
-            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
+        views = PaddedViews(
+            self.query_start_loc[: padded_reqs + 1],
+            self.seq_lens[:padded_reqs],
+            self.block_table[:padded_reqs],
+            self.slot_mapping[:padded_tokens],
         )
+        prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len)
+        return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs], prefix)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
         """Write a batch that no sequence stands behind; see `Inputs.load`."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.graphs.modes import GraphKey
 from phonograph.sampling.failures import SlotFailures
@@ -80,6 +80,41 @@ def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
         query_lens=query_lens,
         samples=np.array(batch.samples, bool),
         draws=context_lens + query_lens - prompt_lens[slots],
+    )
+
+
+class PaddedViews(NamedTuple):
+    """Inputs of attention at one padded shape; see `CommonMetadata`."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+def metadata_of(
+    rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray, prefix: CommonPrefix | None
+) -> CommonMetadata:
+    """Return the metadata of a step.
+
+    Args:
+        rows: the step.
+        views: its inputs, padded.
+        starts_cpu, lens_cpu: host copies of the first two, int32 [R+1] and [R].
+        prefix: what the step attends once, or None.
+    """
+    num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
+    return CommonMetadata(
+        num_reqs=num_reqs,
+        num_decodes=num_decodes,
+        num_tokens=rows.batch.num_tokens,
+        num_decode_tokens=int(starts_cpu[num_decodes]),
+        max_query_len=max(rows.batch.query_lens),
+        max_seq_len=int(lens_cpu[:num_reqs].max()),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens_cpu=lens_cpu,
+        prefix=prefix,
+        **views._asdict(),
     )
 
 

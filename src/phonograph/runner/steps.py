@@ -22,17 +22,14 @@ NO_TOKEN = "the model's logits are not finite"
 
 
 class PendingStep(Protocol):
-    """A step that was submitted."""
+    """A step that was submitted.
 
-    @property
-    def decision(self) -> Decision:
-        """The graph that runs it, and why."""
-        ...
+    decision: the graph that runs it, and why
+    output:   what is known of its result so far
+    """
 
-    @property
-    def output(self) -> StepOutput:
-        """What is known of its result so far."""
-        ...
+    decision: Decision
+    output: StepOutput
 
     def result(self) -> StepOutput:
         """What it brought, waited for if need be. Called once, after the results of all earlier steps were taken."""
@@ -45,15 +42,12 @@ class StepRunner(Protocol):
     A later step must not take anything from an earlier one that its result needs: two steps in flight may use one slot
     for two requests, the second freeing it before it loads it.
 
-    counts: how many steps each kind of decision had, counted when they are submitted
+    counts:    how many steps each kind of decision had, counted when they are submitted
+    lookahead: how many steps may be in flight beside the one whose result is waited for; 0: a step is taken at once
     """
 
     counts: Counter[str]
-
-    @property
-    def lookahead(self) -> int:
-        """How many steps may be in flight beside the one whose result is waited for; 0: a step is taken at once."""
-        ...
+    lookahead: int
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         """Starts a step. At most `lookahead` + 1 are in flight."""
@@ -109,7 +103,7 @@ class Sampling(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletedStep:
     """A step that had run when it was submitted."""
 

@@ -8,7 +8,6 @@ tensors out of both. The tensors here are what every graph froze, so they are ma
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
 from phonograph.runner.cuda.pinned import PinnedWords
-from phonograph.runner.step_inputs import KernelRows, StepRows, SyntheticBatch
+from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
 
@@ -72,7 +71,7 @@ class CudaInputs:
         self._prefix_len = self._layout.prefix_len(self._staging)
         self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
         self._next = 0
-        self._views: dict[tuple[int, int], _Views] = {}
+        self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: tokens that the host knows, and how many.
         self._tokens: dict[int, np.ndarray] = {}
         self._num_known = np.zeros(max_num_seqs, np.int64)
@@ -215,7 +214,7 @@ class CudaInputs:
         query_starts: np.ndarray,
         seq_lens: np.ndarray,
     ) -> CommonMetadata:
-        num_reqs, num_decodes = len(rows.slots), rows.batch.num_decodes
+        num_reqs = len(rows.slots)
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
         starts_cpu[: num_reqs + 1] = query_starts[: num_reqs + 1]
@@ -223,7 +222,7 @@ class CudaInputs:
         lens_cpu[:num_reqs] = seq_lens
         views = self._views.get((padded_reqs, padded_tokens))
         if views is None:
-            views = _Views(
+            views = PaddedViews(
                 self.query_start_loc[: padded_reqs + 1],
                 self.seq_lens[:padded_reqs],
                 self.block_table[:padded_reqs],
@@ -231,30 +230,8 @@ class CudaInputs:
             )
             if key is not None:  # eager shapes are without number
                 self._views[padded_reqs, padded_tokens] = views
-        return CommonMetadata(
-            num_reqs=num_reqs,
-            num_decodes=num_decodes,
-            num_tokens=num_tokens,
-            num_decode_tokens=int(starts_cpu[num_decodes]),
-            max_query_len=int(rows.query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens_cpu=lens_cpu,
-            query_start_loc=views.query_start_loc,
-            seq_lens=views.seq_lens,
-            block_table=views.block_table,
-            slot_mapping=views.slot_mapping,
-            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len),
-        )
-
-
-class _Views(NamedTuple):
-    """Inputs at one padded shape, so that a replay slices nothing."""
-
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
+        prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len)
+        return metadata_of(rows, views, starts_cpu, lens_cpu, prefix)
 
 
 class _Upload(PinnedWords):

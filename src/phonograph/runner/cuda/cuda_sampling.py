@@ -8,6 +8,7 @@ Rows that no kernel can sample (penalties, bias, min_tokens, log-probabilities) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,34 +30,26 @@ RING_DEPTH = LOOKAHEAD + 2
 """Steps whose tokens a ring holds: those in flight, and the one that is being sent."""
 
 
+@dataclass(slots=True)
 class StepInFlight:
     """A step on the device. `output` has what was known when it was sent; `result` adds the tokens."""
 
-    def __init__(
-        self,
-        ring: TokenRing,
-        ticket: int,
-        batch: ScheduledBatch,
-        output: StepOutput,
-        decision: Decision,
-        vocab_size: int,
-    ) -> None:
-        self.decision = decision
-        self.output = output
-        self._vocab_size = vocab_size
-        self._ring = ring
-        self._ticket = ticket
-        self._batch = batch
+    output: StepOutput
+    decision: Decision
+    batch: ScheduledBatch
+    ring: TokenRing
+    ticket: int
+    vocab_size: int
 
     def result(self) -> StepOutput:
         """Wait until the device has come to the end of the step."""
-        output, batch = self.output, self._batch
-        tokens: list[int] = self._ring.read(self._ticket)[: batch.num_reqs].tolist()
+        output, batch = self.output, self.batch
+        tokens: list[int] = self.ring.read(self.ticket)[: batch.num_reqs].tolist()
         slots = batch.slots
         if not all(batch.samples):
             rows = [row for row, samples in enumerate(batch.samples) if samples]
             slots, tokens = [slots[row] for row in rows], [tokens[row] for row in rows]
-        take_tokens(output, slots, tokens, self._vocab_size)
+        take_tokens(output, slots, tokens, self.vocab_size)
         return output
 
 
@@ -101,7 +94,7 @@ class CudaSampling:
         if plan.on_host:
             self._sample_on_host(rows, plan.on_host, outputs, output)
         ticket = self._ring.send(outputs.tokens)
-        return StepInFlight(self._ring, ticket, batch, output, decision, self._sampler.vocab_size)
+        return StepInFlight(output, decision, batch, self._ring, ticket, self._sampler.vocab_size)
 
     def launch(self) -> None:
         """Launch masked sampling of each size that has a graph."""

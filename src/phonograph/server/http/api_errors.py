@@ -83,7 +83,8 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineUnavailable):
-        return unavailable(error.problem, code=error.code)
+        # Not now, and not by this process again.
+        return ApiError(503, error.problem, kind="server_error", code=error.code)
     if isinstance(error, RequestFailure):
         return failed(str(error), code="request_failed")
     if not isinstance(error, RequestError):
@@ -95,11 +96,6 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
 def failed(message: str, *, code: str) -> ApiError:
     """The request was fine, and the server could not answer it."""
     return ApiError(500, message, kind="server_error", code=code)
-
-
-def unavailable(message: str, *, code: str) -> ApiError:
-    """Not now, and not by this process again."""
-    return ApiError(503, message, kind="server_error", code=code)
 
 
 def client_gone() -> ApiError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic_core import to_json
@@ -23,23 +22,13 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 """What the OpenAPI document says of completions and chats."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The fields that an answer and all chunks of its stream begin with."""
-
-    id: str
-    object: str
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def fields(self) -> dict[str, Any]:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-
-
 class Answer(Protocol):
-    """How one endpoint writes its answer."""
+    """How one endpoint writes its answer.
 
-    head: AnswerHead
+    head: the fields that the answer and all chunks of its stream begin with
+    """
+
+    head: dict[str, Any]
 
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
@@ -54,9 +43,10 @@ class Answer(Protocol):
         ...
 
 
-def answer_id(prefix: str, request_id: str | None) -> str:
-    """The client's own id where it gave one."""
-    return f"{prefix}-{request_id or uuid.uuid4().hex}"
+def answer_head(prefix: str, kind: str, model: str, request_id: str | None) -> dict[str, Any]:
+    """Return the head of an answer. Its id has the client's own id where it gave one."""
+    name = f"{prefix}-{request_id or uuid.uuid4().hex}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[str, Any]:
@@ -76,8 +66,8 @@ def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[st
 class ChunkWriter:
     """Writes chunks that differ in their choices, and at times in their usage, from one head that is encoded once."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        self._begin = b"data: " + to_json(head.fields())[:-1] + b',"choices":['
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._begin = b"data: " + to_json(head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Mapping[str, Any] | None, usage: Mapping[str, Any] | None = None) -> bytes:
         """One event. Without a choice it is the last one, of the usage alone."""

@@ -11,8 +11,8 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.http.json_route import JsonRequest, JsonRoute
-from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
+from phonograph.server.http.json_route import JsonRoute
+from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import chat_content, prompt_positions
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.serving import Serving, respond
@@ -25,7 +25,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a conversation."""
-    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, 1)
     if body.stream and body.prompt_logprobs is not None:
@@ -63,7 +62,7 @@ class ChatAnswer:
 
     def __init__(self, serving: Serving, call: Call, body: ChatBody, tools: ToolChoice | None) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.head = AnswerHead(answer_id("chatcmpl", body.request_id), kind, serving.names[0])
+        self.head = answer_head("chatcmpl", kind, serving.names[0], body.request_id)
         self._serving = serving
         self._call = call
         self._body = body
@@ -80,7 +79,7 @@ class ChatAnswer:
             }
             for sample in self._call.samples
         ]
-        answer = {**self.head.fields(), "choices": choices, "usage": self.usage()}
+        answer = {**self.head, "choices": choices, "usage": self.usage()}
         if self._body.prompt_logprobs is not None:
             positions = self._call.prompts[0].logprobs
             answer["prompt_logprobs"] = prompt_positions(positions, self._serving.texts, top=self._body.prompt_logprobs)

@@ -12,8 +12,8 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.http.json_route import JsonRequest, JsonRoute
-from phonograph.server.openai.answers import ANSWERS, AnswerHead, answer_id, usage_of
+from phonograph.server.http.json_route import JsonRoute
+from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from phonograph.server.openai.serving import Serving, respond
@@ -24,7 +24,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions", responses=ANSWERS)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continues one prompt or several."""
-    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, len(body.prompt))
     if body.stream and body.prompt_logprobs is not None:
@@ -56,7 +55,7 @@ class CompletionAnswer:
     """The answer to one body."""
 
     def __init__(self, serving: Serving, call: Call, body: CompletionBody) -> None:
-        self.head = AnswerHead(answer_id("cmpl", body.request_id), "text_completion", serving.names[0])
+        self.head = answer_head("cmpl", "text_completion", serving.names[0], body.request_id)
         self._serving = serving
         self._call = call
         self._body = body
@@ -66,7 +65,7 @@ class CompletionAnswer:
 
     def whole(self) -> dict[str, Any]:
         choices = [choice for sample in self._call.samples for choice in self.choices(sample, sample.take())]
-        return {**self.head.fields(), "choices": choices, "usage": self.usage()}
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self._call, num_completion_tokens=0 if self._prompt_only else None)

@@ -68,11 +68,13 @@ class Body(BaseModel):
     # Other fields are taken in only to be named in the refusal, so the OpenAPI document says that there are none.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
 
-    def check_fields(self) -> list[str]:
+    model: str | None = None
+
+    def check(self) -> list[str]:
         """The fields that were given and have no effect.
 
         Raises:
-            ApiError: a field is unknown, or asks for what is not served.
+            ApiError: a field is unknown, asks for what is not served, or contradicts another.
         """
         ignored: list[str] = []
         for name, value in (self.model_extra or {}).items():

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.structured_outputs import Strictness, StructuredOutputs
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import api_error, invalid
-from phonograph.server.openai.fields import Biases, Body, Choices, Messages, Prompts, Stops, TokenIds
-from phonograph.server.openai.structured import PARAMETERS, field_of, structured_outputs
+from phonograph.server.openai.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI has it. A chat's answer may fill the context."""
@@ -53,10 +53,9 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredFields):
     """What completions and chats have in common. Null means the default, as where nothing is given."""
 
-    model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -76,13 +75,6 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    structured_outputs_strictness: Strictness | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -98,11 +90,6 @@ class GenerationBody(Body):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> list[str]:
-        """The fields that were given and have no effect.
-
-        Raises:
-            ApiError: fields are unknown, not supported, or contradict each other.
-        """
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options needs stream=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -111,7 +98,7 @@ class GenerationBody(Body):
         if extra.get("best_of") is not None and extra["best_of"] != (self.n or 1):
             raise invalid("best_of", "best_of other than n is not supported", code="unsupported_parameter")
         extra.pop("best_of", None)
-        ignored = self.check_fields()
+        ignored = super().check()
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             ignored.append("stream_options.include_obfuscation")
         return ignored
@@ -212,7 +199,6 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -222,7 +208,6 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
     def check(self) -> list[str]:
-        """As that of `GenerationBody`."""
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if self.messages is not None and self.add_special_tokens:
@@ -230,11 +215,10 @@ class TokenizeBody(Body):
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, name):
                 raise invalid(name, f"{name} needs messages")
-        return self.check_fields()
+        return super().check()
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str | None = None
     tokens: TokenIds

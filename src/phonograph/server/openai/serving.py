@@ -31,6 +31,7 @@ from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import Message, read_messages
+from phonograph.server.openai.fields import Body
 from phonograph.server.openai.protocol import GenerationBody
 from phonograph.text.tokenizer import Tokenizer
 
@@ -77,13 +78,17 @@ class Serving:
         """What clients may call the model; the first is in answers."""
         return self.config.served_model_name or (self.root,)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError where a client wants another model."""
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
-            raise ApiError(
-                404, f"the model {quoted(name)} does not exist; here is {known}", param="model", code="model_not_found"
-            )
+    def check(self, body: Body) -> dict[str, str]:
+        """Check the fields of a request; return headers that say which of them had no effect.
+
+        Raises:
+            ApiError: it asks for what is not served, or for another model.
+        """
+        ignored = body.check()
+        if body.model is not None and body.model not in self.names:
+            problem = f"the model {quoted(body.model)} does not exist; here is {', '.join(self.names)}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+        return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
         """Whether a request may go on, before anything is spent on it; headers for its answer.
@@ -91,8 +96,7 @@ class Serving:
         Raises:
             ApiError: it asks for what is not served, or too much is in progress already.
         """
-        ignored = body.check()
-        self.check_model(body.model)
+        headers = self.check(body)
         engine, facts = self.engine, self.engine.facts
         if engine.problem is not None:
             raise api_error(engine.problem)
@@ -105,7 +109,7 @@ class Serving:
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
             raise queue_full(f"{engine.num_open} samples are in progress or wait; this server takes {room} at most")
-        return warning_headers(ignored)
+        return headers
 
     def encode(
         self,
@@ -241,7 +245,7 @@ class Serving:
         call.watch(until_gone(request.receive), client_gone())
         return call
 
-    async def prepare(self, request: JsonRequest, work: Callable[[threading.Event], Result]) -> Result:
+    async def prepare(self, request: Request, work: Callable[[threading.Event], Result]) -> Result:
         """Do what a request needs before the engine has it; a thread does it for a large one.
 
         work: gets an event that is set when the client has gone away
@@ -249,6 +253,7 @@ class Serving:
         Raises:
             ApiError: the client has gone away.
         """
+        assert isinstance(request, JsonRequest), "the route is a JsonRoute"
         gone = threading.Event()
         if request.num_bytes <= INLINE_BYTES:
             return work(gone)
@@ -263,11 +268,6 @@ class Serving:
         finally:
             leaving.cancel()
             working.cancel()
-
-
-def warning_headers(ignored: list[str]) -> dict[str, str]:
-    """Says which fields of a request had no effect."""
-    return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
 
 
 def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:

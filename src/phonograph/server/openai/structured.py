@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.structured_outputs import Kind, StructuredOutputs
+from phonograph.core.structured_outputs import Kind, Strictness, StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.openai.fields import Body, Choices
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, and what they are called in structured_outputs."""
@@ -22,18 +23,19 @@ PARAMETERS: tuple[str, ...] = (
 """What the engine may name in refusing it, by whichever field it came."""
 
 
-class Asks(Protocol):
-    """What a body may have of it."""
+class StructuredFields(Body):
+    """The fields of a body that say what its output has to be."""
 
-    response_format: dict[str, Any] | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: dict[str, Any] | str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    structured_outputs_strictness: Strictness | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
 
-def structured_outputs(body: Asks) -> StructuredOutputs | None:
+def structured_outputs(body: StructuredFields) -> StructuredOutputs | None:
     """What the output has to be, or None.
 
     Raises:
@@ -60,7 +62,7 @@ def structured_outputs(body: Asks) -> StructuredOutputs | None:
     return next(iter(found.values()), None)
 
 
-def field_of(body: Asks) -> str | None:
+def field_of(body: StructuredFields) -> str | None:
     """The field that says what the output has to be; the first, where there are several."""
     if body.response_format is not None and body.response_format.get("type") != "text":
         return FORMAT

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.http.json_route import JsonRequest, JsonRoute
+from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.protocol import DetokenizeBody, TokenizeBody
-from phonograph.server.openai.serving import Serving, warning_headers
+from phonograph.server.openai.serving import Serving
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -18,10 +18,8 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/tokenize", response_model=dict[str, Any])
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
-    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
-    headers = warning_headers(body.check())
-    serving.check_model(body.model)
+    headers = serving.check(body)
     # The answer is written there too: a hundred thousand ids take a while.
     return await serving.prepare(request, lambda _: JSONResponse(_tokens(serving, body), headers=headers))
 
@@ -51,10 +49,8 @@ def _tokens(serving: Serving, body: TokenizeBody) -> dict[str, Any]:
 @router.post("/detokenize", response_model=dict[str, Any])
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    assert isinstance(request, JsonRequest)
     serving: Serving = request.app.state.serving
-    headers = warning_headers(body.check_fields())
-    serving.check_model(body.model)
+    headers = serving.check(body)
     vocab_size = serving.engine.facts.vocab_size
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab_size):
         raise invalid("tokens", f"the model's token ids are 0 to {vocab_size - 1}")
