@@ -25,7 +25,7 @@ def test_nothing_is_read_that_nothing_wrote(report: Report) -> None:
 
 @pytest.mark.long
 def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(report: Report) -> None:
-    """The first waits before it lets the next begin; the second at its end, and before it reads if it does not follow the
+    """The first waits before it lets the next begin; the second at its end, and before it reads if it is not behind the
     first."""
     launches = {name: launches for name, (_, _, launches) in report.items()}
     long = [name for name in launches if name.startswith("_attention_kernel long")]
