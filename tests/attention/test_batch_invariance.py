@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import attention_specs
 import pytest
 import torch
 from alone import FEATURES, LLAMA, Sequences, batches, check_real_sizes, unlike
 
-from phonograph.attention.backend import AttentionSpec
 from phonograph.testing.conformance import check_backend
 from phonograph.testing.conformance_batch import BatchShape
 
@@ -22,15 +22,7 @@ pytest.importorskip("triton")
 from phonograph.attention.triton.backend import TritonBackend
 
 FULL = (-1, -1)
-TINY = AttentionSpec(
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_size=32,
-    dtype="float32",
-    kv_cache_dtype="float32",
-    block_size=16,
-    batch_invariant=True,
-)
+TINY = replace(attention_specs.TINY, lse=False, batch_invariant=True)
 
 
 @pytest.fixture(scope="module")

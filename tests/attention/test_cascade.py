@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_specs import TINY, llama
+from cascade_arena import CascadeArena
 from fake_flash import CALLS
-from paged import Arena, Batch
+from paged import Batch
 
 from phonograph.attention.backend import AttentionCall, AttentionKind, AttentionSpec, BatchLimits, KVLayout, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
@@ -35,17 +37,8 @@ Installed = Callable[..., Path]
 H200 = known_device("h200")
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SPEC = AttentionSpec(
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_size=32,
-    dtype="float32",
-    kv_cache_dtype="float32",
-    block_size=16,
-    lse=True,
-    cascade=True,
-)
-HALF = replace(SPEC, num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16")
+SPEC = replace(TINY, cascade=True)
+HALF = llama(cascade=True)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -150,18 +143,8 @@ def test_every_version_is_wrapped(version: str, installed: Installed) -> None:
 SLOTS, LONGEST = 9, 200
 
 
-class CascadeArena(Arena):
-    """Poison the cascade's own state between steps too; a graph is its frozen metadata."""
-
-    def poison(self) -> None:
-        super().poison()
-        backend = self.backend
-        assert isinstance(backend, CascadeBackend)
-        backend._prefix_out.fill_(torch.nan)
-        cut = backend._cut
-        for tensor in (cut.prefix_starts[1:], cut.prefix_lens, cut.suffix_lens):
-            tensor.fill_(7)
-        cut.suffix_table.zero_()  # block 0, which is NaN
+class FreezingArena(CascadeArena):
+    """Arena whose graph is the frozen metadata of the captured batch."""
 
     def freeze(self, batch: Batch, key: GraphKey, prefix_len: int | None) -> SimpleNamespace:
         """Stands for a graph: what was built for the captured batch is run again on the contents of another."""
@@ -170,8 +153,8 @@ class CascadeArena(Arena):
         return SimpleNamespace(replay=lambda: self.run(metadata))
 
 
-def arena_of(make: MakeBackend, spec: AttentionSpec, *, num_reqs: int = SLOTS, query_len: int = 1) -> CascadeArena:
-    return CascadeArena(
+def arena_of(make: MakeBackend, spec: AttentionSpec, *, num_reqs: int = SLOTS, query_len: int = 1) -> FreezingArena:
+    return FreezingArena(
         make,
         spec,
         CPU if make is REFERENCE else DEVICE,
@@ -232,7 +215,7 @@ def loaded(package: str, block_size: int = 16) -> MakeBackend:
 def test_pages_of_256(installed: Installed) -> None:
     installed("package 2")
     spec = replace(SPEC, block_size=256)
-    arena = CascadeArena(
+    arena = FreezingArena(
         loaded("package 2", 256), spec, DEVICE, causal=True, num_reqs=3, num_tokens=3, num_blocks=20, max_keys=900
     )
     key = GraphKey(GraphSet.DECODE, 3, 3, 1, cascade=True)

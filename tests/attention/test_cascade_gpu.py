@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flash_kernels import kernel_missing
-from paged import Arena, Batch
+from attention_specs import llama
+from cascade_arena import CascadeArena
+from flash_kernels import kernel_missing, skip_unless_runnable
+from paged import Batch
 
 from phonograph.attention.backend import AttentionSpec, KVLayout
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.selection import BUILT_IN, load, select
-from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 pytest.importorskip("triton")
 
-from phonograph.attention.cascade.backend import CascadeBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -29,47 +29,8 @@ VERSIONS = ("2", "3")
 SLOTS, LONGEST = 64, 10_000
 
 
-class CascadeArena(Arena):
-    """Poison the state that a cascade keeps from step to step."""
-
-    def poison(self) -> None:
-        super().poison()
-        backend = self.backend
-        assert isinstance(backend, CascadeBackend)
-        backend._prefix_out.fill_(torch.nan)
-        backend._cut.prefix_starts[1:].fill_(3)
-        for tensor in (backend._cut.prefix_lens, backend._cut.suffix_lens):
-            tensor.fill_(7)
-        backend._cut.suffix_table.zero_()  # block 0, which is NaN
-
-
-def llama(**changes: Any) -> AttentionSpec:
-    settings: dict[str, Any] = {
-        "num_query_heads": 32,
-        "num_kv_heads": 8,
-        "head_size": 128,
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "bfloat16",
-        "block_size": 16,
-        "lse": True,
-        "cascade": True,
-    }
-    return AttentionSpec(**{**settings, **changes})
-
-
 def arena_of(version: str, spec: AttentionSpec, *, query_len: int = 1, slots: int = SLOTS) -> CascadeArena:
-    """Skips where nobody provides the version, it refuses the spec on this device, or its build lacks the kernels."""
-    absent = missing(version)
-    if absent is not None:
-        pytest.skip(absent)
-    here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
-    registered = next(one for one in BUILT_IN if one.capabilities.label == f"flash_attn {version}")
-    refusals = registered.refusals(spec, here)
-    if refusals:
-        pytest.skip("; ".join(refusals))
-    absent = kernel_missing(version, spec.head_size, spec.kv_cache_dtype, torch.device("cuda"))
-    if absent is not None:
-        pytest.skip(absent)
+    here = skip_unless_runnable(version, spec)
     return CascadeArena(
         load(select("flash_attn", version, spec, here, BUILT_IN)),
         spec,
@@ -112,7 +73,7 @@ def check_all(arena: CascadeArena, graph: torch.cuda.CUDAGraph, query_len: int) 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_graph_for_every_prefix(version: str, query_len: int, record_property: Any) -> None:
     """Captured on a prefix of one block, replayed on up to 64 requests that share up to 8K tokens, padding included."""
-    spec = llama(block_size=page_of(version), speculative_tokens=query_len - 1)
+    spec = llama(cascade=True, block_size=page_of(version), speculative_tokens=query_len - 1)
     arena = arena_of(version, spec, query_len=query_len)
     key = GraphKey(GraphSet.DECODE, SLOTS * query_len, SLOTS, query_len, cascade=True)
     size = spec.block_size
@@ -137,7 +98,7 @@ def test_one_graph_for_every_prefix(version: str, query_len: int, record_propert
 )
 @pytest.mark.parametrize("version", VERSIONS)
 def test_models(version: str, changes: dict[str, Any]) -> None:
-    arena = arena_of(version, llama(**changes), slots=40)
+    arena = arena_of(version, llama(cascade=True, **changes), slots=40)
     key = GraphKey(GraphSet.DECODE, 40, 40, 1, cascade=True)
     with torch.inference_mode():
         graph = arena.capture([(1, 257)] * 40, key, prefix_len=256)
@@ -147,7 +108,7 @@ def test_models(version: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_graphs_of_both_kinds_in_turn(version: str) -> None:
     """Ordinary steps between cascades, in graphs and eagerly: neither reads a plan of the other."""
-    arena = arena_of(version, llama(block_size=page_of(version)))
+    arena = arena_of(version, llama(cascade=True, block_size=page_of(version)))
     plain = GraphKey(GraphSet.DECODE, SLOTS, SLOTS, 1)
     cascade = GraphKey(GraphSet.DECODE, SLOTS, SLOTS, 1, cascade=True)
     rng = np.random.default_rng(5)
@@ -163,7 +124,7 @@ def test_graphs_of_both_kinds_in_turn(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nothing_waits_for_the_device(version: str) -> None:
-    arena = arena_of(version, llama(block_size=page_of(version), lse=False))
+    arena = arena_of(version, llama(cascade=True, block_size=page_of(version), lse=False))
     with torch.inference_mode():
         common = arena.fill([(1, 2000)] * 20, 1024)
         for key in (None, GraphKey(GraphSet.DECODE, SLOTS, SLOTS, 1, cascade=True)):

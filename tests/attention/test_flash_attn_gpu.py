@@ -15,12 +15,13 @@ import alone
 import numpy as np
 import pytest
 import torch
+from attention_specs import llama
 from covering import pairwise
-from flash_kernels import kernel_missing
+from flash_kernels import skip_unless_runnable
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
-from phonograph.attention.flash_attn.providers import missing, provider_of
+from phonograph.attention.flash_attn.providers import provider_of
 from phonograph.attention.selection import BUILT_IN, load, select
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -60,25 +61,6 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
-@pytest.fixture
-def provided() -> Callable[[str, AttentionSpec], None]:
-    """Skips where nobody provides the version, it refuses the spec on this device, or its build lacks the kernels."""
-
-    def check(version: str, spec: AttentionSpec) -> None:
-        absent = missing(version)
-        if absent is not None:
-            pytest.skip(absent)
-        here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
-        refusals = BACKENDS[version].capabilities.refusals(spec, here)
-        if refusals:
-            pytest.skip("; ".join(refusals))
-        absent = kernel_missing(version, spec.head_size, spec.kv_cache_dtype, torch.device("cuda"))
-        if absent is not None:
-            pytest.skip(absent)
-
-    return check
-
-
 def spec_of(model: dict[str, Any]) -> AttentionSpec:
     return AttentionSpec(
         num_query_heads=model["group"] * model["kv_heads"],
@@ -92,19 +74,6 @@ def spec_of(model: dict[str, Any]) -> AttentionSpec:
         softcap=model["softcap"],
         lse=model["lse"],
     )
-
-
-def llama(**changes: object) -> AttentionSpec:
-    settings: dict[str, Any] = {
-        "num_query_heads": 32,
-        "num_kv_heads": 8,
-        "head_size": 128,
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "bfloat16",
-        "block_size": 16,
-        "lse": True,
-    }
-    return AttentionSpec(**{**settings, **changes})
 
 
 def batches(seed: int) -> list[Batch]:
@@ -147,13 +116,11 @@ def name_of(model: dict[str, Any]) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=[name_of(model) for model in MODELS])
-def test_matrix(
-    number: int, device: torch.device, provided: Any, record_property: Callable[[str, object], None]
-) -> None:
+def test_matrix(number: int, device: torch.device, record_property: Callable[[str, object], None]) -> None:
     """In a mixed graph also on version 2: the longest query of its captures is never 1, so it serves every batch."""
     model = MODELS[number]
     spec = spec_of(model)
-    provided(model["version"], spec)
+    skip_unless_runnable(model["version"], spec)
     arena = arena_of(model["version"], spec, device, causal=model["causal"], seed=number)
     tried = batches(number)
     with torch.inference_mode():
@@ -168,11 +135,11 @@ def test_matrix(
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("version", BACKENDS)
 def test_decode_graphs(
-    version: str, query_len: int, windows: tuple[tuple[int, int], ...], device: torch.device, provided: Any
+    version: str, query_len: int, windows: tuple[tuple[int, int], ...], device: torch.device
 ) -> None:
     """Captured on the shortest batch and replayed on others, longer ones and ones with empty slots."""
     spec = llama(windows=windows)
-    provided(version, spec)
+    skip_unless_runnable(version, spec)
     arena = arena_of(version, spec, device, num_tokens=SLOTS * query_len)
     rng = np.random.default_rng(query_len)
     key = GraphKey(GraphSet.DECODE, SLOTS * query_len, SLOTS, query_len)
@@ -187,10 +154,10 @@ def test_decode_graphs(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", BACKENDS)
-def test_more_slots_than_992(version: str, device: torch.device, provided: Any) -> None:
+def test_more_slots_than_992(version: str, device: torch.device) -> None:
     """Version 3 splits no batch of more sequences; its captures above that were refused elsewhere, untried."""
     spec = llama()
-    provided(version, spec)
+    skip_unless_runnable(version, spec)
     slots = 1500
     arena = Arena(
         BACKENDS[version], spec, device, causal=True, num_reqs=slots, num_tokens=slots, num_blocks=20_000, max_keys=4000
@@ -203,10 +170,10 @@ def test_more_slots_than_992(version: str, device: torch.device, provided: Any) 
 
 
 @pytest.mark.gpu
-def test_graphs_share_the_plan(device: torch.device, provided: Any) -> None:
+def test_graphs_share_the_plan(device: torch.device) -> None:
     """Graphs of several shapes in turn, none of which may see an entry of another's plan."""
     spec = llama()
-    provided("3", spec)
+    skip_unless_runnable("3", spec)
     arena = arena_of("3", spec, device)
     tried = batches(3)
     with torch.inference_mode():
@@ -233,11 +200,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", KVLayout)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("version", BACKENDS)
-def test_conformance(version: str, feature: str, layout: KVLayout, device: torch.device, provided: Any) -> None:
+def test_conformance(version: str, feature: str, layout: KVLayout, device: torch.device) -> None:
     block_size = provider.block_size_multiple if (provider := provider_of(version)) else 16
     settings = {"lse": "alibi" not in feature, **FEATURES[feature]}
     spec = llama(num_query_heads=8, num_kv_heads=2, layout=layout, block_size=block_size, **settings)
-    provided(version, spec)
+    skip_unless_runnable(version, spec)
     shapes = [shape for shape in batch_shapes(block_size, spec.kind) if not spec.alibi or shape.causal is None]
     results = check_backend(BACKENDS[version], spec, device, shapes=shapes)
     assert all(result.passed for result in results), [str(result) for result in results if not result.passed]
@@ -261,10 +228,10 @@ FP8: dict[str, dict[str, Any]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", FP8)
-def test_fp8_caches(feature: str, device: torch.device, provided: Any) -> None:
+def test_fp8_caches(feature: str, device: torch.device) -> None:
     """Eager, and in graphs of both kinds. The oracle gets queries, keys and values rounded; FP8_QUERY_TOLERANCE."""
     spec = llama(kv_cache_dtype="float8_e4m3fn", **FP8[feature])
-    provided("3", spec)
+    skip_unless_runnable("3", spec)
     shapes = batch_shapes(spec.block_size, spec.kind)
     results = check_backend(FlashAttention3Backend, spec, device, shapes=shapes)
     assert all(result.passed for result in results), [str(result) for result in results if not result.passed]
@@ -283,22 +250,22 @@ def test_fp8_caches(feature: str, device: torch.device, provided: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", [feature for feature in alone.FEATURES if feature not in ("window", "alibi")])
-def test_batch_invariance(feature: str, device: torch.device, provided: Any) -> None:
+def test_batch_invariance(feature: str, device: torch.device) -> None:
     spec = replace(alone.LLAMA, **alone.FEATURES[feature])
-    provided("3", spec)
+    skip_unless_runnable("3", spec)
     alone.check_real_sizes(FlashAttention3Backend, spec, device, seed=len(feature))
 
 
 @pytest.mark.gpu
 def test_fp8_queries_cost_little(
-    device: torch.device, provided: Any, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Against queries as they were, over keys and values in FP8: 8%; expected are 3% on average and 6% at most.
 
     Of the output. The LSE of a query with one key is that key's score, which rounding moves by as much as 12%.
     """
     spec = llama(kv_cache_dtype="float8_e4m3fn", lse=False)
-    provided("3", spec)
+    skip_unless_runnable("3", spec)
     monkeypatch.setattr("paged.rounded_queries", lambda query_THD, *_: query_THD)
     monkeypatch.setattr("paged.FP8_QUERY_TOLERANCE", 8e-2)
     arena = arena_of("3", spec, device)
@@ -309,9 +276,9 @@ def test_fp8_queries_cost_little(
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("version", BACKENDS)
-def test_nothing_waits_for_the_device(version: str, cache: str, device: torch.device, provided: Any) -> None:
+def test_nothing_waits_for_the_device(version: str, cache: str, device: torch.device) -> None:
     spec = llama(lse=False, kv_cache_dtype=cache)
-    provided(version, spec)
+    skip_unless_runnable(version, spec)
     arena = arena_of(version, spec, device)
     with torch.inference_mode():
         common = arena.fill(batches(1)[-3])
@@ -327,8 +294,8 @@ def test_nothing_waits_for_the_device(version: str, cache: str, device: torch.de
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", BACKENDS)
-def test_selected_and_loaded(version: str, provided: Any) -> None:
-    provided(version, llama())
+def test_selected_and_loaded(version: str) -> None:
+    skip_unless_runnable(version, llama())
     here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
     made = load(select("flash_attn", version, llama(), here, BUILT_IN))
     limits = BatchLimits(max_num_seqs=2, max_num_tokens=16, max_model_len=64)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+import attention_specs
 import fake_flashinfer as fake
 import numpy as np
 import pytest
@@ -35,15 +36,7 @@ from phonograph.attention.flashinfer.backend import FlashInferBackend
 CPU = torch.device("cpu")
 ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)
 FULL = (-1, -1)
-TINY = AttentionSpec(
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    dtype="float16",
-    kv_cache_dtype="float16",
-    block_size=16,
-    lse=True,
-)
+TINY = replace(attention_specs.TINY, head_size=64, dtype="float16", kv_cache_dtype="float16")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_specs import llama
 from paged import Arena, Batch
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
@@ -26,15 +27,7 @@ from phonograph.attention.flashinfer.backend import FlashInferBackend
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 FULL = (-1, -1)
-LLAMA = AttentionSpec(
-    num_query_heads=32,
-    num_kv_heads=8,
-    head_size=128,
-    dtype="bfloat16",
-    kv_cache_dtype="bfloat16",
-    block_size=16,
-    lse=True,
-)
+LLAMA = llama()
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {},
     "float16": {"dtype": "float16", "kv_cache_dtype": "float16"},

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from attention_specs import TINY
 
 from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
@@ -28,15 +29,6 @@ from phonograph.attention.triton.backend import TritonBackend, TritonMetadata
 
 H100 = known_device("h100")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SPEC = AttentionSpec(
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_size=32,
-    dtype="float32",
-    kv_cache_dtype="float32",
-    block_size=16,
-    lse=True,
-)
 SHAPES = (
     BatchShape(name="both", query_lens=(1, 1, 3, 20, 1), seq_lens=(40, 1, 3, 33, 9), padded_reqs=2, padded_tokens=3),
     BatchShape(name="decodes", query_lens=(1,) * 3, seq_lens=(70, 16, 1), padded_reqs=1, padded_tokens=1),
@@ -49,7 +41,7 @@ triton_twice = partial(SplitBackend, decode=TritonBackend, prefill=TritonBackend
 
 @pytest.mark.parametrize("speculative_tokens", [0, 2])
 def test_parts_together_are_the_whole(speculative_tokens: int) -> None:
-    spec = replace(SPEC, speculative_tokens=speculative_tokens)
+    spec = replace(TINY, speculative_tokens=speculative_tokens)
     results = check_backend(triton_twice, spec, DEVICE, shapes=SHAPES)
     assert len(results) == len(SHAPES)
     assert all(result.passed for result in results), [str(result) for result in results]
@@ -58,7 +50,7 @@ def test_parts_together_are_the_whole(speculative_tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("windows", [((-1, -1),), ((-1, -1), (40, 0))])
 def test_real_sizes(windows: tuple[tuple[int, int], ...]) -> None:
-    spec = replace(SPEC, num_query_heads=32, num_kv_heads=8, head_size=128, windows=windows)
+    spec = replace(TINY, num_query_heads=32, num_kv_heads=8, head_size=128, windows=windows)
     spec = replace(spec, dtype="bfloat16", kv_cache_dtype="bfloat16")
     results = check_backend(triton_twice, spec, DEVICE)
     assert results and all(result.passed for result in results), [str(result) for result in results]
@@ -85,7 +77,7 @@ def common(query_lens: list[int], *, slots: int, tokens: int) -> CommonMetadata:
 
 
 def test_the_parts_tensors_stay_where_they_are() -> None:
-    backend = triton_twice(SPEC, torch.device("cpu"), BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
+    backend = triton_twice(TINY, torch.device("cpu"), BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
     builder = backend.make_builder()
     key = GraphKey(GraphSet.MIXED, 6, 8)
     seen: list[list[int]] = []
@@ -103,7 +95,7 @@ def test_the_parts_tensors_stay_where_they_are() -> None:
 
 
 def test_host_copies_are_cut_as_the_tensors_are() -> None:
-    backend = triton_twice(SPEC, DEVICE, BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
+    backend = triton_twice(TINY, DEVICE, BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
     whole = common([1, 1, 4, 1], slots=6, tokens=8)
     kept: list[CommonMetadata] = []
 
@@ -155,14 +147,14 @@ class Never(TritonCapabilities):
     ],
 )
 def test_support_is_that_of_the_parts(decode: Capabilities, prefill: Capabilities, level: GraphSupport) -> None:
-    support = SplitCapabilities(decode, prefill).graph_support(replace(SPEC, head_size=128), H100)
+    support = SplitCapabilities(decode, prefill).graph_support(replace(TINY, head_size=128), H100)
     assert support.level is level
     assert decode.label in support.reason and prefill.label in support.reason
 
 
 def test_refusals_name_the_part() -> None:
     capabilities = SplitCapabilities(TritonCapabilities(), FlashInferCapabilities())
-    spec = replace(SPEC, head_size=72, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    spec = replace(TINY, head_size=72, dtype="bfloat16", kv_cache_dtype="bfloat16")
     refusals = capabilities.refusals(spec, H100)
     assert refusals and all(reason.startswith("prefill: ") for reason in refusals)
     assert any(reason.startswith("device") for reason in capabilities.refusals(spec, known_device("cpu")))
@@ -170,7 +162,7 @@ def test_refusals_name_the_part() -> None:
 
 
 def test_selection_by_part() -> None:
-    spec = replace(SPEC, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    spec = replace(TINY, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16")
     selection = select("prefill=triton, Decode=Triton", None, spec, H100)
     assert selection.capabilities.name == "prefill=triton,decode=triton"
     assert any(reason.startswith("prefill: ") for reason in selection.reasons)
@@ -192,11 +184,11 @@ def test_selection_by_part() -> None:
     ],
 )
 def test_parts_that_do_not_work(asked: str, version: str | None, error: type[Exception], words: str) -> None:
-    spec = replace(SPEC, head_size=72, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    spec = replace(TINY, head_size=72, dtype="bfloat16", kv_cache_dtype="bfloat16")
     with pytest.raises(error, match=words):
         select(asked, version, spec, H100)
 
 
 def test_a_cpu_has_no_parts() -> None:
     with pytest.raises(BackendError, match="cut by a kernel for NVIDIA GPUs"):
-        select("prefill=reference,decode=reference", None, SPEC, known_device("cpu"))
+        select("prefill=reference,decode=reference", None, TINY, known_device("cpu"))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attention_specs import TINY, llama
 
 from phonograph.attention.backend import (
     AttentionCall,
@@ -31,16 +32,7 @@ from phonograph.attention.triton.backend import TritonBackend
 
 H100 = known_device("h100")
 FULL = (-1, -1)
-TINY = AttentionSpec(
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_size=32,
-    dtype="float32",
-    kv_cache_dtype="float32",
-    block_size=16,
-    lse=True,
-)
-HALF = replace(TINY, num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16")
+HALF = llama()
 MIXED = BatchShape(
     name="mixed", query_lens=(1, 1, 3, 20, 16), seq_lens=(40, 1, 3, 33, 16), padded_reqs=2, padded_tokens=3
 )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_specs import llama
 from covering import pairwise
 from paged import Arena, Batch, attend
 
@@ -164,19 +165,6 @@ def test_matrix(number: int, device: torch.device, record_property: Callable[[st
         seed=number,
     )
     check_all(arena, tried, record_property)
-
-
-def llama(**changes: object) -> AttentionSpec:
-    settings: dict[str, Any] = {
-        "num_query_heads": 32,
-        "num_kv_heads": 8,
-        "head_size": 128,
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "bfloat16",
-        "block_size": 16,
-        "lse": True,
-    }
-    return AttentionSpec(**{**settings, **changes})
 
 
 @pytest.mark.gpu

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import plain_environment  # noqa: F401 - a fixture of every test here
 
-from phonograph.cli import progress
 from phonograph.cli.app import main
 
 TINY = {
@@ -28,16 +27,6 @@ TINY = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("PHONOGRAPH_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COLUMNS", "100")
-    # A busy machine takes so long that progress would be among the lines that a test reads.
-    monkeypatch.setattr(progress, "INTERVAL", 600)
 
 
 def _folder(tmp_path_factory: pytest.TempPathFactory, name: str, config: dict[str, Any]) -> str:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from commands import plain_environment  # noqa: F401 - a fixture of every test here
 
 from phonograph import LLM
-from phonograph.cli import progress
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("PHONOGRAPH_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COLUMNS", "100")
-    # A busy machine takes so long that progress would be among the lines that a test reads.
-    monkeypatch.setattr(progress, "INTERVAL", 600)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run, run_json
 
 from phonograph.bench import engine as bench_engine
 from phonograph.bench.records.output import check_output, output_file
@@ -19,23 +20,11 @@ from phonograph.errors import ConfigError
 FEW_GRAPHS = ["--max-num-seqs", "4", "--cudagraph-capture-sizes", "1,4,512"]
 
 
-def _run(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> str:
-    got = main(list(tokens))
-    captured = capsys.readouterr()
-    assert got == code, captured.err
-    return captured.out
-
-
-def _json(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> dict[str, Any]:
-    (line,) = _run(capsys, *tokens, "--json", code=code).splitlines()
-    return json.loads(line)
-
-
 def test_eval_demo_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = str(tmp_path / "first.json"), str(tmp_path / "second.json")
     few = ["--problems", "5", "--recalls", "2", "--recall-tokens", "100", "--eval-seed", "9"]
     # The demo model is the default.
-    shown = _json(capsys, "eval", "demo", *few, *FEW_GRAPHS, "--output", first)
+    shown = run_json(capsys, "eval", "demo", *few, *FEW_GRAPHS, "--output", first)
     assert shown["model"] == "demo" and shown["mode"]["resolved"] == "FULL"
     assert [(task["task"], task["count"]) for task in shown["tasks"]] == [("problems", 5), ("recalls", 2)]
     assert sum(shown["tasks"][0]["steps"].values()) > 0 and "eager" not in shown["tasks"][0]["steps"]
@@ -44,20 +33,20 @@ def test_eval_demo_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["tasks"] == shown["tasks"] and len(written["items"]) == 7
     assert sum(item["correct"] for item in written["items"]) == sum(task["correct"] for task in shown["tasks"])
 
-    table = _run(capsys, "eval", "demo", "--model", "demo", *few, "--enforce-eager", "--output", second)
+    table = run(capsys, "eval", "demo", "--model", "demo", *few, "--enforce-eager", "--output", second)
     assert "problems" in table and "of 5" in table
-    same = _json(capsys, "eval", "compare", first, second)
+    same = run_json(capsys, "eval", "compare", first, second)
     assert [(task["task"], task["difference"], task["divergences"]) for task in same["tasks"]] == [
         ("problems", 0.0, []),
         ("recalls", 0.0, []),
     ]
     written["items"][3]["token_ids"][-1] += 1
     Path(second).write_text(json.dumps(written))
-    assert "problems 3: from token" in _run(capsys, "eval", "compare", first, second, code=1)
+    assert "problems 3: from token" in run(capsys, "eval", "compare", first, second, code=1)
 
 
 def _bench(capsys: pytest.CaptureFixture[str], *tokens: str) -> dict[str, Any]:
-    return _json(capsys, "bench", *tokens, "--model", "demo", *FEW_GRAPHS)
+    return run_json(capsys, "bench", *tokens, "--model", "demo", *FEW_GRAPHS)
 
 
 def test_bench_of_the_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -73,7 +62,7 @@ def test_bench_of_the_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
     output = tmp_path / "results.jsonl"
     suites = ["bench", "suite", "--suites", "decode,latency", "--decode-cases", "2x30", "--latency-cases", "7"]
-    shown = _run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output))
+    shown = run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output))
     assert any("2x30" in text and "full decode" in text for text in shown.splitlines()) and "{" not in shown
     (found,) = map(json.loads, output.read_text().splitlines())
     assert [(row["suite"], row["case"]) for row in found["rows"]] == [("decode", "2x30"), ("latency", "7")]
@@ -84,7 +73,7 @@ def test_bench_mixed_takes_two_at_a_time(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(bench_engine, "MIXED_SHORT_PROMPTS", 10)
     monkeypatch.setattr(bench_engine, "MIXED_TOKENS", 10)
     mixed = ["bench", "mixed", "--cases", "40", "--model", "demo", "--cudagraph-capture-sizes", "2,8,512"]
-    found = _json(capsys, *mixed)
+    found = run_json(capsys, *mixed)
     assert found["max_num_seqs"] == 2 and found["rows"][0]["mixed_steps"] == 9
 
 
@@ -102,7 +91,7 @@ def test_rows_before_a_failure_are_reported(capsys: pytest.CaptureFixture[str], 
         "9k",
         "--json",
     ]
-    shown = _run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output), code=2)
+    shown = run(capsys, *suites, "--model", "demo", *FEW_GRAPHS, "--output", str(output), code=2)
     assert [row["case"] for row in json.loads(shown)["rows"]] == ["1x9"]
     assert json.loads(output.read_text())["complete"] is False
 

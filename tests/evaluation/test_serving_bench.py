@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import run, run_json
 from scripted_server import DONE, Script, events, plain, scripted, token, usage
 from sentencepiece_like import sentencepiece_like
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -170,18 +171,6 @@ def _answer(body: dict[str, Any]) -> Script:
     return plain(events(token("x")), 0.02, events(token("yz", "length")) + events(usage(5, 3)) + DONE)
 
 
-def _run(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> str:
-    got = main(["bench", "serve", *tokens])
-    captured = capsys.readouterr()
-    assert got == code, captured.err
-    return captured.out
-
-
-def _json(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> dict[str, Any]:
-    (line,) = _run(capsys, *tokens, "--json", code=code).splitlines()
-    return json.loads(line)
-
-
 def test_the_command_prints_a_table_or_vllms_keys(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +179,7 @@ def test_the_command_prints_a_table_or_vllms_keys(
     with scripted(_answer) as server:
         flags = ["--base-url", server.url, "--num-prompts", "6", "--input-len", "5", "--output-len", "3"]
         more = ["--request-rate", "100", "--num-warmups", "2", "--extra-body", '{"top_k": 7}', "--label", "first"]
-        text = _run(capsys, *flags, *more, "--output", str(output))
+        text = run(capsys, "bench", "serve", *flags, *more, "--output", str(output))
         found = json.loads(output.read_text())
         assert len(server.bodies) == 2 + 6
         assert all(b"authorization: Bearer secret\r\n" in head for head in server.heads)
@@ -206,7 +195,7 @@ def test_the_command_prints_a_table_or_vllms_keys(
             "ignore_eos": True,
             "top_k": 7,
         }
-        detailed = _json(capsys, *flags, "--save-detailed", "--endpoint", "/v1/chat/completions")
+        detailed = run_json(capsys, "bench", "serve", *flags, "--save-detailed", "--endpoint", "/v1/chat/completions")
         assert server.heads[-1].startswith(b"POST /v1/chat/completions ")
         (message,) = server.bodies[-1]["messages"]
         assert message["role"] == "user" and message["content"]
@@ -231,9 +220,9 @@ def test_failures_are_shown_and_the_exit_code_is_1(capsys: pytest.CaptureFixture
 
     with scripted(script) as server:
         flags = ["--base-url", server.url, "--num-prompts", "6", "--max-concurrency", "2"]
-        found = _json(capsys, *flags, code=1)
+        found = run_json(capsys, "bench", "serve", *flags, code=1)
         count = 0
-        table = _run(capsys, *flags, code=1).splitlines()
+        table = run(capsys, "bench", "serve", *flags, code=1).splitlines()
     assert (found["completed"], found["failed"]) == (4, 2)
     assert found["error_counts"] == {"HTTP 503: engine is dead": 2}
     assert "2 failed: HTTP 503: engine is dead" in table
@@ -251,13 +240,13 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     path.write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [1, 2]}\n{"prompt": "c", "output_len": 9}\n')
     flags = ["--dataset-name", "jsonl", "--dataset-path", str(path), "--output-len", "4"]
     with scripted(_answer) as server:
-        found = _json(capsys, "--base-url", server.url, *flags, "--num-prompts", "2")
+        found = run_json(capsys, "bench", "serve", "--base-url", server.url, *flags, "--num-prompts", "2")
         sent = [(body["prompt"], body["max_tokens"], "ignore_eos" in body) for body in server.bodies]
         # The line that is not measured warms up; the end of sequence counts.
         assert sent == [("c", 9, False), ("a", 2, False), ([1, 2], 4, False)]
         assert found["num_prompts"] == 2 and found["tokenizer_id"] is None
         path.write_text('{"messages": [{"role": "user", "content": "q"}]}\n')
-        _run(capsys, "--base-url", server.url, *flags, "--endpoint", "/v1/chat/completions")
+        run(capsys, "bench", "serve", "--base-url", server.url, *flags, "--endpoint", "/v1/chat/completions")
         assert server.bodies[-1]["messages"] == [{"role": "user", "content": "q"}]
 
 

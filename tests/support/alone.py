@@ -9,21 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_specs import llama
 
 from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, KVLayout
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized
 
-LLAMA = AttentionSpec(
-    num_query_heads=32,
-    num_kv_heads=8,
-    head_size=128,
-    dtype="bfloat16",
-    kv_cache_dtype="bfloat16",
-    block_size=64,
-    batch_invariant=True,
-)
+LLAMA = llama(block_size=64, lse=False, batch_invariant=True)
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"windows": ((99, 0),)},

@@ -9,18 +9,37 @@ import functools
 import re
 
 import numpy as np
+import pytest
 import torch
 
 from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec
 from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
-from phonograph.attention.flash_attn.providers import make_library, provider_of
+from phonograph.attention.flash_attn.providers import make_library, missing, provider_of
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.attention.selection import BUILT_IN
+from phonograph.core.device import DeviceSpec
 
 _ABSENT = re.compile(
     # Of a kernel whose PTX is not there, the driver knows no more than the last.
     r"no kernel image is available|invalid device function|device kernel image is invalid|CUDA error: unknown error",
     re.IGNORECASE,
 )
+
+
+def skip_unless_runnable(version: str, spec: AttentionSpec) -> DeviceSpec:
+    """Return this GPU. Skip the test if `version` has no provider, refuses the spec, or lacks its kernels."""
+    absent = missing(version)
+    if absent is not None:
+        pytest.skip(absent)
+    here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
+    registered = next(one for one in BUILT_IN if one.capabilities.label == f"flash_attn {version}")
+    refusals = registered.refusals(spec, here)
+    if refusals:
+        pytest.skip("; ".join(refusals))
+    absent = kernel_missing(version, spec.head_size, spec.kv_cache_dtype, torch.device("cuda"))
+    if absent is not None:
+        pytest.skip(absent)
+    return here
 
 
 @functools.cache
