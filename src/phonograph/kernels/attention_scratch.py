@@ -14,30 +14,30 @@ _PARTIALS_PER_PROGRAM = 3
 
 
 def tile_width(head_size: int) -> int:
-    """Returns the columns of a tile: a power of two, at least the 16 of a product."""
+    """Return the columns of a tile: a power of two, at least the 16 of a product."""
     return max(16, 1 << (head_size - 1).bit_length())
 
 
 def row_tiles(group: int, width: int) -> tuple[int, int]:
-    """Returns the rows of the tile for queries that fit the smallest one, and for all others up to MAX_SHORT_QUERY."""
+    """Return the rows of the tile for queries that fit the smallest one, and for all others up to MAX_SHORT_QUERY."""
     most = 64 if width <= 128 else 32
     small = min(tile_width(group), most)
     return small, min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
 def decode_partials(group: int, head_size: int, num_sms: int) -> tuple[int, int, int]:
-    """Returns slots, rows and columns of the partial results of the launch for short queries."""
+    """Return slots, rows and columns of the partial results of the launch for short queries."""
     width = tile_width(head_size)
     return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width)[1], width
 
 
 def prefill_programs(head_size: int, num_sms: int) -> int:
-    """Returns the number of programs of the launch for long queries."""
+    """Return the number of programs of the launch for long queries."""
     return num_sms * (2 if head_size <= 128 else 1)
 
 
 def prefill_partials(num_kv_heads: int, head_size: int, num_sms: int, *, cuts: bool) -> tuple[int, int, int]:
-    """Returns slots, rows and columns of the partial results of the launch for long queries.
+    """Return slots, rows and columns of the partial results of the launch for long queries.
 
     Where no tile is cut there is one slot for each KV head, which stays empty.
     """

@@ -29,7 +29,7 @@ class PrefixCut:
 
     @classmethod
     def make(cls, max_num_seqs: int, max_blocks: int, device: torch.device) -> PrefixCut:
-        """Makes the tensors of a backend."""
+        """Make the tensors of a backend."""
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             prefix_starts=zeros(2),

@@ -46,7 +46,7 @@ LIBRARY_PARTS = (
 
 
 def kernel_part(name: str) -> str | None:
-    """Returns the part of a kernel or copy, or None if neither table knows it."""
+    """Return the part of a kernel or copy, or None if neither table knows it."""
     known = KERNEL_PARTS.get(name)
     if known is not None:
         return known

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
         x: [..., N]
@@ -35,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
 
 def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
+    """Rotate pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
 
     `cos_T11h`, `sin_T1h` are the h = D/2 cosines and sines of each token, in x's dtype. `x_THD` may be a strided view;
     query and key heads go through one call. Returns a new, contiguous [T, H, D].
@@ -50,6 +50,6 @@ def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> 
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up of the fused projection [T, 2I], gates first. Returns a new [T, I]."""
+    """Compute silu(gate) * up of the fused projection [T, 2I], gates first. Returns a new [T, I]."""
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
     return functional.silu(gate_TI).mul_(up_TI)

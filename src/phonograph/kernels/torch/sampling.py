@@ -22,7 +22,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """Mixes int64 values in place, bijectively, and returns them. It maps 0 to 0, so a bare counter must not go in."""
+    """Mix int64 values in place, bijectively, and returns them. It maps 0 to 0, so a bare counter must not go in."""
     shifted = torch.empty_like(x)
     for shift, multiplier in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         # int64 shifts are arithmetic: the mask makes a logical one, without which mixing would lose the sign bit.
@@ -34,23 +34,23 @@ def mix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _descend(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns keys one level down. `index + 1`, because key 0 (of seed 0) with index 0 would stay 0 at every level."""
+    """Return keys one level down. `index + 1`, because key 0 (of seed 0) with index 0 would stay 0 at every level."""
     return mix64(keys + (index + 1) * _GAMMA)
 
 
 def stream_key(seed: int, sample_index: int) -> int:
-    """Returns the key of all draws of one sample of a request. `seed` is any signed 64-bit integer."""
+    """Return the key of all draws of one sample of a request. `seed` is any signed 64-bit integer."""
     root = mix64(torch.tensor([seed], dtype=torch.int64))
     return int(_descend(root, torch.tensor([sample_index])).item())
 
 
 def draw_keys(stream_keys_N: torch.Tensor, draws_N: torch.Tensor) -> torch.Tensor:
-    """Returns the key of one draw of each row, int64 [N]; `draws_N` counts the tokens already generated."""
+    """Return the key of one draw of each row, int64 [N]; `draws_N` counts the tokens already generated."""
     return _descend(stream_keys_N, draws_N)
 
 
 def gumbel_noise(keys_N: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns standard Gumbel noise, float32 [N, K], for int64 `token_ids` [K] or [N, K].
+    """Return standard Gumbel noise, float32 [N, K], for int64 `token_ids` [K] or [N, K].
 
     It is -log(-log1p(-u)) with u from the upper 63 bits. Floats are dense near u = 0, from where the winners of a large
     vocabulary come, so their order is not quantised. u is never 0 (lowest bit set), nor 1 (clamped).
@@ -76,26 +76,26 @@ class Rows(NamedTuple):
     top_k_N: torch.Tensor
 
     def take(self, rows: torch.Tensor) -> Rows:
-        """Returns copies of the rows with these indices, or of a mask."""
+        """Return copies of the rows with these indices, or of a mask."""
         return Rows(*(field[rows] for field in self))
 
 
 def sample_full(rows: Rows) -> torch.Tensor:
-    """Draws token ids, int64 [N], by temperature and min-p alone: no ranking, noise for the whole vocabulary."""
+    """Draw token ids, int64 [N], by temperature and min-p alone: no ranking, noise for the whole vocabulary."""
     scaled_NV = scale(rows.logits_NV, rows, torch.float32)
     token_ids_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     return scaled_NV.add_(gumbel_noise(rows.keys_N, token_ids_V)).argmax(dim=-1)
 
 
 def sample_ranked(rows: Rows, width: int) -> torch.Tensor:
-    """Draws token ids, int64 [N], by all filters, from the `width` most likely tokens: V, or the largest top_k."""
+    """Draw token ids, int64 [N], by all filters, from the `width` most likely tokens: V, or the largest top_k."""
     values_NK, token_ids_NK = ranked(rows.logits_NV, width)
     scaled_NK = scale(values_NK, rows, torch.float64)
     return _draw_ranked(filter_ranked(scaled_NK, rows.top_k_N, rows.top_p_N), token_ids_NK, rows.keys_N)
 
 
 def sample_nucleus(rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws like `sample_ranked` for rows without top_k, but from the `width` most likely tokens.
+    """Draw like `sample_ranked` for rows without top_k, but from the `width` most likely tokens.
 
     Returns:
         Token ids, int64 [N], and bool [N]: those tokens reach top_p. Rows that are False need `sample_ranked` over the
@@ -115,7 +115,7 @@ def _draw_ranked(scores_NK: torch.Tensor, token_ids_NK: torch.Tensor, keys_N: to
 
 
 def scale(logits_NK: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Returns (logits - max) / temperature in `dtype`, and -inf for tokens less than min_p times as likely as the best.
+    """Return (logits - max) / temperature in `dtype`, and -inf for tokens less than min_p times as likely as the best.
 
     The maximum is subtracted first, so that tiny temperatures cannot overflow.
     """
@@ -125,7 +125,7 @@ def scale(logits_NK: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tens
 
 
 def ranked(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the k largest logits of each row, descending, and their token ids, [N, k]. Equal logits: lower id first.
+    """Return the k largest logits of each row, descending, and their token ids, [N, k]. Equal logits: lower id first.
 
     torch.topk does not define the order of equal values, nor which of them it returns. Here each float32 and its token
     id share one int64 sort key, so no two keys are equal.
@@ -143,7 +143,7 @@ def ranked(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 def filter_ranked(
     scaled_NK: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, total_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sets tokens that top-k, then top-p on the rest, leave out to -inf, in place; returns its argument.
+    """Set tokens that top-k, then top-p on the rest, leave out to -inf, in place; returns its argument.
 
     Args:
         scaled_NK: float64, descending, as from `scale`
@@ -169,7 +169,7 @@ def penalize(
     presence_N: torch.Tensor,
     frequency_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Applies repetition penalty (Keskar et al. 2019) to tokens of prompt or output, then presence and frequency ones.
+    """Apply repetition penalty (Keskar et al. 2019) to tokens of prompt or output, then presence and frequency ones.
 
     `in_prompt_NV` is bool, `output_counts_NV` integers. Returns new float32 logits; -inf stays -inf.
     """
@@ -183,7 +183,7 @@ def penalize(
 
 
 def mask_tokens(logits_NV: torch.Tensor, bitmask_NW: torch.Tensor) -> torch.Tensor:
-    """Returns the logits with -inf for tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
+    """Return the logits with -inf for tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask_NW.device)
     allowed_NV = ((bitmask_NW[:, :, None] >> shifts) & 1).flatten(1)[:, : logits_NV.shape[1]]
     return logits_NV.masked_fill(allowed_NV == 0, -torch.inf)

@@ -38,7 +38,7 @@ def decode(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attends the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
+    """Attend the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
     batch = state.schedule
     count = batch.num_decodes
     views = state.cache_views(kv_cache)
@@ -74,7 +74,7 @@ def decode(
 def _attend(
     query_RHD: torch.Tensor, cache: CacheViews, bucket: Bucket, scoring: Scoring, *, with_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns output [R, H, D] and, if requested or needed, LSE [R, H] of one bucket."""
+    """Return output [R, H, D] and, if requested or needed, LSE [R, H] of one bucket."""
     _, num_heads, head_size = query_RHD.shape
     assert cache.keys_DN is not None and cache.values_ND is not None
     query_RHD = query_RHD.float()
@@ -110,7 +110,7 @@ def _attend(
 def _make_buckets(
     batch: Schedule, left: int, num_heads: int, spacing: int, kv_cache: torch.Tensor, views: CacheViews
 ) -> list[Bucket]:
-    """Returns buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
+    """Return buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
     lens = batch.decode_lens
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
@@ -182,7 +182,7 @@ def _columns(
     cache_shape: tuple[int, ...],
     cache_strides: tuple[int, ...] | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the cache row of each (sequence, head, key), flat, and the blocks to gather first, or None.
+    """Return the cache row of each (sequence, head, key), flat, and the blocks to gather first, or None.
 
     lens [R] are keys of each sequence, of which its query sees the last `visible` [R]; table [R, blocks].
     """
@@ -214,7 +214,7 @@ def _columns(
 
 
 def _buckets(visible: list[int], num_heads: int) -> list[list[int]]:
-    """Returns indices of sequences, grouped by length, each group in batch order."""
+    """Return indices of sequences, grouped by length, each group in batch order."""
     groups: list[list[int]] = []
     longest = real = 0
     for index in sorted(range(len(visible)), key=lambda index: -visible[index]):

@@ -26,7 +26,7 @@ def prefill(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attends the T queries of one sequence, the last of which stands at position seq_len - 1, to its keys.
+    """Attend the T queries of one sequence, the last of which stands at position seq_len - 1, to its keys.
 
     `block_row` [max_blocks] int32 is the sequence's row of the block table.
     """
@@ -90,7 +90,7 @@ def prefill(
 def _keys_values(
     kv_cache: torch.Tensor, block_row: torch.Tensor, low: int, high: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values [K, L, D] in float32 of positions low ... high - 1 alone."""
+    """Return keys and values [K, L, D] in float32 of positions low ... high - 1 alone."""
     block_size = kv_cache.shape[2]
     first = low // block_size
     gathered = gather_blocks(kv_cache, block_row[first : -(-high // block_size)]).flatten(1, 2)
@@ -107,7 +107,7 @@ def _fused(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls torch's flash attention on the CPU: KV heads are its batch, and heads share keys by a stride of 0."""
+    """Call torch's flash attention on the CPU: KV heads are its batch, and heads share keys by a stride of 0."""
     group = query_KGTD.shape[1]
     keys = keys_KLD.unsqueeze(1).expand(-1, group, -1, -1)
     values = values_KLD.unsqueeze(1).expand(-1, group, -1, -1)

@@ -85,7 +85,7 @@ class HandleState:
     views: dict[int, CacheViews] = field(default_factory=dict[int, CacheViews])
 
     def cache_views(self, kv_cache: torch.Tensor) -> CacheViews:
-        """Returns the views of a layer's cache, made once."""
+        """Return the views of a layer's cache, made once."""
         found = self.views.get(kv_cache.data_ptr())
         if found is None:
             found = self.views[kv_cache.data_ptr()] = view_cache(kv_cache)
@@ -97,7 +97,7 @@ states: dict[int, HandleState] = {}
 
 
 def new_handle(owner: object, device: torch.device) -> torch.Tensor:
-    """Returns a handle with an empty schedule, which lives as long as `owner`."""
+    """Return a handle with an empty schedule, which lives as long as `owner`."""
     handle = torch.zeros(1, dtype=torch.int64, device=device)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     empty = np.empty(0, np.int32)
@@ -118,7 +118,7 @@ def new_handle(owner: object, device: torch.device) -> torch.Tensor:
 
 
 def view_cache(kv_cache: torch.Tensor) -> CacheViews:
-    """Returns the views of a cache [2, B, S, K, D]."""
+    """Return the views of a cache [2, B, S, K, D]."""
     head_size, strides, offset = kv_cache.shape[4], kv_cache.stride(), kv_cache.storage_offset()
     keys_DN = values_ND = key_tokens = value_tokens = None
     if strides[4] == 1 and strides[1] % head_size == strides[2] % head_size == strides[3] % head_size == 0:
@@ -139,7 +139,7 @@ def make_schedule(
     handle: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Replaces the schedule of a handle by that of the batch."""
+    """Replace the schedule of a handle by that of the batch."""
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
     num_decodes = 0

@@ -30,12 +30,12 @@ class Scoring:
 
 
 def softcap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """Caps scores in place."""
+    """Cap scores in place."""
     return scores.div_(cap).tanh_().mul_(cap) if cap > 0.0 else scores
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Adds sinks to a finished softmax's denominator: scales `out` [..., D] in place, returns the new LSE [...].
+    """Add sinks to a finished softmax's denominator: scales `out` [..., D] in place, returns the new LSE [...].
 
     `lse` must be finite; `sinks` broadcasts with it. out / (1 + e^(sink - lse)) is out * sigmoid(lse - sink).
     """
@@ -44,7 +44,7 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torc
 
 
 def gather_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Copies blocks [N] out of the cache [2, B, S, K, D] as float32 [2, N, S, K, D]."""
+    """Copy blocks [N] out of the cache [2, B, S, K, D] as float32 [2, N, S, K, D]."""
     if kv_cache.dtype.itemsize == 1:
         # Not every one-byte float can be selected from, but its bytes can.
         return kv_cache.view(torch.uint8).index_select(1, blocks).view(kv_cache.dtype).float()

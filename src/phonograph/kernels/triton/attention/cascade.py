@@ -27,7 +27,7 @@ def cut_prefix(
     *,
     block_size: int,
 ) -> None:
-    """Cuts a batch of R slots behind its common prefix; one launch.
+    """Cut a batch of R slots behind its common prefix; one launch.
 
     Args:
         cut: receives the tensors
@@ -99,7 +99,7 @@ def merge_by_lse(
     num_tokens: torch.Tensor,
     lse_HT: torch.Tensor | None = None,
 ) -> None:
-    """Merges attention over two sets of keys into attention over both; one launch.
+    """Merge attention over two sets of keys into attention over both; one launch.
 
     A side without keys (its LSE is -inf, or the inf of FlashAttention 2) is not read, so its output may hold anything.
     Rows without keys on either side get zeros and the LSE -inf. So do padding rows, which are not read.

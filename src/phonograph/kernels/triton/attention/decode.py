@@ -68,7 +68,7 @@ def decode_attention(
     causal: bool,
     beside: bool = False,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
+    """Attend the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
 
     Rows of sequences that the plan does not serve stay as they are.
 
@@ -197,7 +197,7 @@ def _attention_kernel(
     FP8_AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # What the plan says is there before the kernel before this one has ended (`plan_decode`), and so is where to read.
+    # The plan and the block table are complete before this kernel's predecessor has ended (`plan_decode`).
     if PDL:
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -217,10 +217,10 @@ def _attention_kernel(
                 base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
                 stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
             )  # fmt: skip
-        # The launch beside this one began behind all that it reads (`pdl_wait_first`).
+        # A launch beside this one has waited for its predecessors before it let this one start (`pdl_wait_first`).
         pdl_wait_if(beside == 0)
     while position < stop:
-        # Asked for now, needed at the end.
+        # Loaded early, used at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
         next_seq = tl.load(entry)
         next_start = tl.load(entry + 1)
@@ -295,7 +295,7 @@ def _attention_kernel(
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
         row += PROGRAMS
 
-    # Who waits for this kernel waits for that one too.
+    # A dependent of this kernel also waits for the kernel beside it.
     if PDL:
         pdl_wait_if(beside != 0)
 
@@ -313,7 +313,7 @@ def _ask_for(
     BLOCK_SIZE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Has the second-level cache read AHEAD keys and their values. What is not written yet does no harm there."""
+    """Prefetch AHEAD keys and their values into the L2 cache, where values that are not written yet do no harm."""
     LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(HEAD_SIZE // LINE) if HEAD_SIZE > LINE else 1
     key_N = tl.maximum(tl.minimum(first_key + tl.arange(0, AHEAD), seq_len - 1), 0)
@@ -377,16 +377,16 @@ def _segment(
     STAGES: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
 ):
-    """Attends one unit's rows to its keys from `first_key` to `key_end`; writes the result, or a partial one.
+    """Attend one unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
 
-    Returns 1 where that was the last partial result of the unit, else 0.
+    Returns 1 if that was the last partial result of the unit, else 0.
     """
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     FP8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     E5M2: tl.constexpr = cache.dtype.element_ty == tl.float8e5
-    # Where values are FP8, neighbouring elements of the head are moved as one, and have a sum each. Not in products of
-    # Hopper's (64 rows) for heads of up to 64: keys and values then share an address with unlike swizzles, which ptxas
-    # 12.8 gets wrong (tests/kernels/compile_for_hopper.py).
+    # With FP8 values, neighbouring elements of the head are moved as one, and have a sum each. Not in Hopper's products
+    # of 64 rows for heads of up to 64: keys and values then share an address with different swizzles, which ptxas 12.8
+    # compiles wrongly (tests/kernels/compile_for_hopper.py).
     PAIRS: tl.constexpr = FP8 and (BLOCK_M < 64 or WIDTH >= 128)
     dim = tl.arange(0, WIDTH)
     half = tl.arange(0, WIDTH // 2)
@@ -397,7 +397,7 @@ def _segment(
     position_M = seq_len - query_len + token_M
     offset_N = tl.arange(0, BLOCK_N)
     table = block_table + seq.to(tl.int64) * stride_table
-    # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
+    # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
     if ONE_BLOCK:
         next_block = tl.load(table + first_key // BLOCK_SIZE, mask=first_key < key_end, other=0)
     else:
@@ -437,7 +437,7 @@ def _segment(
             next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=(ahead_N >= low) & (ahead_N < key_end), other=0)
             slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
             tile = base
-        # Slots nobody wrote may hold NaN, which a weight of zero would not take away.
+        # Unwritten slots may hold NaN, which a weight of zero does not remove.
         mask_ND = seen_N[:, None]
         if WIDTH != HEAD_SIZE:
             mask_ND = mask_ND & (dim < HEAD_SIZE)[None, :]
@@ -508,7 +508,7 @@ def _segment(
         scratch_M = slot * SCRATCH_ROWS + tl.arange(0, BLOCK_M)
         tl.store(partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
         tl.store(partial_lse + scratch_M, lse_M, mask=valid_M)
-        # All threads have written before one of them says so.
+        # All threads have written before one of them counts the result.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + first, 1)
         complete = (arrived == last - first).to(tl.int32)
@@ -538,7 +538,7 @@ def _merge(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merges what programs `first` to `last` left of a unit, PARTS of them and a strip of ROWS rows at a time."""
+    """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time."""
     dim = tl.arange(0, WIDTH)
     num_parts = last - first + 1
     out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
@@ -557,15 +557,15 @@ def _merge(
         first_M = 2 * first * SCRATCH_ROWS + scratch_M
         lse_of_M = partial_lse + first_M
         part_of_MD = partial_out + first_M[:, None] * WIDTH + dim[None, :]
-        # The first may be its program's second.
+        # The first partial result may be its program's second.
         further = (first_slot - 2 * first) * SCRATCH_ROWS
         for part in range(0, num_parts, PARTS):
             lses = ()
             parts = ()
             new_max_M = max_M
-            # All are asked for before the first is used, and past the first-level cache, which does not see what other
-            # multiprocessors write. With few operations each: one pass of the compiler takes a time that grows with
-            # their square.
+            # All loads are issued before the first value is used, and bypass the L1 cache, which does not see other
+            # multiprocessors' writes. Few operations each, because one pass of the compiler takes a time that grows
+            # with their square.
             for offset in tl.static_range(PARTS):
                 rows = (part + offset) * (2 * SCRATCH_ROWS)
                 if offset == 0:

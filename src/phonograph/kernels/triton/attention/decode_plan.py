@@ -90,7 +90,7 @@ def make_decode_plan(
     num_sms: int,
     device: torch.device,
 ) -> DecodePlan:
-    """Makes the persistent tensors for batches of up to `max_num_seqs` sequences."""
+    """Make the persistent tensors for batches of up to `max_num_seqs` sequences."""
     group = num_query_heads // num_kv_heads
     slots, rows, width = decode_partials(group, head_size, num_sms)
     programs = DECODE_PROGRAMS * num_sms
@@ -120,7 +120,7 @@ def plan_decode(
     multiprocessors: torch.Tensor | None = None,
     divide: bool = False,
 ) -> None:
-    """Writes the ranges of the sequences with 1 to `max_query_len` queries; one launch.
+    """Write the ranges of the sequences with 1 to `max_query_len` queries; one launch.
 
     No later kernel starts before this one has ended. So later kernels may read what this one and all before it wrote
     (the plan, the lengths, the block table) without waiting for their predecessor.
@@ -174,7 +174,7 @@ def sequence_chunks(
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """Of a sequence: first visible key, first key of the first chunk, chunks (at least one), and tiles of rows."""
+    """Return a sequence's first visible key, first key of the first chunk, chunks (at least one) and tiles of rows."""
     low = seq_len * 0
     if LEFT >= 0:
         low = tl.minimum(tl.maximum(seq_len - query_len - LEFT, 0), seq_len)
@@ -186,8 +186,11 @@ def sequence_chunks(
 
 @triton.jit
 def read_record(records, program):
-    """Of a program: entry in `sequences`, chunk there, empty chunks before it in the range and before each unit, a
-    chunk's keys, what `share_of` reads, then the entry itself."""
+    """Return a program's record, unpacked.
+
+    These are its entry in `sequences`, chunk there, empty chunks before it and before each unit, keys of a chunk, the
+    word of `share_of`, then the entry itself.
+    """
     record = records + program * RECORD_WORDS
     index = tl.load(record)
     chunk = tl.load(record + 1)
@@ -209,7 +212,7 @@ def read_record(records, program):
 
 @triton.jit
 def share_of(program, ranges):
-    """Chunks of most programs, programs that have one more, and the program's own: the first, and behind the last."""
+    """Return chunks of most programs, programs that have one more, and the program's first chunk and end."""
     share, extra = ranges // _RANGES, ranges % _RANGES
     begin = program * share + tl.minimum(program, extra)
     return share, extra, begin, begin + share + (program < extra).to(tl.int32)
@@ -217,10 +220,11 @@ def share_of(program, ranges):
 
 @triton.jit
 def cut_of(position, chunk, own, program, num_chunks, empty):
-    """Of the unit at a position: which chunk of its keys, how many of them are the program's, in which programs its
-    keys begin and end, and the slots for partial results: of the first of them, and of this one.
+    """Return how a program takes part in the unit at a position.
 
-    own: what `share_of` says; num_chunks: of the unit, besides the empty ones before it
+    These are the chunk of the unit's keys, the number of chunks that are the program's, the first and last program of
+    its keys, and the slots for partial results of the first of them and of this one. `own` is the program's `share_of`;
+    `num_chunks` are the unit's, without the empty ones before it.
     """
     share, extra, begin, stop = own
     key_chunk = chunk % num_chunks
@@ -233,7 +237,7 @@ def cut_of(position, chunk, own, program, num_chunks, empty):
         unit_begin < longer, unit_begin // (share + 1), extra + tl.maximum(unit_begin - longer, 0) // shorter
     )
     last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
-    # A partial result is its program's second where the range begins with keys of another unit.
+    # A partial result is its program's second if the range begins with keys of another unit.
     first_slot = 2 * first + (first * share + tl.minimum(first, extra) < unit_begin - empty).to(tl.int32)
     slot = 2 * program + (begin < unit_begin - empty).to(tl.int32)
     return key_chunk, taken, first, last, first_slot, slot
@@ -262,7 +266,7 @@ def _plan_kernel(
     LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """AT_ONCE programs' records. Each program adds the batch up itself: shorter than waiting for one that does."""
+    """Write AT_ONCE records a program. Each program sums the batch itself, which is faster than waiting for another."""
     if PDL:
         tl_cuda.gdc_wait()
     seq_R = tl.arange(0, SEQS)
@@ -282,11 +286,11 @@ def _plan_kernel(
         seen_R = keys_R
         if LEFT >= 0:
             seen_R = tl.minimum(keys_R, LEFT + len_R)
-        # Of their own keys half are seen, on average.
+        # A query sees half of its sequence's new keys, on average.
         seen_R = seen_R - len_R // 2
         long = _LONG_COST * tl.sum(long_R.to(tl.float32) * (seen_R + _TILE_COST).to(tl.float32))
         used = tl.minimum(tl.ceil(SMS * (long / tl.maximum(long + short, 1.0))).to(tl.int32), MOST)
-        # No more than there are pieces.
+        # At most one for each piece.
         used = tl.minimum(used, tl.sum(long_R * tl.cdiv(seen_R, _PIECE)) * KV_HEADS)
         divided = (divide != 0) & (short > 0)
         programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
@@ -314,7 +318,7 @@ def _plan_kernel(
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
     ranges = total // programs * _RANGES + total % programs
-    # Programs without a range begin where the last one ends, and have no chunks there.
+    # Programs without a range begin at the end of the last one, and have no chunks there.
     start_P = tl.minimum(share_of(program_P, ranges)[2], total)
     before_PR = first_R[None, :] <= start_P[:, None]
     index_P = tl.sum(before_PR.to(tl.int32), 1) - 1
@@ -324,7 +328,7 @@ def _plan_kernel(
     len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
     keys_P = tl.load(seq_lens + seq_P)
     _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
-    # Chunks of the sequence and of the unit that are other programs', empty ones included.
+    # Chunks of the sequence and of the unit that belong to programs before, with empty ones.
     before_P = start_P - first_P
     unit_P = before_P // (chunks_P + empty)
     chunk_P = before_P % (chunks_P + empty)
@@ -344,5 +348,5 @@ def _plan_kernel(
 
 @triton.jit
 def _fence():
-    """Makes what this thread wrote visible to the whole GPU."""
+    """Make this thread's writes visible to the whole GPU."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -18,13 +18,13 @@ import triton.language as tl
 
 @functools.cache
 def fp8_in_one_instruction() -> bool:
-    """Returns True if the current device converts two E4M3 values to float16 at once."""
+    """Return True if the current device converts two E4M3 values to float16 at once."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 @triton.jit
 def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """Splits int16 with two FP8 values each into the first (the low byte) and the second, in float16."""
+    """Split int16 with two FP8 values each into the first (the low byte) and the second, in float16."""
     if E5M2:
         # The upper half of a float16.
         first = (pairs << 8).to(tl.int16).to(tl.float16, bitcast=True)
@@ -55,7 +55,7 @@ def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def rows_in_float16(x_MD):
-    """Splits bfloat16 [M, D] into float16 rows and powers of two [M] in float32: x = rows * powers[:, None].
+    """Split bfloat16 [M, D] into float16 rows and powers of two [M] in float32: x = rows * powers[:, None].
 
     Elements 2^26 times smaller than the greatest of their row lose digits, and may become 0.
     """
@@ -69,7 +69,7 @@ def rows_in_float16(x_MD):
 
 @triton.jit
 def at_width_of(x, DTYPE: tl.constexpr):
-    """Converts FP8 values, exactly, and others, to a wider type."""
+    """Convert FP8 values, exactly, and others, to a wider type."""
     if x.dtype.primitive_bitwidth == 8:
         # Two instructions at full speed are faster than one at a quarter of it.
         return x.to(tl.float16).to(tl.float32).to(DTYPE)

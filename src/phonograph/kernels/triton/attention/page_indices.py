@@ -16,7 +16,7 @@ _MAX_PARTS = 8
 
 
 def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: torch.Tensor, *, page_size: int) -> None:
-    """Writes ceil(seq_len / page_size) entries of each row of the block table to `out`, row after row.
+    """Write ceil(seq_len / page_size) entries of each row of the block table to `out`, row after row.
 
     Sequences without keys have no pages. All int32; entries behind the last page stay as they are.
     """

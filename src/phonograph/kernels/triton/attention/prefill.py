@@ -59,7 +59,7 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attends the queries of the planned sequences to their keys, and writes their rows of the output; one launch.
+    """Attend the queries of the planned sequences to their keys, and writes their rows of the output; one launch.
 
     `merge_prefill` completes tiles that are cut. The arguments are those of `decode_attention`, except that `kv_cache`
     may have blocks of any size; `causal` and `window` are those of the plan.
@@ -154,10 +154,10 @@ def prefill_attention(
 
 
 def takes_part(num_tokens: int) -> bool:
-    """Returns True if `prefill_attention`, at so many padded tokens, keeps to the multiprocessors that its plan names
-    and lets the next launch run on the others.
+    """Return True if `prefill_attention` lets the next launch run at the same time, at so many padded tokens.
 
-    The kernel for Hopper does not: it lets the next launch begin before it has itself waited for its predecessor.
+    It then keeps to the multiprocessors that its plan names. The kernel for Hopper does not: it lets the next launch
+    begin before it has itself waited for its predecessor.
     """
     return pdl_usable() and num_tokens < _HOPPER_TOKENS
 
@@ -169,7 +169,7 @@ def merge_prefill(
     lse_HT: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Merges the partial results of `prefill_attention`, with the same tensors; no launch if the plan has no cuts."""
+    """Merge the partial results of `prefill_attention`, with the same tensors; no launch if the plan has no cuts."""
     if not plan.cuts:
         return
     _merge_kernel[(plan.num_sms,)](
@@ -195,7 +195,7 @@ def merge_prefill(
 
 
 def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[int, int, int, int]:
-    """Returns keys of a tile, warps, stages, and programs of a multiprocessor, by measurements on an H200.
+    """Return keys of a tile, warps, stages, and programs of a multiprocessor, by measurements on an H200.
 
     Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
     few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, a program fits 99 KiB.
@@ -208,8 +208,10 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 
 
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
-    """Returns True if each key tile lies in one block, and the cache is a matrix of fewer than 2^31 rows: of slots
-    [.., K * D], or of heads' slots [.., D] if `heads_outside`."""
+    """Return True if each key tile lies in one block, and the cache is a matrix of fewer than 2^31 rows.
+
+    Its rows are slots [.., K * D], or heads' slots [.., D] if `heads_outside`.
+    """
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
     return (
@@ -256,10 +258,10 @@ def _attend(
     HEADS_OUTSIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes the keys from `start` on, a tile at a time, into the running sums; [low, high) is what some row sees."""
+    """Add the keys from `start` to `stop` to the running sums, tile by tile; rows see keys of [low, high) only."""
     offset_N = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, WIDTH)
-    # Block ids are read one tile ahead, or each tile would wait for them before its keys are even asked for.
+    # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
     if TMA:
         next_block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
     else:
@@ -281,11 +283,11 @@ def _attend(
             key_ND = cache.load([row, column])
             value_ND = cache.load([row + stride_kv, column])
             if MASKED:
-                # Slots nobody wrote may hold NaN, which a weight of zero does not take away.
+                # Unwritten slots may hold NaN, which a weight of zero does not remove.
                 value_ND = tl.where(seen_N[:, None], at_width_of(value_ND, query_MD.dtype), 0.0)
         else:
             if 128 % BLOCK_SIZE == 0 or BLOCK_SIZE % 128 == 0:
-                # A tile begins a block or lies in one: numbers for all threads spare them a load for each key.
+                # A tile begins a block or lies in one, so one load of a block id serves all its keys.
                 block = tl.load(table + key // BLOCK_SIZE, mask=(key + BLOCK_SIZE > low) & (key < high), other=0)
                 for index in tl.static_range(1, BLOCK_N // BLOCK_SIZE):
                     first = key + index * BLOCK_SIZE
@@ -385,7 +387,7 @@ def _attention_kernel(
     programs = tl.minimum(tl.load(header + MULTIPROCESSORS) * SHARE, PROGRAMS)
     num_items = tl.where(item < programs, tl.load(header) * KV_HEADS, 0)
     while item < num_items:
-        # Asked for now, needed at the end.
+        # Drawn early, used at the end.
         ticket = tl.atomic_add(header + COUNTER, 1, sem="relaxed")
         entry = entries + item // KV_HEADS * ENTRY_WORDS
         kv_head = item % KV_HEADS
@@ -414,7 +416,7 @@ def _attention_kernel(
         acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
         sum_M = tl.zeros([BLOCK_M], tl.float32)
         max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        # Keys before `plain` are not seen by all rows, nor are those from `edge` on.
+        # All rows see the keys from `plain` to `edge`.
         plain = start
         if LEFT >= 0:
             plain = start + tl.cdiv(tl.minimum(tl.maximum(last - LEFT, start), stop) - start, BLOCK_N) * BLOCK_N
@@ -438,7 +440,7 @@ def _attention_kernel(
             HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=True,
         )  # fmt: skip
 
-        # Read again, and not by the compiler's leave: what the rows' addresses need must not stay in registers above.
+        # A volatile load, so that the compiler does not keep the rows' addresses in registers through the loops above.
         first_row = tl.load(entry + 1, volatile=True) * BLOCK_M
         row_M = first_row + tl.arange(0, BLOCK_M)
         first_token = first_row // GROUP
@@ -470,7 +472,7 @@ def _attention_kernel(
             row_M = (slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(partial_out + row_M.to(tl.int64)[:, None] * WIDTH + dim[None, :], acc_MD)
             tl.store(partial_lse + row_M, lse_M)
-        # Every item draws one ticket: this is the last of the launch, and the counter is ready for the next.
+        # Every item draws one ticket. The launch's last ticket resets the counter for the next launch.
         if ticket == num_items - 1:
             tl.store(header + COUNTER, 0)
         item = programs + ticket
@@ -496,7 +498,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merges partial results of cut tiles, ROWS rows at a time: weights exp2(lse), pieces in order of their keys."""
+    """Merge partial results of cut tiles, ROWS rows at a time: weights exp2(lse), pieces in order of their keys."""
     pdl_begin(PDL)
     STRIPS: tl.constexpr = BLOCK_M // ROWS
     dim = tl.arange(0, WIDTH)

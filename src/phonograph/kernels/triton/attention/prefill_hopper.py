@@ -1,21 +1,20 @@
-"""The attention kernel of prefills for Hopper: what `attention_prefill` does, by warps with work of their own.
+"""Attention of prefills for Hopper: the kernel of `prefill`, with warps specialised for loads and for products.
 
-There a program's products, its softmax and its loads wait for each other, and only a second program on the
-multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp has the copy engine bring keys
-and values, and two groups of four warps take half of a tile's rows each. A group asks for the products of a tile's keys
-and of the values before together, makes the left half of the tile's weights while those of the values run, and the
-right half while it scales the sums. The groups take turns at the tensor cores, so that one's softmax runs beside the
-other's products.
+In `prefill` a program's products, its softmax and its loads wait for each other, and only a second program on the
+multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp makes the copy engine load
+keys and values, and two groups of four warps take half of a tile's rows each. A group issues the products of a tile's
+keys together with those of the tile before's values. It computes the left half of the tile's weights while the values'
+products run, and the right half while it scales the sums. The groups take turns at the tensor cores, so that one's
+softmax runs beside the other's products.
 
-A program takes every PROGRAMS-th piece of the plan's list, in turn from the front and from the back of each round: the
-list is in order of length, so that all get as much. Nothing is counted, and nobody waits for another. The warp that
-loads reads what each piece is and leaves it beside its first keys: who multiplies them waits for memory only once.
+A program takes every PROGRAMS-th piece of the plan's list, alternately from the front and from the back of each round.
+The list is sorted by length, so all programs get equal work without counters or waits. The loading warp reads each
+piece's entry and stores it beside the piece's first keys, so the other warps wait for memory only once.
 
-Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
+Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
 (`tests/support/gluon_on_threads.py`).
 
-Shapes: M rows of a group, N keys of a piece (64, of one block; two are a tile), D head size; the rest as in
-`attention_prefill`.
+Shapes: M rows of a group, N keys of a piece (64, of one block; two are a tile), D head size; others as in `prefill`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -52,19 +51,19 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 PIECE = 64
-"""Keys that the copy engine brings at once. A block is of as many, or of a multiple."""
+"""Keys of one load by the copy engine. A block has as many, or a multiple."""
 _COLUMNS = 64
-"""Of keys or values that the copy engine brings at once: a row of its pattern in shared memory, 128 bytes."""
+"""Columns of one load by the copy engine: a row of its pattern in shared memory, 128 bytes."""
 _TILES = 3
-"""Of keys, and of the values of the tile before, that have a place."""
+"""Tiles of keys, each with the values of the tile before, that have a place in the ring."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
 _INFINITY = gl.constexpr(float("inf"))
 _LEAST = gl.constexpr(-3.4028234663852886e38)
-"""The largest of no logits. Finite, so that a masked one, minus infinity, has the weight zero beside it too."""
+"""Initial running maximum. Finite, so that exp(-inf - max) is 0, not NaN."""
 _PARTS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))
-"""Eight of a row: two for each of the four threads that share it, as its logits lie."""
+"""Layout of eight partial sums of a row: two for each of the four threads that share its logits."""
 
 
 def attend_on_hopper(
@@ -82,9 +81,10 @@ def attend_on_hopper(
     sinks: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """As `attention_prefill.prefill_attention`, but for merging: 16-bit, heads of 64 or 128, plans that cut keys.
+    """Attend like `prefill.prefill_attention`, for 16-bit tensors, heads of 64 or 128 and plans that cut keys.
 
-    matrix: rows and columns of the cache for the copy engine; heads_outside: whether a head's slots are rows
+    `matrix` are rows and columns of the cache for the copy engine; its rows are slots, or heads' slots if
+    `heads_outside`.
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
     rows, columns = matrix
@@ -125,14 +125,14 @@ def attend_on_hopper(
 
 @gluon.jit
 def _item(turn, PROGRAMS: gl.constexpr):
-    """Which item of the list is the program's in this turn: rounds alternate their direction."""
+    """Return the program's item of the list in this turn: rounds alternate their direction."""
     program = gl.program_id(0)
     return turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
 
 
 @gluon.jit
 def _num_tiles(start, stop, SIZE: gl.constexpr):
-    """Of an item: one at least, so that the next is told with the last one's values."""
+    """Return the tiles of an item: at least one, because the next item is announced with the last tile's values."""
     return gl.maximum((stop - start + 2 * SIZE - 1) // (2 * SIZE), 1)
 
 
@@ -143,7 +143,7 @@ def _word(told_W, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _told(words, at):
-    """Which item's first keys are in this place, and what `read_entry` says of it, but for its sequence."""
+    """Return the item whose first keys are in this place, and its `read_entry`, without the sequence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([_WORDS], [32], [4], [0])
     told_W = words.index(at).load(LAYOUT)
     item, tile, start = _word(told_W, 0, LAYOUT), _word(told_W, 1, LAYOUT), _word(told_W, 2, LAYOUT)
@@ -169,8 +169,10 @@ def _load(
     HEADS_OUTSIDE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Has the copy engine bring the tiles of all of the program's items, end to end: keys with the values of the tile
-    before, as their products are asked for together."""
+    """Load the tiles of all of the program's items, end to end, by the copy engine.
+
+    Keys come with the values of the tile before, because their products are issued together.
+    """
     keys, values, words, full, empty = rings
     TILES: gl.constexpr = words.type.shape[0]
     SIZE: gl.constexpr = values.type.shape[1]
@@ -180,7 +182,7 @@ def _load(
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     at, turn = 0, 0
-    # Rows and columns of the tile before. The values that come with the first tile are any, and nobody's.
+    # Rows and columns of the tile before. The values that come with the first tile are arbitrary, and not used.
     left_before, right_before, column_before = 0, 0, 0
     word_W = gl.arange(0, _WORDS, layout=LANES)
     number, item = 0, gl.program_id(0)
@@ -195,7 +197,7 @@ def _load(
         for tile in range(0, tiles):
             key = start + tile * (2 * SIZE)
             left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-            # Behind the last key is what was written too, not any block: only masks are to take it away.
+            # Behind the last key, written keys are loaded again, not an arbitrary block, so that masks remove them.
             right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
             column = kv_head * HEAD_SIZE
             if HEADS_OUTSIDE:
@@ -224,8 +226,10 @@ def _load(
 
 @gluon.jit
 def _bring(cache, to, barrier, row, column, FIRST: gl.constexpr, STEP: gl.constexpr):
-    """A piece, into every STEP-th box of `to` from FIRST on. Boxes lie as the tensor cores read a matrix: all rows of
-    its first columns, then of the next."""
+    """Load a piece into every STEP-th box of `to` from FIRST on.
+
+    Boxes are in the tensor cores' order: all rows of the first columns, then of the next.
+    """
     SIZE: gl.constexpr = cache.block_type.shape[0]
     WIDTH: gl.constexpr = cache.block_type.shape[1]
     NUMBER: gl.constexpr = to.type.shape[1] // WIDTH
@@ -243,7 +247,7 @@ def _bring_values(cache, values, full, at, left, right, column):
 
 @gluon.jit
 def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
-    """Asks for the products of a tile's keys."""
+    """Issue the products of a tile's keys."""
     M: gl.constexpr = query_MD.shape[0]
     N: gl.constexpr = keys.type.shape[1]
     zeros = gl.zeros([M, N], gl.float32, LAYOUT)
@@ -252,7 +256,7 @@ def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _halves(logits_MN, HALF: gl.constexpr):
-    """Those of a tile's two pieces. Nothing moves: a thread has the same columns of both."""
+    """Split a tile's logits into those of its two pieces. Nothing moves: a thread has the same columns of both."""
     M: gl.constexpr = logits_MN.shape[0]
     N: gl.constexpr = logits_MN.shape[1]
     left_MN, right_MN = gl.split(logits_MN.reshape([M, 2, N // 2]).permute(0, 2, 1))
@@ -262,7 +266,7 @@ def _halves(logits_MN, HALF: gl.constexpr):
 
 @gluon.jit
 def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of a tile: minus infinity for keys that are not there or not seen."""
+    """Return a tile's logits, with minus infinity for keys that do not exist or are not seen."""
     N: gl.constexpr = logits_MN.shape[1]
     key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
     seen = (key_N >= low) & (key_N < high)
@@ -275,8 +279,10 @@ def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIG
 
 @gluon.jit
 def _clear(values, at, first_key, low, high, written):
-    """Zeros for values of a tile's keys that may not be there: slots that nobody wrote may hold NaN, which no weight
-    takes away. The first `written` of a sequence are, and before `low` they may be gone."""
+    """Zero the values of a tile's keys that may not exist: unwritten slots may hold NaN, which no weight removes.
+
+    The first `written` keys of a sequence exist, but before `low` they may be freed.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SIZE: gl.constexpr = values.type.shape[1]
     if (first_key < low) | (first_key + 2 * SIZE > written):
@@ -303,7 +309,7 @@ def _largest(
     LAYOUT: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """A tile's two pieces, masked, and the new largest logit, for the tile and for a piece."""
+    """Return a tile's two pieces, masked, and the new running maximum, in the tile's layout and in a piece's."""
     if masked:
         logits_MN = _masked(logits_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
     max_M = gl.maximum(max_M, gl.max(logits_MN, 1) * unit)
@@ -313,7 +319,7 @@ def _largest(
 
 @gluon.jit
 def _sum_parts(weight_MN):
-    """What each thread has of a row's sum, [M, 8]: threads exchange theirs once, at the end."""
+    """Return each thread's part of a row's sum, [M, 8]; threads exchange parts once, at the end."""
     M: gl.constexpr = weight_MN.shape[0]
     N: gl.constexpr = weight_MN.shape[1]
     return gl.convert_layout(gl.sum(weight_MN.reshape([M, N // 8, 8]), 1), _PARTS, assert_trivial=True)
@@ -321,9 +327,11 @@ def _sum_parts(weight_MN):
 
 @gluon.jit
 def _before_what_follows(sum_MP):
-    """The same sums, four a thread. What makes them comes before what follows: ptxas puts a wait in front of work that
-    needs none, but not in front of a store that takes its result, and which never happens: sums of powers are not below
-    zero."""
+    """Return the same sums, four a thread, ordered before the instructions that follow.
+
+    ptxas moves a wait in front of work that does not need it, but not in front of a store of that work's result. The
+    store here never happens, because sums of powers are not below zero.
+    """
     return gl.inline_asm_elementwise(
         """
         {
@@ -352,21 +360,21 @@ def _before_what_follows(sum_MP):
 
 @gluon.jit
 def _add_values(left_weights, right_weights, values, at, sums_MD):
-    """Asks for the products of a tile's values."""
+    """Issue the products of a tile's values."""
     sums_MD = warpgroup_mma(left_weights, values.index(2 * at), sums_MD, is_async=True)
     return warpgroup_mma(right_weights, values.index(2 * at + 1), sums_MD, is_async=True)
 
 
 @gluon.jit
 def _take_turn(turns, taken, GROUP_OF_WARPS: gl.constexpr):
-    """Waits for the other group of warps; the first begins."""
+    """Wait for the other group of warps; the first group begins."""
     mbarrier.wait(turns.index(GROUP_OF_WARPS), (taken & 1) ^ (1 - GROUP_OF_WARPS))
     return taken + 1
 
 
 @gluon.jit
 def _free(empty, at):
-    """A tile's place, once all warps are past reading it."""
+    """Free a tile's place, once all warps have read it."""
     gl.thread_barrier()
     mbarrier.arrive(empty.index(at), count=1)
 
@@ -387,10 +395,10 @@ def _attend(
     LAYOUT: gl.constexpr,
     OUT: gl.constexpr,
 ):
-    """All keys of an item: sums [M, D], the weights' sum and the largest logit; where it leaves the rings.
+    """Attend an item's keys. Return sums [M, D], the weights' sum, the maximum, and the new places in the rings.
 
-    span: first key and the one behind the last, [low, high) that some row sees, positions of the first and last row,
-          keys that are written
+    `span` is the first key and the end, [low, high) that some row sees, positions of the first and last row, and the
+    number of written keys.
     """
     start, stop, low, high, first, last, written = span
     keys, values, words, full, empty = rings
@@ -410,7 +418,7 @@ def _attend(
     edge = stop
     if RIGHT >= 0:
         edge = gl.minimum(stop, first + RIGHT + 1)
-    # What is waited for is there before the turn, which keeps the other group waiting.
+    # Wait for data before the turn, because the turn keeps the other group waiting.
     mbarrier.wait(full.index(at), turn)
     taken = _take_turn(turns, taken, GROUP_OF_WARPS)
     logits_MN = _logits(query_MD, keys, at, LAYOUT)
@@ -431,7 +439,7 @@ def _attend(
         key = start + tile * (2 * SIZE)
         mbarrier.wait(full.index(at), turn)
         if GROUP_OF_WARPS == 0:
-            # For both: the other's turn with these values comes after this one's.
+            # For both groups: the other's turn with these values comes after this one's.
             _clear(values, at, key - 2 * SIZE, low, high, written)
         taken = _take_turn(turns, taken, GROUP_OF_WARPS)
         logits_MN = _logits(query_MD, keys, at, LAYOUT)
@@ -447,7 +455,7 @@ def _attend(
         left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
         decay_MP = gl.convert_layout(decay_M, gl.SliceLayout(1, _PARTS), assert_trivial=True)[:, None]
         sum_MP = _before_what_follows(sum_MP * decay_MP + _sum_parts(left_MN))
-        # The products of the values are over about now.
+        # The products of the values end about now.
         done_MD, _, _, left_MN, right_MN = warpgroup_mma_wait(
             0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
         )
@@ -459,7 +467,7 @@ def _attend(
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
         sums_MD = warpgroup_mma_init(done_MD)
-    # With the last values come the next item's first keys, whose user frees the place.
+    # The last values come with the next item's first keys, so the next item frees the place.
     mbarrier.wait(full.index(at), turn)
     if GROUP_OF_WARPS == 0:
         _clear(values, at, start + (tiles - 1) * (2 * SIZE), low, high, written)
@@ -485,7 +493,7 @@ def _load_query(
     ROWS: gl.constexpr,
     COPY: gl.constexpr,
 ):
-    """The group's rows of an item, [M, D]; of none, zeros."""
+    """Return the group's rows of an item, [M, D]; zeros if there is no item."""
     item, tile, _, _, _, query_start, query_len, _ = told
     row_M = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
@@ -515,7 +523,7 @@ def _run(
     RIGHT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A group of four warps: its half of the rows of each of the program's items."""
+    """Run a group of four warps: its half of the rows of each of the program's items."""
     query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
     stride_token, stride_lse = strides
     keys, _, words, _, _ = rings
@@ -531,7 +539,7 @@ def _run(
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     places = (0, 0, 0)
     item = gl.program_id(0)
-    # Where there is no work, what is read may be anything, and nothing is done with it.
+    # Without work, the values read are arbitrary, and not used.
     first_entry = entries + gl.where(item < num_items, item, 0) // KV_HEADS * _WORDS
     _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(first_entry)
     told = (item, tile, start, stop, slot, query_start, query_len, seq_len)
@@ -542,9 +550,9 @@ def _run(
     while item < num_items:
         kv_head = item % KV_HEADS
         _, tile, start, stop, slot, query_start, query_len, seq_len = told
-        # Of the whole tile, as its two groups of warps share tiles of keys.
+        # Of the whole tile, because its two groups of warps share tiles of keys.
         low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
-        # An item without keys has a tile all the same, of any block.
+        # An item without keys still has a tile, of an arbitrary block.
         high, written = gl.minimum(high, stop), gl.where(start < stop, seq_len, 0)
         first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
 
@@ -566,7 +574,7 @@ def _run(
             LAYOUT,
             OUT,
         )
-        # The next item's are on their way while this one's rows are written.
+        # The next item's rows are loaded while this one's are written.
         told = _told(words, places[0])
         query_MD = _load_query(
             query_THD, num_items, told, stride_token,
@@ -637,18 +645,18 @@ def _prefill_kernel(
     TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """values_row: of the cache's rows the first of values; blocks_of_heads: heads, where each has a block's rows."""
+    """Attend a plan's items. `values_row` is the cache's first row of values; `blocks_of_heads` are heads with rows."""
     if PDL:
         let_next_kernel_start()
     SIZE: gl.constexpr = cache.block_type.shape[0]
-    # Of whatever size, a matrix lies in the same pattern.
+    # Matrices of all sizes have the same pattern.
     keys = gl.allocate_shared_memory(cache.dtype, [TILES, 2 * SIZE, HEAD_SIZE], cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, [2 * TILES, SIZE, HEAD_SIZE], cache.layout)
     # Both groups of warps read a place before it is free.
     full, empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
     turns = make_barriers(2, 1)
     fence_async_shared()
-    # What the item is whose first keys are in a place.
+    # The entry of the item whose first keys are in a place.
     words = gl.allocate_shared_memory(gl.int32, [TILES, _WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = (keys, values, words, full, empty)
     tensors = (

@@ -33,7 +33,7 @@ ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)
 COUNTER, MULTIPROCESSORS = tl.constexpr(2), tl.constexpr(3)
 
-# Tiles looked at together, and tiles that a program of the plan lists.
+# Tiles that are read together, and tiles that a program of the plan lists.
 _CHUNK = 256
 _OWN = 32
 # Costs, in keys of one tile: starting and ending a piece; writing, reading and merging a partial result; and the launch
@@ -92,7 +92,7 @@ def make_prefill_plan(
     device: torch.device,
     cuts: bool = True,
 ) -> PrefillPlan:
-    """Makes the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
+    """Make the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
     max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
@@ -118,7 +118,7 @@ def make_prefill_plan(
 
 
 def multiprocessors_of(plan: PrefillPlan) -> torch.Tensor:
-    """Returns the plan's number of multiprocessors, [1] int32, which `plan_decode` writes."""
+    """Return the plan's number of multiprocessors, [1] int32, which `plan_decode` writes."""
     return plan.header[MULTIPROCESSORS.value :]
 
 
@@ -131,7 +131,7 @@ def plan_prefill(
     causal: bool,
     window: tuple[int, int],
 ) -> None:
-    """Writes the work list of the sequences with at least `min_query_len` queries; one launch.
+    """Write the work list of the sequences with at least `min_query_len` queries; one launch.
 
     Args:
         plan: receives the list
@@ -169,7 +169,7 @@ def plan_prefill(
 
 @triton.jit
 def read_entry(entry):
-    """Sequence, tile, first key, key behind the last, partial slot; the sequence's first query, queries and keys."""
+    """Return sequence, tile, first key, end of keys, partial slot, and the sequence's first query, queries and keys."""
     seq = tl.load(entry)
     tile = tl.load(entry + 1)
     start = tl.load(entry + 2)
@@ -185,7 +185,7 @@ def read_entry(entry):
 def tile_keys(
     tile, query_len, seq_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """Keys that some row of a tile sees, and its first and last token's position: low, high (behind), first, last."""
+    """Return the keys [low, high) that some row of a tile sees, and the positions of its first and last token."""
     context = seq_len - query_len
     first = context + tile * BLOCK_M // GROUP
     last = context + (tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1) // GROUP
@@ -213,10 +213,11 @@ def _chunk_of_tiles(
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """CHUNK tiles: whether each exists, its sequence, tile in it, first key (aligned), number of keys from there."""
+    """Return, for CHUNK tiles: existence, sequence, tile in it, first key (aligned), number of keys from there."""
     index = chunk + tl.arange(0, CHUNK)
     exists = index < num_tiles
-    # The last sequence whose first tile is not behind this one: one without tiles has the number of its successor.
+    # The last sequence whose first tile is not behind this one; a sequence without tiles has its successor's first
+    # tile.
     seq = tl.zeros([CHUNK], tl.int32)
     for bit in tl.static_range(LOG_SEQS):
         candidate = seq + (1 << (LOG_SEQS - 1 - bit))
@@ -269,7 +270,7 @@ def _plan_kernel(
         tl.store(header + COUNTER, 0)
     if first_own >= num_tiles:
         return
-    # Every program writes the same and reads what it wrote itself.
+    # Every program writes the same values, and reads its own.
     tl.store(first_tile + seq, tl.cumsum(tiles) - tiles)
     tl.debug_barrier()
 
@@ -284,8 +285,8 @@ def _plan_kernel(
         longest = tl.maximum(longest, tl.max(keys))
 
     programs = programs_each * tl.load(header + MULTIPROCESSORS)
-    # What each candidate length of a piece would cost: no cuts, then the longest tile in as many pieces as an even
-    # share of the work goes into it, and more.
+    # Costs of candidate lengths of a piece: no cuts, then the longest tile in as many pieces as it has even shares of
+    # the work, and more.
     candidate = tl.arange(0, _CANDIDATES)
     fewest = tl.maximum((longest.to(tl.float32) * programs / tl.maximum(total_keys * KV_HEADS, 1.0)).to(tl.int32), 1)
     parts = tl.where(candidate == 0, 1, fewest + (candidate - 1) * tl.maximum(fewest // 8, 1))
@@ -316,8 +317,8 @@ def _plan_kernel(
     end = tl.where(allowed | (candidate == 0), end, float("inf"))
     rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
 
-    # The place of each of this program's tiles: behind the pieces of tiles whose pieces are longer, or as long and
-    # earlier; its partial results and its merge come behind those of earlier tiles.
+    # Each of this program's tiles goes behind the pieces of tiles whose pieces are longer, or as long and earlier. Its
+    # partial results and its merge go behind those of earlier tiles.
     exists, seqs, tile, start, keys = _chunk_of_tiles(
         first_own, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
         GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, OWN,
@@ -382,5 +383,5 @@ def _plan_kernel(
 
 @triton.jit
 def _pieces(keys, rate, exists):
-    """Pieces of a tile, a whole number in float32."""
+    """Return the pieces of a tile, a whole number in float32."""
     return tl.where(exists, tl.maximum(tl.ceil(keys.to(tl.float32) * rate), 1.0), 0.0)

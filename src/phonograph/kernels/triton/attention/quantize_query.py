@@ -17,7 +17,7 @@ _MOST_HEADS = 8
 
 
 def quantize_queries(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_THD: torch.Tensor) -> None:
-    """Computes out = query / scale of its KV head (None for 1), saturated to the range of out's FP8 dtype.
+    """Compute out = query / scale of its KV head (None for 1), saturated to the range of out's FP8 dtype.
 
     Args:
         query_THD: heads and head size contiguous, tokens at any stride

@@ -37,7 +37,7 @@ def rope_and_write_kv(
     clear_TF: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Normalizes and rotates query heads in place; writes keys, treated likewise, and values to their slots.
+    """Normalize and rotates query heads in place; writes keys, treated likewise, and values to their slots.
 
     Args:
         qkv_TF: query heads, key heads, value heads
@@ -93,7 +93,7 @@ def write_kv(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Writes keys and values to their slots as `rope_and_write_kv` does, without norm or rotation.
+    """Write keys and values to their slots as `rope_and_write_kv` does, without norm or rotation.
 
     Strided views are fine if heads are contiguous.
     """
@@ -127,7 +127,7 @@ def write_kv(
 
 
 def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, *, few: bool) -> int:
-    """Returns a power of two that divides both numbers, so that a program's heads are all queries, keys or values.
+    """Return a power of two that divides both numbers, so that a program's heads are all queries, keys or values.
 
     Few tokens are spread over many programs, many tokens over fewer and larger ones.
     """
@@ -263,14 +263,14 @@ def _write_kernel(
 
 @triton.jit
 def slot_place(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
-    """Returns the address of the slot's first head. `slot` is int64, and so is the offset."""
+    """Return the address of the slot's first head. `slot` is int64, and so is the offset."""
     block = slot // S
     return cache_ptr + block * stride_b + (slot - block * S) * stride_s
 
 
 @triton.jit
 def store_scaled(at, x, scale_ptr, head, mask, LARGEST: tl.constexpr):
-    """Stores x / scale of its head (None for 1), saturated to LARGEST (0: no limit), in the cache's dtype."""
+    """Store x / scale of its head (None for 1), saturated to LARGEST (0: no limit), in the cache's dtype."""
     if scale_ptr is not None:
         x = x.to(tl.float32) / tl.load(scale_ptr + head)[:, None]
     if LARGEST > 0.0:

@@ -28,7 +28,7 @@ class SplitBatch:
 
     @classmethod
     def make(cls, max_num_seqs: int, device: torch.device) -> SplitBatch:
-        """Makes the tensors of a backend."""
+        """Make the tensors of a backend."""
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             decode_starts=zeros(max_num_seqs + 1),
@@ -41,7 +41,7 @@ class SplitBatch:
 def split_batch(
     split: SplitBatch, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, *, decode_query_len: int
 ) -> None:
-    """Writes both parts of a batch of R slots; one launch.
+    """Write both parts of a batch of R slots; one launch.
 
     Decodes are the sequences of `decode_query_len` tokens before the first of another length; the others are prefills.
 

@@ -28,24 +28,24 @@ def embed_and_norm(
     hidden_TE: torch.Tensor,
     normed_TE: torch.Tensor,
 ) -> None:
-    """Computes hidden = embedding[input_ids] and normed = rms_norm(hidden)."""
+    """Compute hidden = embedding[input_ids] and normed = rms_norm(hidden)."""
     _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed_TE)
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out_TE: torch.Tensor) -> None:
-    """Computes out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Compute out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     _norm(x_TE, None, weight_E, eps, None, out_TE)
 
 
 def gather_and_norm(
     hidden_TE: torch.Tensor, rows_N: torch.Tensor, weight_E: torch.Tensor, eps: float, out_NE: torch.Tensor
 ) -> None:
-    """Computes out = rms_norm(hidden[rows]); rows int64."""
+    """Compute out = rms_norm(hidden[rows]); rows int64."""
     _norm(hidden_TE, rows_N, weight_E, eps, None, out_NE)
 
 
 def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
-    """Computes out = source[rows]; rows int64, any strides between rows."""
+    """Compute out = source[rows]; rows int64, any strides between rows."""
     num_rows, width = out_NX.shape
     block = min(_PIECE, triton.next_power_of_2(width))
     _gather_kernel[(num_rows, triton.cdiv(width, block))](
@@ -126,7 +126,7 @@ def _norm_kernel(
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
-    """Computes out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
+    """Compute out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
     num_rows, width = out_TI.shape
     block = min(_PIECE if num_rows > 8 else 256, triton.next_power_of_2(width))
     _silu_kernel[(num_rows, triton.cdiv(width, block))](

@@ -44,7 +44,7 @@ class LinearScratch(NamedTuple):
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
-    """Makes scratch of 16 MiB for partial sums and 256 KiB for sums of squares, with counters of zero."""
+    """Make scratch of 16 MiB for partial sums and 256 KiB for sums of squares, with counters of zero."""
     return LinearScratch(
         torch.zeros(MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
@@ -62,12 +62,10 @@ def linear(
     scratch: LinearScratch | None = None,
     config: ProductConfig | None = None,
 ) -> None:
-    """Computes out = x @ weight^T + bias.
+    """Compute out = x @ weight^T + bias.
 
-    Args:
-        squares: deferred division of the rows of `x`, where `takes_squares` allows it
-        scratch: from `make_scratch`; without it the inputs of a tile are not split
-        config: instead of the choice by the sizes, for measurements and for `BATCH_INVARIANT`
+    `squares` is the deferred division of the rows of `x`, where `takes_squares` allows it. Without `scratch` the inputs
+    of a tile are not split. `config` replaces the choice by the sizes, for measurements and for `BATCH_INVARIANT`.
     """
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
         gemv(x_MK, weight_NK, bias_N, out_MN)
@@ -92,7 +90,7 @@ def linear_add(
     scratch: LinearScratch | None = None,
     config: ProductConfig | None = None,
 ) -> None:
-    """Computes hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
+    """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
     if config is None and len(x_MK) == 1:
         gemv(x_MK, weight_NK, bias_N, hidden_MN, mode=ADD)
         return
@@ -118,13 +116,12 @@ def linear_add_norm(
     scratch: LinearScratch | None = None,
     config: ProductConfig | None = None,
 ) -> RowSquares | None:
-    """Computes hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights.
+    """Compute hidden += x @ weight^T + bias, in place, then normed = rms_norm(hidden) with the norm's weights.
 
-    Args:
-        defer: the product that takes `normed` can divide by the root mean square itself (`takes_squares`)
+    `defer` allows to leave the norm's division to the product that takes `normed` (`takes_squares`).
 
     Returns:
-        The deferred division, or None where `normed` is complete.
+        The deferred division, or None if `normed` is complete.
     """
     num_rows, num_outputs = hidden_MN.shape
     config = config or (_choose_for(x_MK, hidden_MN) if num_rows > 1 else None)
@@ -151,7 +148,7 @@ def linear_silu(
     scratch: LinearScratch | None = None,
     config: ProductConfig | None = None,
 ) -> bool:
-    """Computes out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first.
+    """Compute out = silu(gate) * up with (gate, up) = x @ gate_up^T + bias; the rows of the gates come first.
 
     Returns:
         False, with nothing computed, where torch is to compute the product, which has no such fusion.

@@ -8,7 +8,7 @@ and the rows after that. Loads in flight need neither registers nor warps, so fo
 The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
 their inputs over programs; the last one to arrive adds the parts in a fixed order.
 
-Written in Gluon, which Triton's interpreter does not run: without a Hopper GPU tests compile it, and run it on threads
+Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
 (`tests/support/gluon_on_threads.py`).
 
 Shapes are those of `product`.
@@ -44,7 +44,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
-    """Computes a product of 16-bit rows that begin at multiples of 16 bytes; `parts` is needed if inputs are split."""
+    """Compute a product of 16-bit rows that begin at multiples of 16 bytes; `parts` is needed if inputs are split."""
     x_MK, weight_NK, bias_N, out_MN, mode, _, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -86,8 +86,10 @@ def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
 def _ask_for_weights(
     ring, place, desc, full, BYTES: gl.constexpr, first, step, end, N: gl.constexpr, PAIR: gl.constexpr
 ):
-    """Has the copy engine bring a step's weights, if there is such a step, to a place in the ring; its barrier expects
-    `BYTES`, the rows' among them. A place has PAIR tiles: of gates and ups, where there are both."""
+    """Load a step's weights, if the step exists, into a place in the ring, whose barrier expects BYTES, rows included.
+
+    A place has PAIR tiles: two, of gates and ups, if there are both.
+    """
     there = step < end
     mbarrier.expect(full.index(place), BYTES, pred=there)
     for half in gl.static_range(PAIR):
@@ -166,7 +168,7 @@ def _ring_kernel(
     first_row = tile % row_tiles * ROWS
     begin = split * STEPS // SPLITS
     end = (split + 1) * STEPS // SPLITS
-    # Constants of the model: asked for before the wait.
+    # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
         _ask_for_weights(weights, place, weight_desc, full, BYTES, first, begin + place, end, N, PAIR)
     if PDL:
@@ -178,7 +180,7 @@ def _ring_kernel(
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
     if MODE == 1:
-        # Needed at the end.
+        # Loaded early, used at the end.
         residual = gl.load(out_ptrs, mask=mask, other=0.0)
     if SQUARE_TILES > 0:
         TILES: gl.constexpr = triton.next_power_of_2(SQUARE_TILES)
@@ -197,7 +199,7 @@ def _ring_kernel(
         if MODE == 2:
             ups = warpgroup_mma(weights.index(PAIR * place + 1), x, ups, is_async=True)
         sums, ups = _wait_for_products(LAG, sums, ups, PAIR)
-        # All warps are past reading this place, or with LAG that of the step before.
+        # All warps have read this place, or with LAG that of the step before.
         gl.thread_barrier()
         free, ahead = place, step + STAGES
         if LAG > 0:
@@ -222,7 +224,7 @@ def _ring_kernel(
             return
         sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
         for other in gl.static_range(SPLITS):
-            # Past the L1 cache, which may hold what lay there before.
+            # Bypasses the L1 cache, which may hold older values.
             sums += gl.load(base + other * SIZE, cache_modifier=".cg")
         gl.store(arrived_ptr + tile, 0)
 

@@ -1,21 +1,21 @@
-"""Matrix products for a few rows that, like those for one row, are nearly as fast as memory.
+"""Matrix products of a few rows that, like those of one row, are nearly as fast as memory.
 
 As in `gemv`, a program holds the first of its weights in registers before it waits for its input, so that memory does
-not stand still between kernels, and it sums over all inputs of its few outputs, so that nothing is added over programs.
+not idle between kernels. It sums over all inputs of its few outputs, so that programs have nothing to add.
 
-Operands go from memory to the tensor cores with no exchange between threads. Those want a thread to hold pairs of
-columns that lie eight apart, memory wants it to read 16 bytes in a row; but to a sum over columns their order does not
-matter, so each thread gives the eight that it read for those that are expected of it, of the rows and of the weights
-alike. The side of 16 of the tensor cores' tile is for the weights, the side of 8 for the rows; with eight rows of
-weights it is the other way round. The inputs are dealt to the warps of a program: the product is a batch of products,
-one or more for each warp, which are added at the end.
+Operands go from memory to the tensor cores without an exchange between threads. The tensor cores want a thread to hold
+pairs of columns that lie eight apart; memory wants it to read 16 bytes in a row. A sum over columns does not depend on
+their order, so each thread passes the eight columns that it read, of rows and weights alike. The side of 16 of the
+tensor cores' tile is for the weights, the side of 8 for the rows; with eight rows of weights it is the other way round.
+The inputs are dealt to the warps of a program: the product is a batch of products, one or more a warp, which are added
+at the end.
 
-What is under way has its place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
-large layers prefer it to shared memory (`prefer_l1`). The division changes only when a multiprocessor is empty; behind
-a kernel that needs much shared memory and leaves registers for this one's programs it stays, and this one takes twice
-the time. The large layers of a step therefore all run here, or none.
+Loads in flight have their place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
+large layers prefer L1 cache to shared memory (`prefer_l1`). A multiprocessor changes the division only when it is
+empty. Behind a kernel that needs much shared memory, and leaves registers for this one's programs, the division stays,
+and this kernel takes twice the time. So either all large layers of a step run here, or none.
 
-Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -32,16 +32,16 @@ from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 
 class FewRowsConfig(NamedTuple):
-    """`rows` (8, 16 or 32) padded rows, block_n outputs (8, 16, 32) a program, block_k columns a step.
+    """Tiles of `rows` (8, 16 or 32) padded rows, block_n outputs (8, 16, 32) a program and block_k columns a step.
 
-    ahead, rows_ahead: steps whose weights, and whose rows, are on their way at a time.
-    sums: that a warp keeps of an output, since each product of the tensor cores waits for the one before it in its sum.
-    programs: that a multiprocessor has registers for; 0: as the compiler likes.
-    together: a warp's columns of a step lie together; otherwise the warps take turns at every 32.
+    ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time
+    sums: partial sums of an output in a warp, because a tensor core's product waits for the one before it in its sum
+    programs: programs that fit the registers of a multiprocessor; 0 leaves it to the compiler
+    together: a warp's columns of a step are neighbours; otherwise warps take turns at every 32
 
     Sizes are powers of two, block_k is 32 * num_warps * sums or more.
     """
@@ -58,7 +58,7 @@ class FewRowsConfig(NamedTuple):
 
 
 def launch(product: Product, config: FewRowsConfig) -> None:
-    """Computes a product of at most `config.rows` rows."""
+    """Compute a product of at most `config.rows` rows."""
     x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -110,8 +110,10 @@ def _read(
     TOGETHER: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A step's columns of the rows [8, r], as [8, block_k / 32, r, 32]: four threads read 64 bytes of a row, eight
-    rows go to a warp. (The order of the dimensions is what makes the compiler do so.)"""
+    """Load a step's columns of the rows [8, r], as [8, block_k / 32, r, 32].
+
+    Four threads read 64 bytes of a row, and eight rows go to a warp, by the order of the dimensions.
+    """
     group = tl.arange(0, BLOCK_K // 32)
     if TOGETHER:
         group = group % BATCH * (BLOCK_K // 32 // BATCH) + group // BATCH
@@ -125,8 +127,10 @@ def _read(
 
 @triton.jit
 def _deal(tile, BATCH: tl.constexpr, WIDTH: tl.constexpr):
-    """What `_read` returned, as [batch, 8 r, k]. Of 32 columns each thread has eight in a row; they become those
-    groups of `WIDTH` that it has in the tensor cores' operand."""
+    """Rearrange a tile of `_read` as [batch, 8 r, k].
+
+    Each thread has eight neighbours of 32 columns; they become its groups of `WIDTH` in the tensor cores' operand.
+    """
     steps: tl.constexpr = tile.shape[1] // BATCH
     r: tl.constexpr = tile.shape[2]
     tile = tl.reshape(tile, (8, steps, BATCH, r, 4, 8 // WIDTH, WIDTH))
@@ -135,8 +139,10 @@ def _deal(tile, BATCH: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _add_products(sums, weight, x, BATCH: tl.constexpr):
-    """sums + weight x^T, [batch, weight rows, rows]; with eight rows of weights sums + x weight^T, [batch, 16 or more
-    rows, 8]."""
+    """Return sums + weight x^T, [batch, weight rows, rows].
+
+    With eight rows of weights, return sums + x weight^T, [batch, 16 or more rows, 8].
+    """
     if weight.shape[2] > 1:
         left = _deal(weight, BATCH, 2)
         right = _deal(x, BATCH, 2)
@@ -153,12 +159,11 @@ def _add_products(sums, weight, x, BATCH: tl.constexpr):
 
 @triton.jit
 def _add_halves(x):
-    """[n, w] added over w, a power of two.
+    """Sum [n, w] over w, a power of two.
 
-    Where the values of a sum lie in different warps, Triton's own passes them through shared memory a few at a time,
-    each read waiting for the write before it, and leaves a copy of the result in each warp: 9,000 cycles for 512 sums
-    of eight. A split wants its pair in one thread. So here all values of a sum come to one thread in a single exchange,
-    some 400 cycles for those, and the sums are dealt out over all threads.
+    If the values of a sum are in different warps, Triton's own sum passes them through shared memory a few at a time,
+    and leaves a copy of the result in each warp. A split needs its pair in one thread, so here all values of a sum come
+    to one thread in a single exchange, and the sums are spread over all threads.
     """
     if x.shape[1] > 1:
         left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -170,7 +175,7 @@ def _add_halves(x):
 
 @triton.jit
 def _add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
-    """[batch, a, b] added over the batch, first a warp's own: [a * b]."""
+    """Sum [batch, a, b] over the batch, first within a warp. Return [a * b]."""
     if BATCH > WARPS:
         sums = tl.sum(tl.reshape(sums, (BATCH // WARPS, WARPS, sums.shape[1], sums.shape[2])), 0)
     return _add_halves(tl.permute(tl.reshape(sums, (WARPS, sums.shape[1] * sums.shape[2])), (1, 0)))
@@ -178,7 +183,7 @@ def _add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _add_tiles(squares, WARPS: tl.constexpr):
-    """[tiles, rows] added over the tiles."""
+    """Sum [tiles, rows] over the tiles."""
     if squares.shape[0] >= WARPS:
         squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
     return _add_halves(tl.permute(squares, (1, 0)))
@@ -217,7 +222,7 @@ def _few_rows_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    # Rows of weights, in eights: with a gated activation the ups follow the gates.
+    # Rows of weights, in groups of eight; with a gated activation the ups follow the gates.
     eights: tl.constexpr = BLOCK_N // 8
     tiles: tl.constexpr = 2 * eights if MODE == 2 else eights
     first = tl.program_id(0) * BLOCK_N
@@ -234,7 +239,7 @@ def _few_rows_kernel(
     x_row = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
 
-    # Constants of the model: asked for before the wait. They leave the L1 cache to the rows.
+    # Constants of the model, requested before the wait. They leave the L1 cache to the rows.
     weights = ()
     for step in tl.static_range(min(AHEAD, steps)):
         weights += (_read(weight_ptrs, valid_weight, step, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
@@ -255,16 +260,16 @@ def _few_rows_kernel(
         square_tile = tl.arange(0, square_tiles)[:, None]
         squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
     if MODE == 1:
-        # Needed at the end.
+        # Loaded early, used at the end.
         residual = tl.load(out_ptrs, mask, other=0.0)
     sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, max(ROWS, 16), 8), tl.float32)
     for step in tl.static_range(steps):
         if PDL and (step == 0 or step + min(AHEAD, ROWS_AHEAD) <= steps):
-            # Long done, but the assembler moves no load past it. It would load a few registers at a time otherwise, to
-            # do with less of them, and wait for memory each time.
+            # Done before, but the assembler moves no load past it. Otherwise it would save registers, load a few values
+            # at a time, and wait for memory each time.
             tl_cuda.gdc_launch_dependents()
         if SQUARE_TILES > 0 and step == 0:
-            # While the input is on its way.
+            # While the input is in flight.
             factor = tl.rsqrt(_add_tiles(squares, num_warps) / K + eps)[:, None]
         sums = _add_products(sums, weights[step], xs[step], BATCH)
         if step + AHEAD < steps:

@@ -1,11 +1,11 @@
-"""Matrix products of tiles of rows, through Triton's pipeline: on every GPU, and for every size.
+"""Matrix products of tiles of rows, through Triton's pipeline, on every GPU and for every size.
 
-The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one, padded to a class;
-each program keeps several tiles of weights on their way, and asks the L2 cache for its first ones before it waits for
-its input. Narrow layers have fewer tiles than the GPU has processors, so the inputs are split over programs as well;
-the partial sums are added in a fixed order by the program that arrives last, so that results do not depend on timing.
+The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one, padded to a class.
+Each program keeps several tiles of weights in flight, and prefetches its first ones into the L2 cache before it waits
+for its input. Narrow layers have fewer tiles than the GPU has processors, so their inputs are split over programs too.
+The program that arrives last adds the partial sums in a fixed order, so that results do not depend on timing.
 
-Shapes: M rows, N outputs, K inputs. Weights lie [outputs, inputs], rows contiguous. Sums are float32.
+Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -24,9 +24,10 @@ from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 class LinearConfig(NamedTuple):
-    """block_n weight rows by block_k columns a step, `rows` padded rows, `splits` programs share the inputs of a tile.
+    """Tiles of block_n weight rows, block_k columns a step and `rows` padded rows.
 
-    prefetch: columns that a program asks the L2 cache for before it waits for its input.
+    splits: programs that share the inputs of a tile
+    prefetch: columns that a program prefetches into the L2 cache before it waits for its input
     """
 
     rows: int
@@ -39,12 +40,12 @@ class LinearConfig(NamedTuple):
 
 
 def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool) -> int:
-    """Of a step's tiles of 16-bit elements; `silu`: gates and ups are two of weights."""
+    """Return the bytes of a step's tiles of 16-bit elements; with `silu` there are two of weights."""
     return 2 * block_k * (block_n * (1 + silu) + rows)
 
 
 def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
-    """Computes a product. `parts` is needed where inputs are split."""
+    """Compute a product; `parts` is needed if inputs are split."""
     x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -87,15 +88,15 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
 
 
 def rows_aligned(matrix: torch.Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes, as bulk copies and prefetches need it."""
+    """Return True if rows begin at multiples of 16 bytes, which bulk copies and prefetches need."""
     return matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 @triton.jit
 def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
-    """Asks the L2 cache for `num_bytes` (a multiple of 16) of each of `count` rows, and goes on.
+    """Prefetch `num_bytes` (a multiple of 16) of each of `count` rows into the L2 cache, without waiting.
 
-    One thread asks for a row. The hardware takes such requests one lane after another, so they are dealt to the warps.
+    One thread requests a row. The hardware takes such requests one lane after another, so warps share them.
     """
     tl.inline_asm_elementwise(
         """
@@ -125,7 +126,7 @@ def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
 
 @triton.jit
 def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, k, EVEN: tl.constexpr):
-    """Weights [n, k] at rows `first` + n and columns `start` + k."""
+    """Load weights [n, k] at rows `first` + n and columns `start` + k."""
     if weight_desc is not None:
         return weight_desc.load([first, start])
     rows = first + n
@@ -167,7 +168,7 @@ def _rows_kernel(
 ):
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    # Tiles of the same weights lie next to one another, so that the second finds them in the L2 cache.
+    # Tiles of the same weights are neighbours, so that the second finds them in the L2 cache.
     row_tiles = tl.cdiv(M, ROWS)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -193,7 +194,7 @@ def _rows_kernel(
         tl_cuda.gdc_wait()
 
     if SQUARE_TILES > 0:
-        # Asked for now, needed at the end.
+        # Loaded early, used at the end.
         square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
         square_tile = tl.arange(0, square_tiles)[:, None]
         square_ptrs = squares_ptr + square_tile * ROWS + tl.arange(0, ROWS)[None, :]
@@ -227,7 +228,7 @@ def _rows_kernel(
             return
         sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for other in tl.static_range(SPLITS):
-            # Past the L1 cache, which may hold what lay there before.
+            # Bypasses the L1 cache, which may hold older values.
             sums += tl.load(base + other * size, cache_modifier=".cg")
         tl.store(arrived_ptr + tile, 0)
 

@@ -33,7 +33,7 @@ def gemv(
     norm_K: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Computes a `Product` of one row, or of rms_norm(x) with weights `norm_K` and `eps`.
+    """Compute a `Product` of one row, or of its rms_norm with weights `norm_K` and `eps`.
 
     The root mean square is a factor of the whole row, so it is applied to the sums: W(xg)/rms. Each program sums the
     squares for itself while it streams. `x` must not overlap `out`.
@@ -64,7 +64,7 @@ def gemv(
 
 @functools.cache
 def _configuration(num_inputs: int, pairs: bool) -> tuple[int, int, int]:
-    """Returns weight rows of a program, columns of a step and warps. `pairs`: each output has two weight rows.
+    """Return weight rows of a program, columns of a step and warps; with `pairs` each output has two weight rows.
 
     By measurements on an H200. Up to 4096 columns go in one step, with 16 Ki weights a program at most; more columns go
     in steps of 2048. A step is shorter where more than a quarter of the lanes would idle (in several steps, more than a
@@ -82,7 +82,7 @@ def _configuration(num_inputs: int, pairs: bool) -> tuple[int, int, int]:
 
 @triton.jit
 def _products(weight, x):
-    """Products of weights [n, k] and x [k], summed over groups of eight columns, which one thread holds: [n, k/8]."""
+    """Return products of weights [n, k] and x [k], summed over groups of eight columns of a thread: [n, k/8]."""
     product = weight.to(tl.float32) * x[None, :]
     return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
 
@@ -111,7 +111,7 @@ def _gemv_kernel(
     weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
     up_ptrs = weight_ptrs + weight_stride.to(tl.int64) * N
 
-    # Constants of the model: loaded before the wait, and one step ahead in the loop.
+    # Constants of the model, loaded before the wait, and one step ahead in the loop.
     mask = valid_n[:, None] & (k < K)[None, :]
     weight = tl.load(weight_ptrs, mask, other=0.0)
     up = tl.load(up_ptrs, mask, other=0.0) if MODE == 2 else weight

@@ -55,8 +55,11 @@ class Product(NamedTuple):
 
 
 def norm_arguments(product: Product) -> tuple[tuple[torch.Tensor | None, ...], float, int, int]:
-    """Returns what a kernel takes of the norms: pointers (squares of the input, weights, normed rows, squares of the
-    result), eps, stride of the normed rows, and tiles of the input's squares, 0 without them."""
+    """Return a kernel's arguments for the norms.
+
+    They are pointers (squares of the input, weights, normed rows, squares of the result), eps, the stride of the normed
+    rows, and the tiles of the input's squares, 0 without them.
+    """
     sums, eps = product.squares or (None, 0.0)
     weight, normed, made = product.norm or (None, None, None)
     return (

@@ -1,4 +1,4 @@
-"""Who computes a matrix product, and how: rules by its sizes, and exceptions, as measured on an H200.
+"""Choice of the kernel of a matrix product and of its tiles: rules by its sizes, and exceptions, measured on an H200.
 
 Shapes: M rows, N outputs, K inputs, I intermediate size.
 """
@@ -18,10 +18,11 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 
 class RingConfig(NamedTuple):
-    """As `LinearConfig`, for the kernel for Hopper (`ring`): `stages` steps of a program have a place in its ring.
+    """Tiles of the kernel for Hopper (`gemm_ring`), like those of `LinearConfig`.
 
-    lag: steps that are still being multiplied while a program asks for the next ones, 0 or 1. With 1 the tensor cores
-    never wait, but a place stays empty for one step longer.
+    stages: steps of a program that have a place in its ring
+    lag: steps that are still multiplied while a program requests the next ones, 0 or 1. With 1 the tensor cores never
+        wait, but a place stays empty for one step longer.
     """
 
     rows: int
@@ -33,45 +34,45 @@ class RingConfig(NamedTuple):
 
 
 ProductConfig = LinearConfig | FewRowsConfig | RingConfig
-"""Which kernel computes a product, and how."""
+"""Kernel of a product, with its tiles."""
 
 
 def rows_class(num_rows: int) -> int:
-    """Returns the number that rows are padded to: a power of two from 8."""
+    """Return the number that rows are padded to: a power of two from 8."""
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
 HEAD = 1 << 16
-"""Outputs from which a product is a language model's head. It is so long that even one row is faster here."""
+"""Outputs from which a product is a language model's head, of which even one row is faster in tiles."""
 
 PROGRAMS = 264
-"""Programs that keep the memory busy: two for each of an H200's 132 processors."""
+"""Programs that keep the memory busy: two for each of an H200's 132 multiprocessors."""
 
 PROCESSORS = PROGRAMS // 2 + 8
-"""Programs that have a multiprocessor to themselves; some may well have two."""
+"""Largest number of programs of which most have a multiprocessor to themselves."""
 
 RING_BYTES = 208 << 10
-"""Bytes of shared memory that a ring may take where its program has a multiprocessor to itself."""
+"""Bytes of shared memory of a ring whose program has a multiprocessor to itself."""
 
 _SMALLEST = 1 << 22
-"""Weights from which a product of 9 to 16 rows is better through a ring than through registers."""
+"""Weights from which a product of 9 to 16 rows is faster through a ring than through registers."""
 
 _SMALL = 1 << 23
-"""Weights up to which a product of more than 64 rows is better here than by torch, whose kernels take 5 us at least and
-add the parts of split inputs in another kernel."""
+"""Weights up to which a product of more than 64 rows is faster here than by torch, which adds the parts of split inputs
+in another kernel."""
 
 BATCH_INVARIANT = LinearConfig(rows=64, block_n=64, block_k=64, splits=1, num_warps=4, num_stages=4, prefetch=128)
-"""For all products of an engine whose results must not depend on the batch: a row's sums are then in one order,
-whatever rows are beside it and how many. Tiles of 64 rows are a compromise between one row and thousands; the gated
-activation has two tiles of weights a step, which still fits 99 KiB of shared memory."""
+"""Tiles of all products of a batch-invariant engine: a row's sums have one order, whatever rows are beside it. 64 rows
+are a compromise between one row and thousands; with two tiles of weights, for the gated activation, a step still fits
+99 KiB of shared memory."""
 
 MEASURED: dict[tuple[int, int, int], ProductConfig | None] = {
     (256, 4096, 1024): RingConfig(128, 64, 64, 1, 8, 1),
     (256, 1024, 2048): RingConfig(32, 64, 128, 1, 8, 1),
     (256, 1024, 3072): RingConfig(64, 64, 128, 1, 6, 1),
 }
-"""Exceptions from `choose`'s rule, by (rows class, N, K), as measured on an H200; None: torch is as fast. A tile
-may have fewer rows than the class. Where rings do not run, torch is in their place."""
+"""Exceptions from `choose`'s rule, by (rows class, N, K); None: torch is as fast. A tile may have fewer rows than the
+class. Torch takes the place of rings where these do not run."""
 
 MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
     (128, 14336, 4096): LinearConfig(128, 128, 64, 1, 8, 4, 0),
@@ -85,7 +86,7 @@ def _cdiv(one: int, other: int) -> int:
 
 @functools.cache
 def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
-    """Returns how a product of at most `rows` (a class) rows is computed; None: by torch."""
+    """Return how a product of at most `rows` (a class) rows is computed; None: by torch."""
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
         configs = [MEASURED[key]]
@@ -96,7 +97,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
 
 @functools.cache
 def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None:
-    """Returns how the product with the gated activation is computed; None: as a product and a kernel of its own.
+    """Return how the product with the gated activation is computed; None: as a product and a kernel of its own.
 
     Through registers and through a ring the activation costs nothing. Otherwise two tiles of weights at a time leave
     fewer loads in flight for each, which costs less than the other kernel only at 32 and 64 rows of a large layer.
@@ -118,7 +119,7 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
-    """Returns the first config that the current device can run, with fewer stages if need be (at least three)."""
+    """Return the first config that the current device can run, with fewer stages if need be (at least three)."""
     for config in configs:
         if isinstance(config, LinearConfig):
             stages = shared_memory() // step_bytes(config.rows, config.block_n, config.block_k, silu=silu)
@@ -130,7 +131,7 @@ def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> Prod
 
 
 def _tiles(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
-    """Returns the tiles of a product through Triton's pipeline; None: torch is as fast.
+    """Return the tiles of a product through Triton's pipeline; None: torch is as fast.
 
     The rule is what won on an H200 over the layers of models of 0.6B to 8B weights. Narrow layers have too few tiles,
     so their inputs are split, into three steps at least. At 16 rows, which cost little to read once for each tile,
@@ -158,13 +159,12 @@ def _tiles(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
 
 
 def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> FewRowsConfig | None:
-    """Returns the config for weights in registers: for 8 rows, in small layers for 16; None for more, and for a head.
+    """Return the config for weights in registers: for 8 rows, in small layers for 16; None for more, and for a head.
 
     The fewer outputs, the fewer a program has (8, 16 or 32), so that there is a program for each processor. Small
     layers that follow one another were tuned together, as one begins on the multiprocessors that the other leaves.
 
-    Args:
-        pairs: weights are of gates and ups
+    With `pairs`, weights are of gates and ups.
     """
     if num_outputs >= HEAD:
         return None
@@ -193,15 +193,14 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
 
 
 def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig | None:
-    """Returns the config for weights in a ring, on Hopper: for 9 to 64 rows, from 17 in the smallest layers, to 128 in
-    small ones; None for others, and for a head.
+    """Return the config for weights in a ring; None if another kernel is faster.
 
+    Rings run on Hopper, for 9 to 64 rows, from 17 in the smallest layers and to 128 in small ones, except for a head.
     A ring takes all shared memory, so a large layer has a program for each processor. A small layer, where splitting
     inputs costs more than it gives, has one of 32 rows for every other processor; it has few steps, between which the
     tensor cores need not wait.
 
-    Args:
-        pairs: weights are of gates and ups
+    With `pairs`, weights are of gates and ups.
     """
     weights = num_outputs * num_inputs * (1 + pairs)
     small, least = weights < LARGE, 16 if weights < _SMALLEST else 8
@@ -223,9 +222,9 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
 
 
 def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
-    """Returns tiles for one program a processor with six stages, which for 17 to 128 rows beat two programs with three
-    each; None: there are more tiles than processors, or torch is as fast.
+    """Return tiles for one program a processor, with six stages; None if there are more tiles, or torch is as fast.
 
+    For 17 to 128 rows this beats two programs with three stages each.
     Tiles of fewer rows than there are fill the processors without partial sums, but read weights more than once, which
     a large layer must not.
     """
@@ -244,7 +243,7 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
 
 
 def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
-    """Returns True if `linear` takes rows with a deferred division.
+    """Return True if `linear` takes rows with a deferred division.
 
     Not in float16, where a row times its norm's weights could overflow without the division. From 17 rows on a kernel
     for the norm costs less than reading the squares in every program.

@@ -93,7 +93,7 @@ class CompileHelper:
         threading.Thread(target=self._receive, name="compile-helper", daemon=True).start()
 
     def send(self, job: Job, answer: Future[str | None]) -> None:
-        """Requests a kernel. The answer becomes None once it is on disk, else the reason why it is not."""
+        """Request a kernel. The answer becomes None once it is on disk, else the reason why it is not."""
         with self._lock:
             if self._ended:
                 answer.set_result(_ENDED)
@@ -104,7 +104,7 @@ class CompileHelper:
                 self._jobs.flush()
 
     def close(self) -> None:
-        """Ends the helper and its children. Closing again does nothing."""
+        """End the helper and its children. Closing again does nothing."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -127,13 +127,13 @@ _starting = threading.Lock()
 
 
 def start_early() -> None:
-    """Starts the helper beside this process's imports, if there is a GPU and kernels may be missing."""
+    """Start the helper beside this process's imports, if there is a GPU and kernels may be missing."""
     if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None and not _is_stamped():
         helper(ALONE + 1)
 
 
 def helper(num_missing: int) -> CompileHelper | None:
-    """Returns this process's helper, started if more than ALONE kernels are missing; None if there is none.
+    """Return this process's helper, started if more than ALONE kernels are missing; None if there is none.
 
     For fewer kernels, importing the compiler a second time takes longer than compiling them here.
     """
@@ -149,7 +149,7 @@ def helper(num_missing: int) -> CompileHelper | None:
 
 
 def end_helper(*, compiled_all: bool) -> None:
-    """Ends the helper, if there is one. `compiled_all` marks the cache, so that the next start begins without one."""
+    """End the helper, if there is one. `compiled_all` marks the cache, so that the next start begins without one."""
     global _current
     if _current is None:
         return
@@ -174,7 +174,7 @@ def _stamp_file() -> Path:
 
 
 def _build() -> str:
-    """Returns a text that changes with our kernels and with the compiler."""
+    """Return a text that changes with our kernels and with the compiler."""
     from importlib.metadata import version
 
     newest = max(file.stat().st_mtime_ns for file in KERNELS.rglob("*.py"))
@@ -185,7 +185,7 @@ def _build() -> str:
 
 
 def _compile(job: Job) -> str | None:
-    """Compiles a kernel and its launcher into Triton's cache, in a child. Returns the error's text, or None."""
+    """Compile a kernel and its launcher into Triton's cache, in a child. Returns the error's text, or None."""
     try:
         from triton.backends.compiler import GPUTarget
         from triton.backends.nvidia.driver import CudaLauncher
@@ -208,7 +208,7 @@ def _compile(job: Job) -> str | None:
 
 
 def _answer(out: int, number: int, compiled: Future[str | None]) -> None:
-    """Writes a child's answer, at once: it is shorter than what a pipe takes whole."""
+    """Write a child's answer, at once: it is shorter than what a pipe takes whole."""
     if not compiled.cancelled():
         error = compiled.exception()
         with contextlib.suppress(OSError):  # the engine's process has ended

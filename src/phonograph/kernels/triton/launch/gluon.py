@@ -1,7 +1,7 @@
-"""What a kernel in Gluon needs: waiting for the kernel before, barriers of warps, and places in a ring.
+"""Helpers of kernels in Gluon: waiting for the kernel before, barriers of warps, and places in a ring.
 
-Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this is
-imported only where it is to run.
+Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this module is
+imported only where it runs.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -21,13 +21,13 @@ def let_next_kernel_start():
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Until the kernel before has ended and its writes are visible; each group of warps for itself."""
+    """Wait until the kernel before has ended and its writes are visible; each group of warps for itself."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """In shared memory; a phase of each ends with COUNT arrivals."""
+    """Return NUMBER barriers in shared memory; a phase of each ends with COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(at), count=COUNT)
@@ -36,6 +36,6 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def behind(at, turn, STAGES: gl.constexpr):
-    """The next place in a ring, and the parity of the turn that it belongs to."""
+    """Return the next place in a ring, and the parity of its turn."""
     wraps = at + 1 == STAGES
     return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)

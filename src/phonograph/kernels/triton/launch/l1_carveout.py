@@ -18,12 +18,13 @@ of a 0.6B one."""
 
 
 def prefer_l1(function: Any, *, carveout: int) -> Any:
-    """Marks a kernel that loads past shared memory, so that the bytes in flight have their place in the L1 cache.
+    """Mark a kernel that loads past shared memory, so that the bytes in flight have their place in the L1 cache.
 
     A multiprocessor changes its division between kernels, and only if the next kernel cannot run with the present one.
     Without the mark, the L1 cache would stay as small as attention leaves it.
 
     Args:
+        function: the kernel
         carveout: per cent of an H200's 228 KB that stay shared memory (3 gives 8 KB, 7 gives 16 KB); no less than the
             kernel's programs need to run side by side
     """
@@ -32,7 +33,7 @@ def prefer_l1(function: Any, *, carveout: int) -> Any:
 
 
 def set_carveout(function: object, kernel: CompiledKernel) -> None:
-    """Applies the mark of a function to one of its kernels, which is loaded."""
+    """Apply the mark of a function to one of its kernels, which is loaded."""
     carveout = _carveouts.get(function)
     if carveout is not None:
         driver = ctypes.CDLL("libcuda.so.1")

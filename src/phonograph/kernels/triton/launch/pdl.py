@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: a kernel may start while the one before it still ends (CUDA, from Hopper on).
+"""Programmatic dependent launch: a kernel may start while its predecessor still ends (CUDA, from Hopper on).
 
-Every kernel of a step begins with `pdl_begin` and is launched with `launch_pdl`: it lets the next one start, then waits
-until the one before has ended and its writes are visible. Only constants of the model may be read before that, and what
-the kernels at the head of a step wrote: `plan_decode` lets none start before it has ended. Since every kernel waits,
-waiting for the one before is waiting for all.
+Every kernel of a step begins with `pdl_begin` and is launched with `pdl_options`: it lets the next one start, then
+waits until its predecessor has ended and the writes are visible. Before that it may read only constants of the model
+and the results of the kernels at the head of a step, as `plan_decode` lets no kernel start before it has ended. Because
+every kernel waits, waiting for the predecessor is waiting for all before it.
 
-Two kernels run side by side where the first begins with `pdl_wait_first` and the second waits at its end: what is
-before both has ended when the second starts, and who waits for the second waits for both.
+Two kernels run side by side if the first begins with `pdl_wait_first` and the second waits at its end: all kernels
+before both have ended when the second starts, and a dependent of the second waits for both.
 """
 
 # pyright: basic
@@ -22,21 +22,23 @@ from triton.language.extra import cuda as tl_cuda
 
 @functools.cache
 def pdl_usable() -> bool:
-    """Whether the current device has it."""
+    """Return True if the current device has programmatic dependent launch."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @functools.cache
 def pdl_options() -> dict[str, bool]:
-    """Returns the arguments of a launch that say whether the kernel waits, and may start, by itself."""
+    """Return the arguments of a launch that make a kernel wait by itself, or let the device order kernels."""
     usable = pdl_usable()
     return {"PDL": usable, "launch_pdl": usable}
 
 
 @functools.cache
 def gluon_usable() -> bool:
-    """Whether the current device is a Hopper GPU, and this Triton is one whose Gluon our kernels for Hopper are written
-    in: it is experimental, and changes from version to version."""
+    """Return True on a Hopper GPU, if Triton's Gluon is the version that our kernels are written in.
+
+    Gluon is experimental, and changes from version to version.
+    """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     return triton.__version__.startswith("3.6.")
@@ -44,7 +46,7 @@ def gluon_usable() -> bool:
 
 @triton.jit
 def pdl_begin(PDL: tl.constexpr):
-    """Lets the next kernel start, and waits for the one before."""
+    """Let the next kernel start, and wait for the one before."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -52,7 +54,7 @@ def pdl_begin(PDL: tl.constexpr):
 
 @triton.jit
 def pdl_wait_if(condition):
-    """Waits for the kernel before, or does not, without a branch: one costs registers where it stands before a loop."""
+    """Wait for the kernel before if `condition`, without a branch, which would cost registers before a loop."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.wait; mov.u32 $0, 0; }",
         "=r,r",
@@ -65,7 +67,7 @@ def pdl_wait_if(condition):
 
 @triton.jit
 def pdl_wait_first(PDL: tl.constexpr):
-    """Waits for the kernel before, and only then lets the next one start."""
+    """Wait for the kernel before, and only then let the next one start."""
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()

@@ -49,7 +49,7 @@ class _CompileMode(AsyncCompileMode):
         self._unsent: list[tuple[Job, Future[str | None]]] = []
 
     def note_job(self, *, fn: JitFunctionInfo, compile: Mapping[str, Any], **_: Any) -> None:
-        """Describes the kernel of the `submit` that follows; Triton calls it (`knobs.runtime.jit_cache_hook`)."""
+        """Describe the kernel of the `submit` that follows; Triton calls it (`knobs.runtime.jit_cache_hook`)."""
         self._function = fn.jit_function
         self._specialization: str = compile["specialization_data"]
 
@@ -83,7 +83,7 @@ class _CompileMode(AsyncCompileMode):
 def _compiled(
     function: JITFunction[Any], answer: Future[str | None], compile_fn: Callable[[], CompiledKernel]
 ) -> CompiledKernel:
-    """Returns a kernel, loaded, once the helper has answered."""
+    """Return a kernel, loaded, once the helper has answered."""
     problem = answer.result()
     if problem is not None:
         log.info("%s is compiled in this process: %s", function.__name__, problem)
@@ -96,7 +96,7 @@ _loading = threading.Lock()
 
 
 def _load(function: JITFunction[Any], kernel: CompiledKernel) -> None:
-    """Makes a kernel ready to launch: builds or loads the C module that launches it, and loads its code.
+    """Make a kernel ready to launch: builds or loads the C module that launches it, and loads its code.
 
     One at a time: all of Triton's launcher modules have one name, and a module that was loaded before fills the module
     that has the name at that moment. Another thread would get a launcher for other arguments.
@@ -107,7 +107,7 @@ def _load(function: JITFunction[Any], kernel: CompiledKernel) -> None:
 
 
 def _on_disk(key: str, name: str) -> bool:
-    """Returns True if Triton's cache has the kernel, by the rule of `triton.compile`."""
+    """Return True if Triton's cache has the kernel, by the rule of `triton.compile`."""
     metadata = f"{name[:150]}.json"
     files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(metadata)
     return metadata in (files or {})
@@ -117,7 +117,7 @@ _hashing: threading.Thread | None = None
 
 
 def begin_hashing() -> None:
-    """Hashes the compiler in a thread, which the first look into Triton's cache needs."""
+    """Hash the compiler in a thread, which the first look into Triton's cache needs."""
     global _hashing
     if _hashing is None:
         _hashing = threading.Thread(target=triton_key, name="hash-triton", daemon=True)
@@ -125,7 +125,7 @@ def begin_hashing() -> None:
 
 
 def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
-    """Returns Triton's name, on the current device, for the kernel that a launch needs."""
+    """Return Triton's name, on the current device, for the kernel that a launch needs."""
     caches = function.device_caches[torch.cuda.current_device()]
     _, specialization, options = caches[-1](*arguments, **{"debug": function.debug, **keywords})
     return compute_cache_key(caches[1], specialization, options)
@@ -133,7 +133,7 @@ def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: 
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Launches no kernel inside, but compiles all that would be; they are loaded when the block ends.
+    """Launch no kernel inside, but compiles all that would be; they are loaded when the block ends.
 
     Not for several threads at a time.
 

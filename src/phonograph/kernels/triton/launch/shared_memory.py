@@ -1,4 +1,4 @@
-"""How much shared memory a program may have: what sizes the rings of keys, values and weights."""
+"""Shared memory that a program may have, by which the rings of keys, values and weights are sized."""
 
 # pyright: basic
 from __future__ import annotations
@@ -12,7 +12,10 @@ _HOPPER = 227 * 1024
 
 @functools.cache
 def shared_memory() -> int:
-    """On the current device (99 KiB at compute capability 8.6, 8.9 and 12.0, 163 at 8.0); Hopper's without a GPU."""
+    """Return the bytes on the current device, or Hopper's without a GPU.
+
+    Others have 99 KiB (compute capability 8.6, 8.9 and 12.0) or 163 KiB (8.0).
+    """
     if not torch.cuda.is_available():
         return _HOPPER
     return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin

@@ -33,7 +33,7 @@ def _mask_kernel(
 
 
 def mask_logits(logits_NV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
-    """Writes -inf over the tokens whose bit is not set, in the listed rows.
+    """Write -inf over the tokens whose bit is not set, in the listed rows.
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous

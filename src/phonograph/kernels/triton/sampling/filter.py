@@ -1,13 +1,14 @@
-"""Second launch of sampling: top-k, top-p and min-p. Over at once for rows without.
+"""Second launch of sampling: top-k, top-p and min-p. It ends at once for rows without them.
 
-Nothing is sorted. Every token has a distinct integer that orders the row by falling logit, then by token id; what a
-filter keeps is all above some integer, and this is found by search, exactly. So that the search need not read the row
-again and again, a first pass over the row in parts sums how much lies above a few levels below the maximum; the program
-that finishes last copies what is above the right level, a small superset of what is kept, and goes on with that alone.
-Where no level helps (a nearly flat distribution) it searches the row itself, which is slower.
+Nothing is sorted. Every token has a distinct integer that orders the row by falling logit, then by token id. A filter
+keeps all tokens above some integer, which a search finds exactly. So that the search need not read the row repeatedly,
+a first pass over the row, in parts, sums the mass above a few levels below the maximum. The program that finishes last
+copies the tokens above the right level, a small superset of those that are kept, and continues with these alone. If no
+level helps (a nearly flat distribution) it searches the row itself, which is slower.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false,
+# reportOperatorIssue=false
 from __future__ import annotations
 
 import triton
@@ -19,7 +20,7 @@ from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_l
 
 @triton.jit
 def _order(logit, ids, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
-    """Distinct integers that order tokens: larger logits above smaller ones, of equal logits the lower id above."""
+    """Return distinct integers that order tokens by logit, and equal logits by falling id."""
     bits = (logit + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> KEY_SHIFT
     return (key.to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - ids)
@@ -43,8 +44,10 @@ def _entries(
     KEY_SHIFT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One block of integers of `_order`, of the candidates or of the whole row, below all others behind the end; and
-    the logits."""
+    """Return a block of `_order`'s integers, of the candidates or of the whole row, and the logits.
+
+    Integers behind the end are below all others.
+    """
     index = start + tl.arange(0, BLOCK)
     if LISTED:
         order = tl.load(list_ptr + index, mask=index < count, other=-(1 << 62))
@@ -63,7 +66,7 @@ def _mass(logit, row_max, factor, log_min_p):
 
 @triton.jit
 def _fold(values, BLOCK: tl.constexpr):
-    """Sums over groups of neighbours, most of which one thread has."""
+    """Sum over groups of neighbours, most of which belong to one thread."""
     return tl.sum(tl.reshape(values, (BLOCK // 8, 8)), 1)
 
 
@@ -81,7 +84,7 @@ def _sum_from(
     KEY_SHIFT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Probability (times a constant) of all that is not below `level`, float64."""
+    """Return the probability, times a constant, of all tokens at or above `level`, float64."""
     total = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, count, BLOCK):
         order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
@@ -106,7 +109,7 @@ def _search(
     LISTED: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """The highest level in [low, high) such that what is not below it counts, or weighs, at least `target`; else low.
+    """Return the highest level in [low, high) with at least `target` tokens, or mass, at or above it; else low.
 
     Each pass sums above three levels between the bounds, which leaves a quarter.
     """
@@ -147,7 +150,7 @@ def _filter_and_draw(
     KEY_SHIFT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The token drawn from what the filters keep; all of it is at or above `low`. `whole`: sum of the row's masses."""
+    """Return the token drawn from those that the filters keep, all at or above `low`. `whole` is the row's mass."""
     factor = 1.0 / temperature
     high = _order(row_max, 0, ID_BITS, KEY_SHIFT) + 1
     if top_k > 0:
@@ -265,7 +268,7 @@ def filter_kernel(
         )
         totals = tl.sum(row_sums.to(tl.float64), 0)
         whole = tl.sum(tl.where(number == LEVELS - 1, totals, 0.0), 0)
-        # A little more than needed: the sums here and those of the search are rounded differently.
+        # A little more than needed, because the sums of the search are rounded differently.
         wanted = tl.where(by_count, top_k.to(tl.float64), top_p.to(tl.float64) * whole * 1.0001)
         reached = (totals >= wanted) & (number < LEVELS - 1) & (by_count | (top_p < 1.0))
         chosen = tl.min(tl.where(reached, number, LEVELS), 0)

@@ -49,7 +49,7 @@ class SampleScratch(NamedTuple):
 
 
 def make_sample_scratch(max_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
-    """Makes room for one call of `sample` at a time, with up to `max_rows` rows."""
+    """Make room for one call of `sample` at a time, with up to `max_rows` rows."""
 
     def most_parts(block: int, programs: int) -> int:
         return max(rows * _parts(rows, vocab_size, block, programs)[0] for rows in range(1, max_rows + 1))
@@ -69,7 +69,7 @@ def make_sample_scratch(max_rows: int, vocab_size: int, device: torch.device) ->
 
 
 def _parts(num_rows: int, vocab_size: int, block: int, programs: int) -> tuple[int, int]:
-    """Returns the number of parts that a row is read in, and the blocks of each."""
+    """Return the number of parts that a row is read in, and the blocks of each."""
     blocks = -(-vocab_size // block)
     parts = min(blocks, _MAX_PARTS, -(-programs // num_rows))
     blocks_per_part = -(-blocks // parts)
@@ -98,8 +98,10 @@ def sample(
         slots_N: int32; below 0, the row gets no token but -2
         temperature_N: float32; 0 is greedy, other values as bounded by the sampler
         top_k_N: int32; 0 keeps all
-        top_p_N, min_p_N: float32; 1 and 0 keep all
+        top_p_N: float32; 1 keeps all
+        min_p_N: float32; 0 keeps all
         draw_keys_N: int64, from `phonograph.kernels.torch.sampling.draw_keys`
+        scratch: from `make_sample_scratch`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
         rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are

@@ -1,10 +1,11 @@
-"""First launch of sampling: reads each row once, in parts; all that greedy rows and rows with a temperature alone need.
+"""First launch of sampling: reads each row once, and completes greedy rows and rows with only a temperature.
 
 A greedy row takes the first largest logit, one with a temperature the largest sum of scaled logit and Gumbel noise. The
-program that finishes a row last merges its parts. Of rows with filters only the maximum is found here.
+program that finishes a row last merges its parts. For rows with filters it finds only the maximum.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false,
+# reportOperatorIssue=false
 from __future__ import annotations
 
 import triton
@@ -19,9 +20,9 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def gumbel(draw_key, token):
-    """Noise of `phonograph.kernels.torch.sampling.gumbel_noise`, the same integers bit by bit.
+    """Return the noise of `phonograph.kernels.torch.sampling.gumbel_noise`, from the same integers bit by bit.
 
-    log1p is taken from the logarithm of the rounded sum, corrected by its rounding (Kahan), as on tiny u all depends.
+    log1p is the logarithm of the rounded sum, corrected by its rounding (Kahan), because tiny u decide the draw.
     """
     x = draw_key.to(tl.uint64) + (token.to(tl.uint64) + 1) * _GAMMA
     x = (x ^ (x >> 30)) * _MIX_1
@@ -37,7 +38,7 @@ def gumbel(draw_key, token):
 
 @triton.jit
 def is_last(counter, parts):
-    """True in the program of a row that comes here last, which then sees what the others stored. Clears the counter."""
+    """Return True in a row's last program to come here, which then sees the others' stores. Clears the counter."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
     if last:
@@ -47,9 +48,9 @@ def is_last(counter, parts):
 
 @triton.jit
 def row_and_slot(entry, rows_ptr, slots_ptr, listed):
-    """The row that a program works on, and its slot, below 0 for none. Scratch memory goes by the entry instead.
+    """Return the row of a program, and its slot, below 0 for none. Scratch memory goes by the entry instead.
 
-    listed: whether rows are listed, known when it runs: one kernel for both takes half as long to compile as two.
+    `listed` is a value at run time, because one kernel for both takes half as long to compile as two.
     """
     given = tl.load(rows_ptr + entry, mask=listed != 0, other=0)
     row = tl.where(listed != 0, tl.maximum(given, 0), entry)
@@ -90,7 +91,7 @@ def scan_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # In this order, so that the filter may read its parameters before it waits: they are older than this kernel.
+        # In this order, so that the filter may read its parameters, which are older than this kernel, before it waits.
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     entry = tl.program_id(0)
@@ -118,7 +119,7 @@ def scan_kernel(
     first = part * blocks * BLOCK
     end = tl.minimum(first + blocks * BLOCK, V)
     if noisy:
-        # Scores count from the lane's maximum so far: tiny temperatures would overflow otherwise.
+        # Scores count from the lane's running maximum, so that tiny temperatures do not overflow.
         factor = 1.0 / temperature
         base = tl.full((BLOCK,), LOWEST, tl.float32)
         for start in range(first, end, BLOCK):
@@ -134,7 +135,7 @@ def scan_kernel(
         part_base = tl.max(base, 0)
         score += (base - part_base) * factor
     else:
-        # One block ahead, to have enough of them on the way.
+        # Loads run one block ahead, so that enough of them are in flight.
         loaded = tl.load(row_ptr + first + lane, mask=first + lane < end, other=float("-inf"))
         for start in range(first, end, BLOCK):
             ids = start + lane
@@ -163,7 +164,7 @@ def scan_kernel(
         row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
         valid = tl.abs(row_max) < float("inf")
         tl.store(row_max_ptr + entry, row_max)
-        # Of the parts that a grammar leaves something of.
+        # The minimum over parts in which a grammar allows a token.
         tl.store(row_low_ptr + entry, tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), 0))
         if noisy:
             scores += (tl.maximum(maxima, LOWEST) - row_max) / temperature

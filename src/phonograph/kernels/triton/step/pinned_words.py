@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor, num_words: int) -> None:
-    """Copies the first int32 words of `source` to `target` on the current stream; either may be pinned host memory."""
+    """Copy the first int32 words of `source` to `target` on the current stream; either may be pinned host memory."""
     _copy_kernel[(triton.cdiv(num_words, _BLOCK),)](source, target, num_words, BLOCK=_BLOCK, num_warps=4)
 
 

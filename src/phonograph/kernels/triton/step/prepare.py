@@ -113,21 +113,21 @@ class StepLayout:
         self.constants = {name.upper(): self._start(name) for name in _READ_BY_KERNEL}
 
     def host_views(self, words: np.ndarray) -> HostViews:
-        """Returns views of a staging buffer on the host, int32 [num_words], in memory aligned to 8 bytes."""
+        """Return views of a staging buffer on the host, int32 [num_words], in memory aligned to 8 bytes."""
         return HostViews(*(words[where].view(dtype) for dtype, where in self.fields.values()))
 
     def sampling_views(self, staging: torch.Tensor) -> SamplingViews:
-        """Returns views of the staging buffer on the device, int32 [num_words]."""
+        """Return views of the staging buffer on the device, int32 [num_words]."""
         fields = (self.fields[name] for name in SamplingViews._fields)
         return SamplingViews(*(staging[where].view(getattr(torch, dtype)) for dtype, where in fields))
 
     def prefix_len(self, staging: torch.Tensor) -> torch.Tensor:
-        """Returns the prefix's length in the staging buffer on the device, [1] int32."""
+        """Return the prefix's length in the staging buffer on the device, [1] int32."""
         start = self._start("header") + _PREFIX_LEN
         return staging[start : start + 1]
 
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:
-        """Returns the words to upload, from the buffer's start, with so many appended blocks and host tokens."""
+        """Return the words to upload, from the buffer's start, with so many appended blocks and host tokens."""
         if num_tokens:
             return self._start("tokens") + num_tokens
         return self._start("appends") + num_appends
@@ -153,16 +153,22 @@ def prepare(
     block_table_RN: torch.Tensor,
     logits_rows_R: torch.Tensor,
 ) -> None:
-    """Writes the first R' requests and T' tokens of a step's inputs from the staging buffer.
+    """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
     Args:
         staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1
+        layout: of the staging buffer
         last_token_R: int32 [R], by slot
-        slot_block_table_RN: int32 [R, N], by slot; the step's new blocks are entered here
-        input_ids_T, positions_T, slot_mapping_T: int32, int64, int64 [>= T']; padding is 0, 0, -1
+        slot_block_table_RN: int32 [R, N], by slot; receives the step's new blocks
+        block_size: tokens of a block
+        num_reqs_padded: R'
+        num_tokens_padded: T'
+        input_ids_T: int32 [>= T']; padding is 0
+        positions_T: int64 [>= T']; padding is 0
+        slot_mapping_T: int64 [>= T']; padding is -1
         query_start_loc: int32 [>= R' + 1]; padding repeats the number of tokens
         seq_lens_R: int32 [>= R']; padding is 0
-        block_table_RN: int32 [>= R', N], by row; entries behind a sequence's blocks are left as they are
+        block_table_RN: int32 [>= R', N], by row; entries behind a sequence's blocks stay as they are
         logits_rows_R: int64 [>= R'], the row of each request's last token; padding is 0
     """
     max_blocks = slot_block_table_RN.shape[1]
@@ -194,7 +200,7 @@ def prepare(
 
 
 def apply_appends(appends_3P: torch.Tensor, slot_block_table_RN: torch.Tensor) -> None:
-    """Enters blocks into the block tables of slots, ahead of a step whose buffer cannot hold them.
+    """Enter blocks into the block tables of slots, ahead of a step whose buffer cannot hold them.
 
     Args:
         appends_3P: int32, contiguous: slots, entries of their block tables, and block ids; no entry twice
@@ -208,7 +214,7 @@ def apply_appends(appends_3P: torch.Tensor, slot_block_table_RN: torch.Tensor) -
 
 @triton.jit
 def _load_blocks(column, end, table_row, appends, append_at, num_appends):
-    """Returns entries `column` of a row's block table before `end`, and which are new.
+    """Return entries `column` of a row's block table before `end`, and which are new.
 
     New ones are read from the staging buffer: another program may not have entered them into the table yet.
     """
