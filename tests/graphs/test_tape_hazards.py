@@ -237,7 +237,6 @@ def test_eager_call_breaks_the_capture_and_runs_at_each_replay(runtime: TapeRunt
         return (target * 10,)
 
     graph = runtime.capture(step)
-    assert graph.num_pieces == 2
     factor["value"] = 3.0
     x.copy_(torch.randn(5, 7))
     runtime.poison()

@@ -60,7 +60,7 @@ class Event:
 class DryRuntime:
     """In place of CUDA graphs."""
 
-    name, runs_captured, memory_bytes = "dry", False, 0
+    runs_captured, memory_bytes = False, 0
 
     def __init__(self, *_: Any) -> None:
         """Take a device and its scratch."""

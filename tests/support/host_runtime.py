@@ -16,7 +16,6 @@ import torch
 class CallRuntime:
     """Runtime without graphs: a replay calls the captured function."""
 
-    name: str = "calls"
     runs_captured: bool = True
     memory_bytes: int = 0
     log: list[str] = field(default_factory=list)

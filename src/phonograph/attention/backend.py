@@ -1,7 +1,7 @@
-"""The contract of an attention backend: what it declares, and what it does.
+"""Contract of an attention backend.
 
-The two are apart. `Capabilities` is pure: it answers from the configuration, needs neither the backend's library nor a
-device, and is what selection, the resolver and `explain` read. `AttentionBackend` runs.
+`Capabilities` says what a backend can run. It is pure: it needs neither the backend's library nor a device, and
+selection, the resolver and `explain` read it. `AttentionBackend` runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AttentionKind(Enum):
 
 
 class KVLayout(Enum):
-    """Order in memory inside one block: NHD is [S, K, D] (tokens, heads, head size), HND is [K, S, D]."""
+    """Memory order inside one block: NHD is [S, K, D] (tokens, heads, head size), HND is [K, S, D]."""
 
     NHD = "NHD"
     HND = "HND"
@@ -38,15 +38,16 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Everything about a KV group's attention that decides who can run it.
+    """Attention of one KV group, as far as it decides which backends can run it.
 
-    dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); kv_cache_dtype may be "float8_e4m3fn"/"float8_e5m2"
-    windows: the distinct (left, right) windows of the layers, in keys *beside* the query itself; UNBOUNDED (-1) for
-        none. A model's `sliding_window` of W keys is (W - 1, 0).
-    softcap: 0 means none.
-    speculative_tokens: k draft tokens a step, so that a decode has query length 1 + k.
-    cascade: a prefix common to a batch is attended once where that pays.
-    batch_invariant: what a sequence gets is the same, bit by bit, whatever else is in the batch.
+    Attributes:
+        dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); the cache may be "float8_e4m3fn"/"float8_e5m2".
+        windows: the distinct (left, right) windows of the layers, in keys beside the query itself; UNBOUNDED (-1) for
+            none. A model's `sliding_window` of W keys is (W - 1, 0).
+        softcap: 0 for none.
+        speculative_tokens: k draft tokens a step; a decode then has query length 1 + k.
+        cascade: attend a prefix that is common to a batch once, where that pays.
+        batch_invariant: the output of a sequence is the same bit for bit in every batch.
     """
 
     num_query_heads: int
@@ -68,18 +69,18 @@ class AttentionSpec:
 
     @property
     def windowed(self) -> bool:
-        """Whether any layer's queries see less than all keys for a window."""
+        """True if any layer has a window."""
         return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
 
 
 class Capabilities(ABC):
-    """What one backend, in one version, can do. Pure: no library, no device, no torch work.
+    """Declaration of one backend in one version. Pure: no library, no device, no torch work.
 
-    name:    as users write it in `--attention-backend`
-    version: of the kernel family ("2", "3", "4"), or ""
-    unverified: why it is taken only where its very version is asked for, or ""
-    varies:  why the bits of a sequence's output may differ with the rest of the batch even where the spec asks for
-        batch invariance, or "" where they do not
+    Attributes:
+        name: as users write it in `--attention-backend`.
+        version: of the kernel family ("2", "3", "4"), or "".
+        unverified: reason why only an explicit version selects the backend, or "".
+        varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
     """
 
     name: str
@@ -89,39 +90,39 @@ class Capabilities(ABC):
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Every reason why this backend cannot run `spec` on `device`; empty when it can."""
+        """Return every reason why this backend cannot run `spec` on `device`; empty if it can."""
 
     def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """`refusals`, and that of batch invariance where it is asked for and not borne: what selection goes by."""
+        """Return `refusals`, and `varies` if the spec is batch-invariant. Selection uses this list."""
         found = self.refusals(spec, device)
         return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
 
     @abstractmethod
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        """The graph support level for `spec` on `device`, with the reason."""
+        """Return the graph support level for `spec` on `device`, with the reason."""
 
     def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        """The level of a graph that no batch of single tokens was captured for, as the prefill part of a split batch.
+        """Return the level of graphs that hold only the prefills of a split batch.
 
-        Where it differs from `graph_support`, that is because the latter counts what a graph of decodes freezes.
+        Override it if a limit of `graph_support` comes from decodes of one token.
         """
         return self.graph_support(spec, device)
 
     def preferred_block_size(self, spec: AttentionSpec) -> tuple[int, str] | None:
-        """Tokens in a block with which it is fastest, and why, for who leaves that open; None: the device's default."""
+        """Return the fastest block size in tokens with the reason, or None for the device's default."""
         return None
 
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
     ) -> int:
-        """What the backend takes of the device's memory for any batch within `limits` and for these graphs, in bytes.
+        """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 
-        The KV cache is sized by what is left. What comes to a few MB need not be counted.
+        The KV cache is sized by the rest. A few MB need not be counted.
         """
         return 0
 
     def missing(self) -> str | None:
-        """Why the backend cannot be loaded in this installation (library absent, kernels not written), or None."""
+        """Return the reason why the backend cannot be loaded in this installation, or None."""
         return None
 
     @property
@@ -131,13 +132,14 @@ class Capabilities(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """What differs from layer to layer. Tensors are float32 on the device.
+    """Parameters of one layer. Tensors are float32 on the device.
 
-    window:  (left, right) as in AttentionSpec.windows
-    scale:   factor of the logits before softcap and bias, usually head_size ** -0.5
-    alibi_slopes [H], sinks [H]: or None
-    k_scale, v_scale [K]: descale factor of each KV head for an FP8 cache, or None for 1
-    q_scale [K]: the same of a KV head's queries, for backends that round them to FP8 too (`quantizes_queries`)
+    Attributes:
+        window: (left, right) as in AttentionSpec.windows.
+        scale: factor of the logits before softcap and bias, usually head_size ** -0.5.
+        alibi_slopes, sinks: [H], or None.
+        k_scale, v_scale: [K], descale factors of an FP8 cache, or None for 1.
+        q_scale: [K], descale factors of FP8 queries, for backends with `quantizes_queries`.
     """
 
     index: int
@@ -153,7 +155,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """The largest batch a builder must hold in its persistent buffers."""
+    """The largest batch that a builder's persistent buffers must hold."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -161,10 +163,11 @@ class BatchLimits:
 
 
 class AttentionCall(NamedTuple, Generic[MetadataT]):
-    """What every method of a backend needs to know of one layer in one step.
+    """One layer in one step.
 
-    kv_cache: [2, B, S, K, D] (keys, values): logical shape for both layouts, HND being a view with permuted strides
-    metadata: of the step, from the backend's builder
+    Attributes:
+        kv_cache: [2, B, S, K, D] (keys, values). The shape is the same for both layouts; HND has permuted strides.
+        metadata: of the step, from the backend's builder.
     """
 
     layer: AttentionLayer
@@ -173,16 +176,17 @@ class AttentionCall(NamedTuple, Generic[MetadataT]):
 
 
 class AttentionBackend(ABC, Generic[MetadataT]):
-    """Runs attention for one KV group. Built once, used for every layer of the group.
+    """Attention of one KV group. One instance serves all its layers.
 
-    Host work in `forward` counts: under piecewise graphs it runs for every layer of every step.
+    Host work in `forward` counts: with piecewise graphs it runs for every layer of every step.
 
-    clears_padding: whether `forward` writes the zeros of output rows of no request. Where it does not, the caller has
-        put them there before, and they stay.
-    quantizes_queries: whether `forward` rounds queries, divided by the layer's q_scale, to the dtype of an FP8 cache
-        (and then perhaps the softmax's weights): its kernels take queries, keys and values of one dtype.
-    only_triton: whether all that it launches is kernels of Triton's, so that a run that launches nothing tells which
-        there are to be compiled. The conformance suite then compiles those of all configurations at once.
+    Attributes:
+        clears_padding: True if `forward` writes zeros to output rows of no request. If False, the caller has zeroed
+            them before, and `forward` leaves them alone.
+        quantizes_queries: True if `forward` divides queries by the layer's q_scale and rounds them to the dtype of an
+            FP8 cache, because its kernels take queries, keys and values of one dtype.
+        only_triton: True if it launches Triton kernels only. A run without launches then finds all kernels to
+            compile, and the conformance suite compiles them in parallel.
     """
 
     capabilities: Capabilities
@@ -200,18 +204,17 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
     @abstractmethod
     def schedule(self, metadata: MetadataT) -> None:
-        """Makes what all layers of a step share, from the contents of the batch's tensors; may have nothing to do.
+        """Compute what all layers of a step share, from the contents of the batch's tensors.
 
         The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`.
         """
 
     @abstractmethod
     def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[MetadataT]) -> None:
-        """Writes new keys and values to their slots (block id * block size + offset); slot -1 writes nothing.
+        """Write new keys and values to their slots (block id * block size + offset). Slot -1 writes nothing.
 
-        The slot mapping may be shorter than the keys, whose rows behind it are padding.
-
-        A method of its own, so that it stays inside piecewise graphs.
+        The slot mapping may be shorter than the keys; the rows behind it are padding. Piecewise graphs contain this
+        call, but not `forward`.
         """
 
     @abstractmethod
@@ -222,18 +225,24 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        """Attends each query to its sequence's keys in the cache (the new ones included), into `out_THD`.
+        """Attend each query to the keys of its sequence in the cache, the new ones included.
 
-        Rows of no request get zeros (and LSE -inf), unless `clears_padding` says otherwise; rows before the first
-        query are another launch's. `lse_HT` is float32 [H, T], natural logarithm, sinks included.
+        Rows behind the last query get zeros (and LSE -inf), but see `clears_padding`. Rows before the first query
+        belong to another launch.
+
+        Args:
+            query_THD: rotated queries.
+            call: layer, cache and metadata.
+            out_THD: where the output goes.
+            lse_HT: where the LSE goes: float32, natural logarithm, sinks included.
         """
 
     def forward_lse(
         self, query_THD: torch.Tensor, call: AttentionCall[MetadataT], out_THD: torch.Tensor
     ) -> torch.Tensor:
-        """`forward` for those who read the LSE at once: returns it, whatever it holds for rows of no request.
+        """Run `forward` and return the LSE [H, T], with any value in rows of no request.
 
-        A library that makes the tensor itself is spared a copy.
+        Override it if the library allocates the LSE itself: that spares a copy.
         """
         num_tokens, num_heads, _ = query_THD.shape
         lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
@@ -242,8 +251,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
 
 AnyBackend = AttentionBackend[Any]
-"""A backend whose metadata the holder only passes on."""
+"""A backend whose metadata the caller only passes on."""
 AnyCall = AttentionCall[Any]
-"""A call whose metadata the holder only passes on."""
+"""A call whose metadata the caller only passes on."""
 MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AnyBackend]
-"""A backend's class, or what else makes one."""
+"""A backend's class, or another callable that makes a backend."""

@@ -1,4 +1,4 @@
-"""What a backend declares, as data, and the one rule that turns it into refusals with reasons."""
+"""Declaration of what a backend serves, and the refusals that follow from it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from phonograph.core.device import DeviceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The configurations that a backend serves. Defaults are what nearly every backend can.
+    """Configurations that a backend serves. The defaults hold for nearly every backend.
 
-    devices:      device kinds
-    capabilities: compute capabilities, as major versions; empty is any
-    min_capability: the smallest compute capability
-    head_sizes:   the only ones; empty is any multiple of head_size_multiple up to max_head_size (0: no limit)
-    left_window_only: windows can look back, but not ahead
+    Attributes:
+        devices: device kinds.
+        capabilities: major versions of compute capabilities; empty for any.
+        min_capability: the smallest compute capability.
+        head_sizes: the only head sizes; empty for any multiple of head_size_multiple up to max_head_size (0: no limit).
+        left_window_only: windows can look back, but not ahead.
     """
 
     devices: tuple[str, ...] = ("cuda",)
@@ -36,7 +37,7 @@ class Declaration:
     sinks: bool = False
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Every reason against running `spec` on `device`: what is wrong, its value, and what would work."""
+        """Return every reason against running `spec` on `device`: the value, and what would work."""
         return [*self._about_device(device), *self._about_numbers(spec), *self._about_features(spec)]
 
     def _about_device(self, device: DeviceSpec) -> list[str]:
@@ -93,7 +94,7 @@ class Declaration:
 
 
 class DeclaredCapabilities(Capabilities):
-    """Capabilities whose refusals are, or begin with, those of a declaration."""
+    """Capabilities whose refusals begin with those of a declaration."""
 
     declared: Declaration
 
@@ -102,6 +103,6 @@ class DeclaredCapabilities(Capabilities):
 
 
 def _either(values: Iterable[object]) -> str:
-    """a, b or c."""
-    *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    """Join values as "a, b or c"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last

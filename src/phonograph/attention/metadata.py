@@ -1,8 +1,8 @@
-"""What every attention backend is told about a batch, in the same words.
+"""Description of a batch, the same for all attention backends.
 
-The tensors are views of persistent buffers: their addresses are what a captured graph froze, so the runner writes new
-contents into them at each step and never makes new ones. The host integers beside them are for planning; a graph that
-captures them has frozen them, which is the first thing `phonograph verify` looks for.
+The tensors are views of persistent buffers. A captured graph froze their addresses, so the runner writes new contents
+into them at each step and never allocates new ones. The host integers are for planning. A graph that captures one has
+frozen it, which is the first fault that `phonograph verify` looks for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from phonograph.graphs.modes import GraphKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonPrefix:
-    """Leading tokens whose keys and values all sequences of a batch have in the same blocks, all of them full.
+    """Leading tokens whose keys and values are in the same full blocks for all sequences of a batch.
 
-    num_tokens: how many, on the host; at least one token of each sequence comes behind them
-    length:     the same, [1] int32, where the step's other inputs are
+    Attributes:
+        num_tokens: length, on the host; each sequence has at least one token behind it.
+        length: the same, [1] int32, on the device.
     """
 
     num_tokens: int
@@ -33,19 +34,16 @@ class CommonPrefix:
 class CommonMetadata:
     """One step of one KV group. Sequences are ordered decodes first, then prefills, then empty slots.
 
-    Host integers (of the actual batch, without padding):
-        num_reqs, num_decodes, num_tokens, num_decode_tokens, max_query_len, max_seq_len
+    Host integers count the actual batch, without padding. Tensors are padded to the R request slots and T tokens of
+    the graph; an eager step may have no padding.
 
-    Tensors (padded to the graph's R request slots and T tokens; equal to the actual batch when eager without padding):
-        query_start_loc [R+1] int32  cumulative query lengths; empty slots repeat the last value
-        seq_lens        [R]   int32  context + query length; 0 in empty slots
-        block_table     [R, max_blocks_per_seq] int32
-        slot_mapping    [T]   int64  where each token's key and value go; -1 writes nothing
-
-    Host copies of the first two, for backends that plan on the host:
-        query_start_loc_cpu [R+1], seq_lens_cpu [R]  numpy int32
-
-    prefix: what cascade attention is to attend once; None where the step does not cascade
+    Attributes:
+        query_start_loc: [R+1] int32, cumulative query lengths; empty slots repeat the last value.
+        seq_lens: [R] int32, context + query length; 0 in empty slots.
+        block_table: [R, max_blocks_per_seq] int32.
+        slot_mapping: [T] int64, where each token's key and value go; -1 writes nothing.
+        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
+        prefix: what cascade attention attends once; None if the step does not cascade.
     """
 
     num_reqs: int
@@ -65,20 +63,20 @@ class CommonMetadata:
 
 
 def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:
-    """How many sequences of `query_len` tokens come before the first of any other length, empty slots included.
-
-    Args:
-        query_start_loc_cpu: [R+1], as CommonMetadata has it
-    """
-    others = np.flatnonzero(np.diff(query_start_loc_cpu) != query_len)
-    return int(others[0]) if len(others) else len(query_start_loc_cpu) - 1
+    """Count the sequences of `query_len` tokens before the first one of another length, empty slots included."""
+    other_lens = np.flatnonzero(np.diff(query_start_loc_cpu) != query_len)
+    return int(other_lens[0]) if len(other_lens) else len(query_start_loc_cpu) - 1
 
 
 class HostCut(NamedTuple):
-    """A batch of R slots as two: each is the whole batch with the other's sequences empty, so that the border may move
-    from step to step in a graph. Decodes are those of `leading_decodes`; the starts are [R+1], the lengths [R].
+    """Decodes and prefills of a batch of R slots, each as a batch of R slots.
 
-    border: tokens of the decodes
+    The sequences of the other part are empty, so that the border may move from step to step in a graph. The starts
+    are [R+1], the lengths [R].
+
+    Attributes:
+        num_decodes: as `leading_decodes` counts them.
+        border: tokens of the decodes.
     """
 
     num_decodes: int
@@ -91,7 +89,7 @@ class HostCut(NamedTuple):
 
 
 def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query_len: int) -> HostCut:
-    """By the rule of the kernel that cuts the tensors (`kernels/triton/attention/split_batch.py`)."""
+    """Cut a batch as the kernel cuts its tensors (`kernels/triton/attention/split_batch.py`)."""
     starts, lens = query_start_loc_cpu, seq_lens_cpu
     num_decodes = leading_decodes(starts, query_len)
     border = int(starts[num_decodes])
@@ -109,27 +107,30 @@ def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """A step as a backend sees it: the batch, and in subclasses what its builder adds."""
+    """A step as a backend sees it: the batch, and in subclasses what the backend's builder adds."""
 
     common: CommonMetadata
 
 
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
-"""The metadata of one backend, which its builder makes and its methods take."""
+"""Metadata of one backend."""
 
 
 class MetadataBuilder(ABC, Generic[MetadataT]):
-    """Turns common metadata into a backend's own, writing into buffers that live as long as the builder.
-
-    The runner calls `build` exactly once for what will run next: an eager step (`key` None), the capture of a graph, or
-    its replay (`key` names it). At capture `common` describes a real batch of that graph's shape, never nothing.
-    Whatever `build` returns for a capture must stay valid, and be refilled by later builds with the same key, for as
-    long as the graph lives.
-    """
+    """Maker of a backend's metadata, in buffers that live as long as the builder."""
 
     @abstractmethod
-    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> MetadataT: ...
+    def build(self, common: CommonMetadata, *, key: GraphKey | None) -> MetadataT:
+        """Build the metadata of the step that runs next. The runner calls it exactly once for each step.
+
+        What it returns for a capture must stay valid as long as the graph lives, and later builds with the same key
+        must refill it.
+
+        Args:
+            common: the batch; at a capture too it is a real one, of the graph's shape.
+            key: the graph that will be captured or replayed; None for an eager step.
+        """
 
 
 AnyBuilder = MetadataBuilder[Any]
-"""A builder whose metadata the holder only passes on."""
+"""A builder whose metadata the caller only passes on."""

@@ -14,27 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from phonograph.errors import CaptureError, MemoryLimitError, PhonographError
-
-
-class CudaGraph:
-    """A captured computation: CUDA graphs and the eager calls between them, in order."""
-
-    def __init__(self, steps: list[Callable[[], None]], outputs: tuple[torch.Tensor, ...], num_pieces: int) -> None:
-        self._steps = steps
-        self._outputs = outputs
-        self._num_pieces = num_pieces
-
-    @property
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        return self._outputs
-
-    @property
-    def num_pieces(self) -> int:
-        return self._num_pieces
-
-    def replay(self) -> None:
-        for step in self._steps:
-            step()
+from phonograph.graphs.runtime import CapturedGraph
 
 
 class CudaRuntime:
@@ -43,7 +23,6 @@ class CudaRuntime:
     scratch: the static floating-point tensors that graphs use for intermediates, for `poison`.
     """
 
-    name = "cuda"
     runs_captured = False
 
     def __init__(self, device: torch.device, scratch: Sequence[torch.Tensor] = ()) -> None:
@@ -52,14 +31,13 @@ class CudaRuntime:
         self._scratch = list(scratch)
         self._pool = torch.cuda.graph_pool_handle()
         self._running: torch.cuda.CUDAGraph | None = None
-        self._steps: list[Callable[[], None]] | None = None
-        self._num_pieces = 0
+        self._steps: list[Callable[[], object]] | None = None
         self._memory_bytes = 0
 
     def scope(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
 
-    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CudaGraph:
+    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
         """Runs `function` once under capture. It must have run eagerly before, so that its kernels are compiled.
 
         Raises:
@@ -69,27 +47,22 @@ class CudaRuntime:
         assert self._steps is None, "captures do not nest"
         torch.cuda.synchronize(self.device)
         free_before, _ = torch.cuda.mem_get_info(self.device)
-        self._steps, self._num_pieces = [], 0
+        self._steps = []
         try:
             with torch.inference_mode(), self.scope():
                 self._open()
                 outputs = function()
                 self._close()
-            graph = CudaGraph(self._steps, outputs, self._num_pieces)
-        except torch.OutOfMemoryError as error:
+            graph = CapturedGraph(self._steps, outputs)
+        except BaseException as error:
             self._abandon()
-            raise MemoryLimitError(
-                "no memory is left for a CUDA graph; lower gpu_memory_utilization, max_cudagraph_capture_size or "
-                "max_num_seqs"
-            ) from error
-        except PhonographError:
-            self._abandon()
-            raise
-        except RuntimeError as error:
-            self._abandon()
-            raise CaptureError(f"a CUDA graph cannot hold this step: {_first_line(error)}") from error
-        except BaseException:
-            self._abandon()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise MemoryLimitError(
+                    "no memory is left for a CUDA graph; lower gpu_memory_utilization, max_cudagraph_capture_size or "
+                    "max_num_seqs"
+                ) from error
+            if isinstance(error, RuntimeError) and not isinstance(error, PhonographError):
+                raise CaptureError(f"a CUDA graph cannot hold this step: {_first_line(error)}") from error
             raise
         finally:
             self._steps = None
@@ -131,7 +104,6 @@ class CudaRuntime:
         graph, self._running = self._running, None
         graph.capture_end()
         self._steps.append(graph.replay)
-        self._num_pieces += 1
 
     def _abandon(self) -> None:
         """Ends a capture that failed half-way, or the stream would stay in capture mode."""

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 
-class CapturedGraph(Protocol):
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
     """One recorded computation.
 
+    steps:   what a replay calls, in order; with pieces, graphs and the eager calls between them
     outputs: the tensors the captured function returned. They live in memory that all graphs of a runtime share: the
-    next replay of *any* graph may overwrite them, so read them, or copy them, before that.
+        next replay of *any* graph may overwrite them, so read them, or copy them, before that.
     """
 
-    @property
-    def outputs(self) -> tuple[torch.Tensor, ...]: ...
-
-    @property
-    def num_pieces(self) -> int:
-        """1 for a full graph, 1 + the number of eager calls for a broken one."""
-        ...
+    steps: list[Callable[[], object]]
+    outputs: tuple[torch.Tensor, ...]
 
     def replay(self) -> None:
         """Runs everything again on the same memory, reading its present contents."""
-        ...
+        with torch.inference_mode():
+            for step in self.steps:
+                step()
 
 
 class GraphRuntime(Protocol):
@@ -38,7 +38,6 @@ class GraphRuntime(Protocol):
     runs_captured: True where a function has run when it is captured; False where only its eager calls have
     """
 
-    name: str
     runs_captured: bool
 
     def scope(self) -> AbstractContextManager[object]:

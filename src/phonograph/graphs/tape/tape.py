@@ -24,6 +24,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.errors import CaptureError
+from phonograph.graphs.runtime import CapturedGraph
 from phonograph.graphs.tape.guards import HostReadGuard, refuse_unless_capturable
 from phonograph.graphs.tape.nested import map_tensors, tensors_in
 from phonograph.graphs.tape.pool import PoolPlan, plan_pool, storage_id
@@ -45,39 +46,12 @@ class _Call:
         return [*tensors_in((self.args, self.kwargs)), *self.outputs]
 
 
-class TapeGraph:
-    """A captured graph: operators bound to fixed memory, in order."""
-
-    def __init__(self, steps: list[functools.partial[Any]], outputs: tuple[torch.Tensor, ...], num_pieces: int) -> None:
-        self._steps = steps
-        self._outputs = outputs
-        self._num_pieces = num_pieces
-
-    @property
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        return self._outputs
-
-    @property
-    def num_pieces(self) -> int:
-        return self._num_pieces
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._steps)
-
-    def replay(self) -> None:
-        with torch.inference_mode():
-            for step in self._steps:
-                step()
-
-
 class TapeRuntime:
     """Captures on the CPU; see `GraphRuntime` for the contract.
 
     num_threads: threads of torch's operators within `scope`; None leaves torch's number
     """
 
-    name = "tape"
     runs_captured = True
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -89,7 +63,7 @@ class TapeRuntime:
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext() if self._num_threads is None else _operator_threads(self._num_threads)
 
-    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> TapeGraph:
+    def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
         if self._recorder is not None:
             raise CaptureError("a capture was started inside another capture")
         recorder = _Recorder()
@@ -120,7 +94,7 @@ class TapeRuntime:
     def memory_bytes(self) -> int:
         return sum(pool.numel() for pool in self._pools)
 
-    def _bind(self, recorder: _Recorder, outputs: tuple[torch.Tensor, ...]) -> TapeGraph:
+    def _bind(self, recorder: _Recorder, outputs: tuple[torch.Tensor, ...]) -> CapturedGraph:
         """Gives the intermediates their addresses in the pool and makes the calls that replay runs."""
         plan = plan_pool([call.tensors() for call in recorder.calls], recorder.made_here, keep=outputs)
         if plan.num_bytes > self._pool.numel():
@@ -128,9 +102,8 @@ class TapeRuntime:
             self._pool = torch.empty(plan.num_bytes, dtype=torch.uint8)
             self._pools.append(self._pool)
         binder = _Binder(self._pool, plan)
-        steps = [step for call in recorder.calls if (step := binder.step(call)) is not None]
-        num_pieces = 1 + sum(call.break_here for call in recorder.calls)
-        return TapeGraph(steps, tuple(binder.place(tensor) for tensor in outputs), num_pieces)
+        steps = [binder.step(call) for call in recorder.calls if call.replayed]
+        return CapturedGraph(steps, tuple(binder.place(tensor) for tensor in outputs))
 
 
 @contextmanager
@@ -209,9 +182,7 @@ class _Binder:
         offset = start // item + tensor.storage_offset()
         return alias.set_(self._pool.untyped_storage(), offset, tensor.size(), tensor.stride())
 
-    def step(self, call: _Call) -> functools.partial[Any] | None:
-        if not call.replayed:
-            return None
+    def step(self, call: _Call) -> Callable[[], object]:
         args, kwargs = map_tensors(self.place, (call.args, call.kwargs))
         if call.break_here:
             return functools.partial(call.function, *args)
