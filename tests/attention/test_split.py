@@ -178,7 +178,7 @@ def test_selection_by_part() -> None:
         ("prefill=triton", None, ConfigError, "prefill=flash_attn,decode=triton"),
         ("prefill=triton,decode=", None, ConfigError, "each part"),
         ("prefill=triton,prefill=triton", None, ConfigError, "each part"),
-        ("prefill=triton,decode=nothing", None, ConfigError, "there is no such backend"),
+        ("prefill=triton,decode=nothing", None, ConfigError, "is not a backend; there are "),
         ("prefill=triton,decode=triton", "3", ConfigError, "neither part has versions"),
         ("prefill=triton,decode=flashinfer", None, BackendError, "flashinfer refuses"),
     ],

@@ -1,4 +1,4 @@
-"""What backends on a GPU share: the KV write, by a kernel of ours that serves every cache layout."""
+"""Base of the backends that write the KV cache with our Triton kernel, which serves every cache layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phonograph.kernels.triton.attention.rope_and_kv_write import write_kv
 
 
 class GpuBackend(AttentionBackend[MetadataT]):
-    """A backend with our KV write."""
+    """Backend with our KV write."""
 
     def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[MetadataT]) -> None:
         slot_mapping_T, layer = call.metadata.common.slot_mapping, call.layer

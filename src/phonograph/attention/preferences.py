@@ -1,4 +1,4 @@
-"""What was measured to be faster than the first in the order of preference, by kind of device: for `--backend auto`."""
+"""Measured preferences of `--backend auto`, by kind of device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 
 class Measured(NamedTuple):
-    """A backend, or one for each part of a batch, and the version of those that have versions; why: the figures."""
+    """A backend that is faster than the first in the order of preference.
+
+    Attributes:
+        backend: its name, or one for each part of a batch.
+        version: of the backends that have versions.
+        why: the measured times.
+    """
 
     backend: str
     version: str | None
@@ -23,4 +29,4 @@ MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {
         ),
     ),
 }
-"""By compute capability, the fastest first. Shapes of Llama-3.1-8B; docs/performance-gpu.md has the tables."""
+"""By compute capability, fastest first, for shapes of Llama-3.1-8B. Tables are in docs/performance-gpu.md."""

@@ -1,7 +1,6 @@
-"""Chooses the attention backend, and says why: every step of the choice is a reason, every refusal is kept.
+"""Selection of the attention backend. Each step of it is a reason, and every refusal is kept.
 
-The version of a family is settled first and everything else is asked of that version: in a peer, version and graph
-support are decided in different places and can disagree.
+The version of a family is settled first. Everything else, graph support included, follows from that version.
 """
 
 from __future__ import annotations
@@ -29,18 +28,20 @@ from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
 AUTO = "auto"
-"""What leaves the choice to `MEASURED`, then to the order of preference, which is all that asking for nothing does."""
+"""Name that selects from `MEASURED` first, then by order of preference. Without a name only the order counts."""
 ENTRY_POINTS = "phonograph.attention_backends"
 """Group of entry points of out-of-tree backends. Each leads to a `Registered`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A backend that can be chosen. `loader` imports its class; it is called only where `missing()` is None.
+    """A backend that can be selected. Its loaders are called only if `missing()` is None.
 
-    automatic:   may be chosen without being asked for
-    part_loader: imports what is one part of a split batch, where `loader` makes both
-    cascade_loader: imports what cascades (AttentionSpec.cascade); None where the backend cannot
+    Attributes:
+        loader: imports the backend.
+        automatic: True if it may be selected without its name.
+        part_loader: imports the backend for one part of a split batch, if that differs from `loader`.
+        cascade_loader: imports the cascading variant (AttentionSpec.cascade); None if there is none.
     """
 
     capabilities: Capabilities
@@ -50,7 +51,7 @@ class Registered:
     cascade_loader: Callable[[], MakeBackend] | None = None
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Every reason why it cannot run `spec` on `device`: those of its capabilities, and of what can be loaded."""
+        """Return every reason why it cannot run `spec` on `device`."""
         found = [*self.capabilities.why_not(spec, device)]
         if spec.cascade:
             found += cascade_refusals(spec)
@@ -61,7 +62,13 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was chosen; `rejected` has the refusals of those looked at before, by label; loaders as in `Registered`."""
+    """The selected backend.
+
+    Attributes:
+        reasons: steps of the selection.
+        rejected: refusals of the backends before it, by label.
+        loader, part_loader: as in `Registered`.
+    """
 
     capabilities: Capabilities
     reasons: tuple[str, ...]
@@ -81,7 +88,7 @@ def _reference_cascade() -> MakeBackend:
 
 
 def _triton() -> type[AnyBackend]:
-    # Here, since it imports triton, which machines without a GPU need not have.
+    # Lazy: it imports triton, which machines without a GPU need not have.
     from phonograph.attention.triton.backend import TritonBackend
 
     return TritonBackend
@@ -90,7 +97,7 @@ def _triton() -> type[AnyBackend]:
 def _flash_attn(version: str) -> type[AnyBackend]:
     from phonograph.attention.flash_attn.backend import BACKENDS
 
-    functions_of(version)  # imports the library: one that does not fit is known before a model is loaded
+    functions_of(version)  # import the library now, to report a misfit before a model is loaded
     return BACKENDS[version]
 
 
@@ -113,12 +120,12 @@ def _flashinfer(*, splits_mixed: bool) -> MakeBackend:
     from phonograph.attention.flashinfer.backend import FlashInferBackend
     from phonograph.attention.flashinfer.library import load_library
 
-    load_library()  # one that does not fit is known before a model is loaded
+    load_library()  # report a misfit before a model is loaded
     return partial(FlashInferBackend, splits_mixed=splits_mixed)
 
 
-# In order of preference. Ours first on a GPU, as it alone makes its schedule on the device; the newest FlashAttention
-# that fits comes next; the reference serves any device but is slow on all but the CPU, where nothing else runs.
+# In order of preference. Ours is first on a GPU, as only it makes its schedule on the device. The newest FlashAttention
+# that fits comes next. The reference serves any device, but is fast only on the CPU, where nothing else runs.
 BUILT_IN = (
     Registered(capabilities=TritonCapabilities(), loader=_triton, automatic=True),
     *(
@@ -148,7 +155,7 @@ BUILT_IN = (
 
 
 def registered_backends() -> list[Registered]:
-    """The built-in backends in order of preference, then those of other packages.
+    """Return the built-in backends in order of preference, then those of other packages.
 
     Raises:
         BackendError: another package's entry point cannot be loaded, or is not a `Registered`.
@@ -169,37 +176,40 @@ def registered_backends() -> list[Registered]:
 
 
 def select(
-    asked: str | None,
+    name: str | None,
     version: str | None,
     spec: AttentionSpec,
     device: DeviceSpec,
     registry: Sequence[Registered] | None = None,
 ) -> Selection:
-    """The backend asked for, or else the first in the order of preference that serves `spec` on `device`.
+    """Select the named backend, or the first in the order of preference that serves `spec` on `device`.
 
-    Whether its kernels are installed plays no part: `explain` compares what is not here, and `load` tells.
+    The backend need not be installed: `explain` compares all of them, and `load` reports what is missing.
 
     Args:
-        asked: a backend's name in any case, or one for each part of a batch (`parse_parts`); None leaves the choice to
-            the order of preference, and so does "auto" where nothing that is installed was measured to be faster.
-        version: of a family that has versions; given alone, it asks for flash_attn.
+        name: a backend's name in any case, or one for each part of a batch (`parse_parts`). None selects by order of
+            preference, and so does "auto" if no installed backend was measured to be faster.
+        version: of a family that has versions; without a name it selects flash_attn.
+        spec: attention of the KV group.
+        device: the device; it need not be present.
+        registry: backends to select from; None for `registered_backends()`.
 
     Raises:
         ConfigError: there is no such backend, or no such version of it.
-        BackendError: the one asked for refuses, or all do; the message has every refusal and what would serve.
+        BackendError: the named backend refuses, or all do; the message has every refusal and what would serve.
     """
-    everyone = registered_backends() if registry is None else list(registry)
+    backends = registered_backends() if registry is None else list(registry)
     passed_over: list[str] = []
-    if asked is not None and asked.lower() == AUTO:
+    if name is not None and name.lower() == AUTO:
         if version is None:
-            measured, passed_over = _measured(spec, device, everyone)
+            measured, passed_over = _measured(spec, device, backends)
             if measured is not None:
                 return measured
-        asked = None
-    parts = parse_parts(asked) if asked is not None else None
+        name = None
+    parts = parse_parts(name) if name is not None else None
     if parts is not None:
-        return _select_parts(parts, version, spec, device, everyone)
-    candidates, reason = _candidates(asked, version, everyone)
+        return _select_parts(parts, version, spec, device, backends)
+    candidates, reason = _candidates(name, version, backends)
     reasons = [*passed_over, reason]
     rejected: dict[str, list[str]] = {}
     for candidate in candidates:
@@ -226,42 +236,41 @@ def select(
             part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
-    others = [other.capabilities for other in everyone if not other.refusals(spec, device)]
-    others = [other for other in others if not other.unverified]
-    would = f"would serve: {', '.join(other.label for other in others)}" if others else "no backend would serve"
-    raise BackendError(f"attention_backend={asked!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
+    serving = [one.capabilities for one in backends if not one.refusals(spec, device)]
+    labels = [one.label for one in serving if not one.unverified]
+    would = f"would serve: {', '.join(labels)}" if labels else "no backend would serve"
+    raise BackendError(f"attention_backend={name!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
 
 
 def _measured(
-    spec: AttentionSpec, device: DeviceSpec, everyone: list[Registered]
+    spec: AttentionSpec, device: DeviceSpec, backends: list[Registered]
 ) -> tuple[Selection | None, list[str]]:
-    """The first in the table for the device that is installed and serves `spec`, and why those before it were not."""
+    """Return the first entry of `MEASURED` that is installed and serves `spec`, and reasons against those before it."""
     passed_over: list[str] = []
     for backend, version, why in MEASURED.get(device.capability, ()):
-        told = (
-            f"auto: {backend} was measured to be faster on compute capability {'.'.join(map(str, device.capability))}"
-        )
+        capability = ".".join(map(str, device.capability))
+        begin = f"auto: {backend} was measured to be faster on compute capability {capability}"
         if spec.kv_cache_dtype != spec.dtype:
-            passed_over.append(f"{told}, but not with a KV cache of {spec.kv_cache_dtype}")
+            passed_over.append(f"{begin}, but not with a KV cache of {spec.kv_cache_dtype}")
             continue
         try:
-            selection = select(backend, version, spec, device, everyone)
+            selection = select(backend, version, spec, device, backends)
         except (BackendError, ConfigError) as error:
-            passed_over.append(f"{told}, but {error}")
+            passed_over.append(f"{begin}, but {error}")
             continue
         missing = selection.capabilities.missing()
         if missing is None:
-            return replace(selection, reasons=(f"{told}: {why}", *selection.reasons)), []
-        passed_over.append(f"{told}, but cannot run here: {missing}")
+            return replace(selection, reasons=(f"{begin}: {why}", *selection.reasons)), []
+        passed_over.append(f"{begin}, but cannot run here: {missing}")
     return None, passed_over
 
 
 def load(selection: Selection) -> MakeBackend:
-    """The class of the chosen backend, or what makes two as one.
+    """Import the selected backend.
 
     Raises:
-        ConfigError: its kernels or its library are not here; the message says what to install.
-        BackendError: its library is one that the adapter does not fit.
+        ConfigError: its kernels or its library are missing; the message says what to install.
+        BackendError: the adapter does not fit its library.
     """
     missing = selection.capabilities.missing()
     if missing is not None:
@@ -270,17 +279,17 @@ def load(selection: Selection) -> MakeBackend:
 
 
 def _select_parts(
-    parts: dict[str, str], version: str | None, spec: AttentionSpec, device: DeviceSpec, everyone: list[Registered]
+    parts: dict[str, str], version: str | None, spec: AttentionSpec, device: DeviceSpec, backends: list[Registered]
 ) -> Selection:
-    """A backend for each part; `version` is that of the parts that have versions."""
+    """Select a backend for each part. `version` is for the parts that have versions."""
     if spec.cascade:
-        backends = ", ".join(f"{part}={name}" for part, name in parts.items())
-        raise ConfigError("cascade_attention", True, f"takes one backend for the whole batch, and {backends} is two")
-    versioned = {one.capabilities.name for one in everyone if one.capabilities.version}
+        pair = ", ".join(f"{part}={name}" for part, name in parts.items())
+        raise ConfigError("cascade_attention", True, f"takes one backend for the whole batch, and {pair} is two")
+    versioned = {one.capabilities.name for one in backends if one.capabilities.version}
     if version is not None and versioned.isdisjoint(name.lower() for name in parts.values()):
         raise ConfigError("flash_attn_version", version, f"neither part has versions: {parts}; leave it out")
     chosen = {
-        part: select(name, version if name.lower() in versioned else None, spec, device, everyone)
+        part: select(name, version if name.lower() in versioned else None, spec, device, backends)
         for part, name in parts.items()
     }
     capabilities = SplitCapabilities(chosen["decode"].capabilities, chosen["prefill"].capabilities)
@@ -289,7 +298,7 @@ def _select_parts(
         raise BackendError(f"attention_backend={capabilities.name!r} on {device.name}: {'; '.join(refusals)}")
 
     def loader() -> MakeBackend:
-        # Here, since it imports triton, which machines without a GPU need not have.
+        # Lazy: it imports triton, which machines without a GPU need not have.
         from phonograph.attention.composite.backend import SplitBackend
 
         parts = {part: load(replace(one, loader=one.part_loader or one.loader)) for part, one in chosen.items()}
@@ -303,20 +312,20 @@ def _select_parts(
     )
 
 
-def _candidates(asked: str | None, version: str | None, everyone: list[Registered]) -> tuple[list[Registered], str]:
-    """Who is to be asked, in order, and why these."""
-    if asked is None and version is None:
-        return [one for one in everyone if one.automatic], "none was asked for: the first in order of preference"
-    name = "flash_attn" if asked is None else asked.lower()
-    family = [one for one in everyone if one.capabilities.name == name]
+def _candidates(name: str | None, version: str | None, backends: list[Registered]) -> tuple[list[Registered], str]:
+    """Return the backends to consider, in order, and the reason."""
+    if name is None and version is None:
+        return [one for one in backends if one.automatic], "none was asked for: the first in order of preference"
+    family_name = "flash_attn" if name is None else name.lower()
+    family = [one for one in backends if one.capabilities.name == family_name]
     if not family:
-        names = dict.fromkeys(one.capabilities.name for one in everyone)
-        raise ConfigError("attention_backend", asked, f"there is no such backend; there are {', '.join(names)}")
+        names = ", ".join(dict.fromkeys(one.capabilities.name for one in backends))
+        raise ConfigError("attention_backend", name, f"is not a backend; there are {names}")
     if version is None:
-        return family, f"{name} was asked for" + (": its first version that fits" if len(family) > 1 else "")
+        return family, f"{family_name} was asked for" + (": its first version that fits" if len(family) > 1 else "")
     exact = [one for one in family if one.capabilities.version == version]
     if not exact:
         versions = [one.capabilities.version for one in family if one.capabilities.version]
         there = f"has versions {', '.join(versions)}" if versions else "has no versions; leave it out"
-        raise ConfigError("flash_attn_version", version, f"attention backend {name} {there}")
+        raise ConfigError("flash_attn_version", version, f"attention backend {family_name} {there}")
     return exact, f"{exact[0].capabilities.label} was asked for"

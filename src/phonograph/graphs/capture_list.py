@@ -1,7 +1,6 @@
-"""Which graphs are captured: the one list that padding, eligibility, capture and `explain` all read.
+"""List of the graphs to capture, which padding, eligibility, capture and `explain` all read.
 
-A peer kept such lists in three places that could disagree. Here a `CaptureList` is made once, from the resolved mode
-and the limits, and everything else is derived from it.
+It is made once, from the resolved mode and the limits.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
 
 STEPS_PER_OCTAVE = 8
-"""Mixed graphs from one power of two to the next: 12.5% of padding at worst, about 4% on average, in round numbers."""
+"""Mixed graphs from one power of two to the next; padding is at most 12.5%, on average 4%."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureRetry:
-    """Graph whose first capture failed, and the failure. A second capture, behind one eager run, held it."""
+    """Graph whose first capture failed, with the failure. A second one succeeded, after an eager run."""
 
     key: GraphKey
     reason: str
@@ -28,9 +27,11 @@ class CaptureRetry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureList:
-    """decode, cascade, mixed, piecewise: keys in ascending order of tokens; notes: what was left out, and why.
+    """Keys of each set in ascending order of tokens.
 
-    cascade: variants of decode graphs that attend a common prefix once; empty unless cascade attention is on
+    Attributes:
+        cascade: variants of decode graphs that attend a common prefix once; empty without cascade attention.
+        notes: sizes that were left out, with the reason.
     """
 
     decode: tuple[GraphKey, ...] = ()
@@ -41,7 +42,7 @@ class CaptureList:
     notes: tuple[str, ...] = ()
 
     def largest_first(self) -> tuple[GraphKey, ...]:
-        """All graphs, largest first, which is the order of capture: a pool then only ever shrinks its needs."""
+        """Return all graphs in the order of capture: later graphs then fit into the pool of the first."""
         every = self.decode + self.cascade + self.mixed + self.piecewise
         return tuple(sorted(every, key=lambda key: (key.num_tokens, key.kind), reverse=True))
 
@@ -57,14 +58,18 @@ def make_capture_list(
     speculative_tokens: int = 0,
     cascade_reqs: int | None = None,
 ) -> CaptureList:
-    """The graphs of `mode`.
+    """Make the list of graphs of `mode`.
 
     Args:
+        mode: the resolved mode.
+        max_num_seqs: largest number of sequences in a step.
+        max_num_batched_tokens: largest number of tokens in a step.
         max_capture_tokens: largest mixed or piecewise graph of the default list.
-        most_step_tokens: tokens of the largest step that requests and cache have room for, where that is known.
-        sizes: numbers of tokens asked for by the user instead of the default list.
-        cascade_reqs: the fewest requests of a batch that may cascade, or None where none may: decode graphs of so many
-            slots have a variant that does.
+        most_step_tokens: tokens of the largest step that requests and cache have room for, if known.
+        sizes: the user's numbers of tokens, instead of the default list.
+        speculative_tokens: draft tokens of a decode.
+        cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
+            for no cascades.
 
     Raises:
         ConfigError: a size is below 1, or can never occur because it is above max_num_batched_tokens and above the
@@ -90,10 +95,7 @@ def make_capture_list(
     if mode.mixed_full or mode.piecewise:
         most, why = max_num_batched_tokens, f"max_num_batched_tokens={max_num_batched_tokens} tokens"
         if most_step_tokens is not None and most_step_tokens < most:
-            most, why = (
-                most_step_tokens,
-                f"{most_step_tokens} tokens where requests have full length",
-            )
+            most, why = most_step_tokens, f"{most_step_tokens} tokens where requests have full length"
         wanted = default_mixed_sizes(min(max_capture_tokens, most)) if sizes is None else sizes
         other = sorted({size for size in wanted if size <= most})
         left_out = sorted(set(wanted) - set(other))
@@ -113,8 +115,10 @@ def make_capture_list(
 
 
 def default_decode_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences in the decode graphs: 1, 2, 4, every 8 up to 1024, then 64 from one power of two to the next; always
-    with max_num_seqs itself at the end."""
+    """Return the sequences of the decode graphs.
+
+    They are 1, 2, 4, every 8 up to 1024, then 64 from one power of two to the next, and max_num_seqs at the end.
+    """
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = 8
     while size < max_num_seqs:
@@ -124,7 +128,7 @@ def default_decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def default_mixed_sizes(limit: int) -> list[int]:
-    """Tokens of the mixed graphs, from 1 to `limit` (itself included): all up to 16, then eight to an octave."""
+    """Return the tokens of the mixed graphs, from 1 to `limit` itself: all up to 16, then eight to an octave."""
     sizes: list[int] = []
     size = 1
     while size < limit:

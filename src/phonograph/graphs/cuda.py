@@ -1,8 +1,8 @@
-"""The GPU's graph runtime: CUDA graphs, all on one stream, all over the same static tensors.
+"""CUDA graphs, all on one stream, all over the same static tensors.
 
-The captured function allocates nothing (the runner's workspace holds all intermediates), so a graph owns little more
-than its list of nodes, and any order of captures and replays is safe as long as one stream runs them. An eager call
-ends the running capture and opens the next, so that a broken graph is a list of graphs with calls between them.
+Captures share one memory pool. The kernels of a step write to the runner's workspace, so a graph takes little more
+memory than its nodes, and any order of captures and replays is safe as long as one stream runs them. An eager call ends
+the running capture and opens the next, so a broken graph is a list of graphs with calls between them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from phonograph.graphs.runtime import CapturedGraph
 
 
 class CudaRuntime:
-    """Captures on the current CUDA device; see `GraphRuntime` for the contract.
+    """GraphRuntime of the current CUDA device.
 
-    scratch: the static floating-point tensors that graphs use for intermediates, for `poison`.
+    Args:
+        device: the device.
+        scratch: static floating-point tensors of intermediates, for `poison`.
     """
 
     runs_captured = False
@@ -38,7 +40,7 @@ class CudaRuntime:
         return torch.cuda.stream(self.stream)
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
-        """Runs `function` once under capture. It must have run eagerly before, so that its kernels are compiled.
+        """Capture `function`, which must have run eagerly before, so that its kernels are compiled.
 
         Raises:
             CaptureError: it did what a capture refuses (a host read, a synchronising call).
@@ -91,7 +93,7 @@ class CudaRuntime:
 
     @property
     def memory_bytes(self) -> int:
-        """What the driver took for the graphs so far, as seen in the device's free memory."""
+        """Memory that captures took from the device's free memory."""
         return self._memory_bytes
 
     def _open(self) -> None:
@@ -106,7 +108,7 @@ class CudaRuntime:
         self._steps.append(graph.replay)
 
     def _abandon(self) -> None:
-        """Ends a capture that failed half-way, or the stream would stay in capture mode."""
+        """End a failed capture, or the stream would stay in capture mode."""
         graph, self._running = self._running, None
         if graph is not None:
             try:

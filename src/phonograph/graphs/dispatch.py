@@ -1,8 +1,8 @@
-"""Chooses, for every batch, the graph that runs it, the padding, and says why: one table look-up a step.
+"""Dispatch of batches to graphs, with padding and the reason: one table look-up a step.
 
-All decisions are made when the engine starts, one for each number of tokens and kind of batch, so that `decide` is
-O(1), allocates nothing, and what runs is what `explain` printed. Only with cascade attention on are those of uniform
-batches made when their size and common prefix are first seen; the latest are kept.
+All decisions are made when the engine starts, one for each number of tokens and kind of batch. So `decide` is O(1),
+allocates nothing, and agrees with `explain`. Only with cascade attention are decisions about uniform batches made when
+a size and a common prefix first occur; the latest are kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet
 from phonograph.graphs.resolve import Resolution
 
 _KEPT = 1024
-"""Decisions about common prefixes: a prefix stays as it is for many steps."""
+"""Number of decisions about common prefixes that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """num_tokens, num_reqs: without padding; uniform_query_len: the query length all sequences share, or None.
+    """Shape of a batch without padding.
 
-    prefix_len: computed tokens that lie in the same blocks for all sequences; 0 for none, or where nobody looked
+    Attributes:
+        uniform_query_len: the query length of all sequences, or None if they differ.
+        prefix_len: computed tokens that are in the same blocks for all sequences; 0 for none or unknown.
     """
 
     num_tokens: int
@@ -34,17 +36,21 @@ class BatchShape:
 
 
 class CascadeRule(Protocol):
-    """Says whether a uniform batch attends its common prefix once; `attention.cascade` has one."""
+    """Rule that decides if a uniform batch attends its common prefix once; `attention.cascade` has one."""
 
     def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """mode: FULL, PIECEWISE or NONE for this step; key: the graph, None when eager; num_tokens: after padding.
+    """How one batch runs, with the reason.
 
-    cause: the part of the reason without the numbers of this step, so that steps can be counted by it
-    cascade: the common prefix is attended once, in a graph (then `key` says so too) or eagerly
+    Attributes:
+        mode: FULL, PIECEWISE or NONE.
+        key: the graph; None for an eager step.
+        num_tokens: after padding.
+        cause: the reason without numbers of the step, to count steps by.
+        cascade: True if the common prefix is attended once, in a graph or eagerly.
     """
 
     mode: GraphMode
@@ -56,18 +62,18 @@ class Decision:
 
     @property
     def label(self) -> str:
-        """A short name to count steps by."""
+        """Short name to count steps by."""
         if self.key is not None:
             return f"{self.mode.value.lower()} {self.key.kind}"
         return "eager cascade" if self.cascade else "eager"
 
     def eagerly(self, num_tokens: int, why: str) -> Decision:
-        """The same batch without its graph, which cannot do what a request of it asks for."""
+        """Return an eager decision for the same batch, if a request needs what its graph cannot do."""
         return Decision(mode=GraphMode.NONE, key=None, num_tokens=num_tokens, cause=why, reason=why)
 
 
 class Dispatcher:
-    """The table from batch shapes to decisions."""
+    """Table from batch shapes to decisions."""
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class Dispatcher:
         self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
 
     def decide(self, shape: BatchShape) -> Decision:
-        """The decision for a batch of at most max_num_tokens tokens."""
+        """Return the decision for a batch of at most max_num_tokens tokens."""
         if shape.uniform_query_len != self._query_len:
             return self._mixed[shape.num_tokens]
         if self.cascade is None:
@@ -100,7 +106,7 @@ class Dispatcher:
         return self._weighed(self.cascade, shape.num_tokens, shape.prefix_len)
 
     def _choose(self, tokens: int, tiers: list[tuple[tuple[GraphKey, ...], str]]) -> Decision:
-        """The smallest graph that holds `tokens`, of the first tier that has one, else eager."""
+        """Choose the smallest graph that holds `tokens`, from the first tier that has one, else an eager step."""
         for keys, kind in tiers:
             position = bisect_left(keys, tokens, key=lambda key: key.num_tokens)
             if position < len(keys):
@@ -108,7 +114,7 @@ class Dispatcher:
         return self._eager(tokens, [key for keys, _ in tiers for key in keys])
 
     def _weigh(self, rule: CascadeRule, tokens: int, prefix_len: int) -> Decision:
-        """The decision for a uniform batch: its ordinary one, or that with the common prefix attended once."""
+        """Decide for a uniform batch with or without attending its common prefix once."""
         plain = self._decode[tokens]
         choice = rule.weigh(num_reqs=tokens // self._query_len, query_len=self._query_len, prefix_len=prefix_len)
         if not choice.taken:

@@ -1,4 +1,4 @@
-"""The vocabulary of the graph system: what can be asked, what a backend can support, and the key of one graph."""
+"""Vocabulary of the graph system: modes, levels of support, and the key of a graph."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from enum import Enum, IntEnum
 
 
 class GraphMode(Enum):
-    """How batches run. The names are the field's; `FULL` is ours in that it holds two sets of graphs.
+    """Modes of running batches, by the field's names.
 
-    NONE                every step eager
-    PIECEWISE           graphs between the attention calls, attention itself eager
-    FULL                one whole graph for every batch: a decode set and a mixed set
-    FULL_DECODE_ONLY    whole graphs for uniform decode batches, everything else eager
+    NONE                every step is eager
+    PIECEWISE           graphs between the attention calls, attention is eager
+    FULL                one whole graph for every batch, from a decode set and a mixed set
+    FULL_DECODE_ONLY    whole graphs for uniform decode batches, the rest is eager
     FULL_AND_PIECEWISE  whole graphs for uniform decode batches, pieces for the rest
     """
 
@@ -39,11 +39,11 @@ class GraphMode(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Which batches a backend can serve inside a captured graph; each level includes those below it."""
+    """Batches that a backend can serve inside a captured graph. Each level includes those below it."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """Only batches whose every query has one token."""
+    """Only batches of queries of one token."""
     UNIFORM_BATCH = 2
     """Batches whose queries all have the same length (decode with speculation)."""
     ALWAYS = 3
@@ -52,14 +52,14 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """A level with the reason for it. A backend answers it as a function of the resolved configuration."""
+    """Level of support with its reason, for one resolved configuration."""
 
     level: GraphSupport
     reason: str
 
 
 class GraphSet(Enum):
-    """The set of graphs a key belongs to."""
+    """Set of graphs that a key belongs to."""
 
     DECODE = "decode"
     MIXED = "mixed"
@@ -68,12 +68,13 @@ class GraphSet(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Names one captured graph.
+    """Name of one captured graph.
 
-    num_tokens: padded tokens T
-    num_reqs:   request slots R; a decode graph has T / query_len of them, the other sets have all
-    query_len:  tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets
-    cascade:    a decode graph that attends a prefix common to all its sequences once
+    Attributes:
+        num_tokens: padded tokens T.
+        num_reqs: request slots R. A decode graph has T / query_len of them, the other sets have all.
+        query_len: tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets.
+        cascade: True for a decode graph that attends a prefix common to all its sequences once.
     """
 
     graphs: GraphSet
@@ -84,7 +85,7 @@ class GraphKey:
 
     @property
     def kind(self) -> str:
-        """The set, told apart from its cascade variant."""
+        """Name of the set, or of its cascade variant."""
         return f"cascade {self.graphs.value}" if self.cascade else self.graphs.value
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CascadeChoice:
-    """Whether a common prefix is worth attending once, and why (or why not)."""
+    """Decision to attend a common prefix once or not, with the reason."""
 
     taken: bool
     reason: str

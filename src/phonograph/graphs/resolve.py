@@ -1,7 +1,7 @@
-"""From the mode a user asked for to the mode that will run, every step of the way a value that carries its reason.
+"""Resolution of the graph mode: from the requested mode to the one that runs, each step with its reason.
 
-This is the only place where a mode changes. It is pure: `explain` runs it without a GPU, the engine runs it when it
-starts, and tests walk the whole table (mode x support x pieces x speculation) of docs/architecture.md.
+A mode changes nowhere else. The module is pure: `explain` runs it without a GPU, the engine runs it at its start, and
+tests walk the whole table (mode x support x pieces x speculation) of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Whether the capture can be broken at the attention call, and why (or why not)."""
+    """Possibility to break a capture at the attention call, with the reason."""
 
     available: bool
     reason: str
@@ -22,7 +22,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One step of a resolution: the mode before (None at the start), the mode after, and why."""
+    """One step of a resolution: the mode before (None at the start), the mode after, and the reason."""
 
     before: GraphMode | None
     after: GraphMode
@@ -36,7 +36,13 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """asked: None where the default was taken; mode: what runs; reasons: the chain from one to the other."""
+    """Result of a resolution.
+
+    Attributes:
+        asked: the requested mode; None for the default.
+        mode: the mode that runs.
+        reasons: the steps from the first to the second.
+    """
 
     asked: GraphMode | None
     mode: GraphMode
@@ -45,37 +51,43 @@ class Resolution:
 
     @property
     def label(self) -> str:
-        """The mode in a few words."""
+        """Short description of the mode."""
         if self.asked is None:
             return f"mode {self.mode.value} (default)"
         return f"mode {self.mode.value}" + ("" if self.asked is self.mode else f" ({self.asked.value} was asked for)")
 
 
 def without_support(reason: str, support: Support) -> str:
-    """A reason without that of the support, which many repeat, for where it stands beside them."""
+    """Remove the reason of the support from a reason that repeats it."""
     return reason.replace(f" ({support.reason})", "")
 
 
 def resolve_mode(
-    asked: GraphMode | None, support: Support, pieces: Pieces, *, speculative_tokens: int = 0
+    requested: GraphMode | None, support: Support, pieces: Pieces, *, speculative_tokens: int = 0
 ) -> Resolution:
-    """Applies the table of downgrades until nothing changes.
+    """Apply the table of downgrades until nothing changes.
+
+    Args:
+        requested: the requested mode, or None for the default.
+        support: level of the attention backend.
+        pieces: if captures can be broken at attention.
+        speculative_tokens: draft tokens a step.
 
     Raises:
-        ConfigError: FULL was asked and the backend supports no graph at all. (The default never fails.)
+        ConfigError: FULL was requested and the backend supports no graph. The default never fails.
     """
-    mode, text = _start(asked, support)
+    mode, text = _start(requested, support)
     reasons = [Reason(None, mode, text)]
     while (step := _downgrade(mode, support, pieces, speculative_tokens)) is not None:
         after, text = step
         reasons.append(Reason(mode, after, text))
         mode = after
-    return Resolution(asked=asked, mode=mode, support=support, reasons=tuple(reasons))
+    return Resolution(asked=requested, mode=mode, support=support, reasons=tuple(reasons))
 
 
-def _start(asked: GraphMode | None, support: Support) -> tuple[GraphMode, str]:
-    if asked is not None:
-        return asked, "asked for"
+def _start(requested: GraphMode | None, support: Support) -> tuple[GraphMode, str]:
+    if requested is not None:
+        return requested, "asked for"
     level = support.level.name
     if support.level is GraphSupport.ALWAYS:
         return GraphMode.FULL, f"the default where support is ALWAYS ({support.reason})"
@@ -85,7 +97,7 @@ def _start(asked: GraphMode | None, support: Support) -> tuple[GraphMode, str]:
 def _downgrade(
     mode: GraphMode, support: Support, pieces: Pieces, speculative_tokens: int
 ) -> tuple[GraphMode, str] | None:
-    """The next step down, or None where the mode holds."""
+    """Return the next lower mode with the reason, or None if the mode holds."""
     level = support.level
     without_full = GraphMode.PIECEWISE if pieces.available else GraphMode.NONE
     if mode is GraphMode.FULL and level is not GraphSupport.ALWAYS:

@@ -1,7 +1,7 @@
-"""Proves captured graphs: each replay on random inputs, unlike those of its capture, must equal the eager run.
+"""Verification of captured graphs: each replay on random inputs must equal the eager run.
 
-Whatever a graph froze that it should not have (a length, an address, a launch bound) shows here as a mismatch. The
-module knows nothing of models or attention; a `VerifySubject` prepares random inputs and runs them both ways.
+The inputs differ from those of the capture, so a length, an address or a launch bound that a graph froze shows as a
+mismatch. The module knows no models and no attention; a `VerifySubject` prepares inputs and runs them both ways.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from phonograph.graphs.modes import GraphKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What a random batch was like. longest, median: tokens of its sequences, context included.
+    """Description of a random batch.
 
-    prefix: tokens that a cascade attended once for all
+    Attributes:
+        longest, median: tokens of its sequences, context included.
+        prefix: tokens that a cascade attended once for all sequences.
     """
 
     num_tokens: int
@@ -37,7 +39,7 @@ class Drawn:
 
     @property
     def skewed(self) -> bool:
-        """Whether its longest sequence is far from what the others are like."""
+        """True if its longest sequence is far longer than the others."""
         return self.longest >= 8 * self.median
 
     def __str__(self) -> str:
@@ -49,26 +51,26 @@ class Drawn:
 
 
 class VerifySubject(Protocol):
-    """What `verify` drives. `replay` and `eager` return copies, by name, of everything the step produced."""
+    """Engine part that `verify` drives. `replay` and `eager` return copies of all results of the step, by name."""
 
     def graph_keys(self) -> tuple[GraphKey, ...]: ...
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
-        """Draws a random batch that runs as `key`."""
+        """Draw a random batch that runs as `key`."""
         ...
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Replays the graph on the prepared batch, its scratch and outputs poisoned first."""
+        """Poison scratch and outputs, and replay the graph on the prepared batch."""
         ...
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Runs the prepared batch eagerly at the graph's padded shape."""
+        """Run the prepared batch eagerly at the graph's padded shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """One tensor of one replay that differs. max_abs_error is NaN where one side is not finite."""
+    """One tensor of one replay that differs. max_abs_error is NaN if one side is not finite."""
 
     key: GraphKey
     batch: str
@@ -86,9 +88,12 @@ class Mismatch:
 
 @dataclass(slots=True, kw_only=True)
 class VerifyReport:
-    """replays: how many each graph had; mismatches: empty when every replay equalled eager bit by bit.
+    """Result of `verify`.
 
-    num_mixed, num_skewed, longest_sequence: of the batches drawn
+    Attributes:
+        replays: number of replays of each graph.
+        num_mixed, num_skewed, longest_sequence: of the batches.
+        mismatches: empty if every replay equalled the eager run bit for bit.
     """
 
     replays: dict[GraphKey, int] = field(default_factory=dict[GraphKey, int])
@@ -113,7 +118,13 @@ def verify(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Replays every graph of `subject` in turn, `num_replays` times in all but each graph at least once.
+    """Replay every graph of `subject` in turn.
+
+    Args:
+        subject: prepares and runs the batches.
+        num_replays: number of replays in all; each graph gets at least one.
+        seed: of the random batches.
+        progress: gets the number of replays done and in all.
 
     Raises:
         ConfigError: there is no graph to verify.
@@ -143,7 +154,7 @@ def verify(
 
 
 def _compare(key: GraphKey, batch: str, name: str, got: torch.Tensor, expected: torch.Tensor) -> Mismatch | None:
-    # NaN equals nothing, itself included: a NaN that reached an output is a mismatch even where eager has it too.
+    # NaN does not equal itself: a NaN in an output is a mismatch, even if the eager run has it too.
     different = got != expected
     count = int(different.sum())
     if count == 0:

@@ -1,11 +1,11 @@
-"""Cascade attention around a backend: its launches over a common prefix, and over what follows, as one.
+"""Cascade attention around a backend: one launch over a common prefix, one over the suffixes.
 
-Any backend whose kernels return the LSE and serve batches without a causal mask can be cascaded: the prefix is a batch
-of one sequence for it, whose query are all tokens of the step, and the suffixes are the batch itself with shorter
-sequences. Each launch has a backend and a builder of its own, so that neither's plan overwrites the other's.
+It needs a backend whose kernels return the LSE and serve batches without a causal mask. To that backend the prefix is
+a batch of one sequence, whose query is all tokens of the step. The suffixes are the batch itself with shorter
+sequences. Each launch has its own backend and builder, so that neither overwrites the other's plan.
 
-What changes from step to step (the prefix's length, the suffixes' lengths and blocks) is cut on the device into tensors
-that stay where they are, at the head of the step. So the metadata of a graph hold for every prefix.
+A kernel at the head of the step writes the length of the prefix and the lengths and blocks of the suffixes into
+persistent tensors. So the metadata of a graph hold for every prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phonograph.kernels.cascade_tensors import PrefixCut
 
 
 class CascadeKernels(Protocol):
-    """The module with the two kernels, for the device: `kernels.triton.cascade` says what they do."""
+    """Module with the two kernels, for the device; `kernels.triton.attention.cascade` documents them."""
 
     cut_prefix: Callable[..., None]
     merge_by_lse: Callable[..., None]
@@ -33,7 +33,7 @@ class CascadeKernels(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeMetadata(AttentionMetadata):
-    """Of a step that cascades: that of both launches, and the batch's own, which the cut reads."""
+    """Batch that cascades, with the metadata of both launches."""
 
     prefix: AttentionMetadata
     suffix: AttentionMetadata
@@ -41,7 +41,7 @@ class CascadeMetadata(AttentionMetadata):
 
 
 class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
-    """Builds for both launches where a step cascades, and else as the ordinary backend's builder does."""
+    """Builder of both launches if a step cascades, else of the ordinary backend's metadata."""
 
     def __init__(self, ordinary: AnyBuilder, prefix: AnyBuilder, suffix: AnyBuilder, cut: PrefixCut) -> None:
         self._ordinary = ordinary
@@ -54,7 +54,7 @@ class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
         if common.prefix is None:
             return self._ordinary.build(common, key=key)
         prefixes, suffixes = self._split(common, common.prefix)
-        # To the prefix's launch all tokens of the graph are one query.
+        # All tokens of the graph are one query of the prefix's launch.
         prefix_key = None if key is None else GraphKey(GraphSet.MIXED, key.num_tokens, 1)
         return CascadeMetadata(
             common=common,
@@ -64,7 +64,7 @@ class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
         )
 
     def _split(self, common: CommonMetadata, prefix: CommonPrefix) -> tuple[CommonMetadata, CommonMetadata]:
-        """Both batches, their host copies cut as the kernel cuts the tensors."""
+        """Return both batches, their host copies cut as the kernel cuts the tensors."""
         cut, num_slots, length = self._cut, common.seq_lens.shape[0], prefix.num_tokens
         prefixes = replace(
             common,
@@ -93,11 +93,12 @@ class CascadeMetadataBuilder(MetadataBuilder[AttentionMetadata]):
 
 
 class CascadeBackend(AttentionBackend[AttentionMetadata]):
-    """A backend that cascades.
+    """Backend that cascades.
 
     Args:
-        ordinary: makes what serves steps that do not cascade
-        part:     makes what serves either launch of those that do; it returns the LSE
+        ordinary: makes the backend of steps that do not cascade.
+        part: makes the backends of the two launches, which return the LSE.
+        kernels: cut the batch and merge the outputs.
     """
 
     def __init__(

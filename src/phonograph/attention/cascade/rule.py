@@ -1,8 +1,8 @@
-"""Cascade attention: when a prefix common to a whole batch is worth attending once for all of its queries.
+"""Cost model of cascade attention.
 
-Then every query attends to the prefix as to one sequence, without a causal mask, and to its own suffix as always, and
-the two are merged by their LSE. The prefix is read once instead of once for each request. Pure: `explain` weighs
-batches by the same rule as an engine.
+With cascade attention all queries of a batch attend to the common prefix as to one sequence, without a causal mask, and
+to their own suffixes as usual. The two outputs are merged by their LSE. The prefix is then read once, not once for each
+request. The module is pure: `explain` and the engine use the same rule.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _TILE = 128
 
 
 def cascade_refusals(spec: AttentionSpec) -> list[str]:
-    """What about a KV group no backend could cascade with: a prefix attended apart must not depend on the query."""
+    """Return reasons against cascading that hold for every backend: the prefix must be the same for all queries."""
     found: list[str] = []
     if spec.kind is not AttentionKind.DECODER:
         found.append(f"cascade attention in {spec.kind.value} attention; its batches share no computed prefix")
     if spec.windowed:
         found.append("cascade attention with windows; a window may end inside the prefix, elsewhere for each query")
     if spec.alibi:
-        found.append("cascade attention with ALiBi; the bias on the prefix is another one for each query")
+        found.append("cascade attention with ALiBi; the bias on the prefix is different for each query")
     if spec.sinks:
         found.append("cascade attention with sinks; they would count in the prefix and in the suffix")
     return found
 
 
 def part_limits(spec: AttentionSpec, limits: BatchLimits) -> tuple[BatchLimits, BatchLimits]:
-    """Of the launch over the prefix, and of that over the suffixes.
+    """Return the limits of the launch over the prefix and of the launch over the suffixes.
 
-    Only decodes cascade, and their tokens are one query over the prefix, which may be longer than any sequence.
+    Only decodes cascade. Their tokens are one query over the prefix, which may be longer than any sequence.
     """
     num_tokens = limits.max_num_seqs * (1 + spec.speculative_tokens)
     decodes = replace(limits, max_num_tokens=num_tokens)
@@ -48,11 +48,11 @@ def part_limits(spec: AttentionSpec, limits: BatchLimits) -> tuple[BatchLimits, 
 def cascade_bytes(
     capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
 ) -> int:
-    """What cascade attention takes of the device's memory beside the backend that it is around."""
+    """Return the bytes that cascade attention takes beside the ordinary backend."""
     prefix, suffixes = part_limits(spec, limits)
     with_lse = replace(spec, cascade=False, lse=True)
-    own = [key for key in graphs if key.cascade]
-    parts = sum(capabilities.buffer_bytes(with_lse, device, part, own) for part in (prefix, suffixes))
+    cascades = [key for key in graphs if key.cascade]
+    parts = sum(capabilities.buffer_bytes(with_lse, device, part, cascades) for part in (prefix, suffixes))
     output = suffixes.max_num_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)
     table = 4 * limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
     return parts + output + table
@@ -60,9 +60,10 @@ def cascade_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeRule:
-    """Weighs the modelled time of two launches against that of one.
+    """Comparison of the modelled time of two launches with that of one.
 
-    num_sms: multiprocessors of the device; 0, as on a CPU, counts as one
+    Attributes:
+        num_sms: multiprocessors of the device; 0, as on a CPU, counts as one.
     """
 
     num_query_heads: int
@@ -70,11 +71,11 @@ class CascadeRule:
     num_sms: int
 
     def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
-        """Whether a batch whose every query has `query_len` tokens attends its common prefix once.
+        """Decide for a batch of queries of `query_len` tokens each.
 
-        Where decoding split over the keys would serve the batch otherwise (grouped heads, single tokens), times are
-        compared, in tiles of keys that a multiprocessor goes through one after another: the cascade's tiles of queries
-        each walk the whole prefix, while split decoding spreads the prefixes of all requests evenly.
+        If split decoding would serve the batch (grouped heads, single tokens), compare times in tiles of keys that one
+        multiprocessor goes through in sequence. Each tile of queries of the cascade walks the whole prefix. Split
+        decoding spreads the prefixes of all requests evenly.
         """
         if num_reqs < MIN_REQUESTS:
             return CascadeChoice(False, f"{num_reqs} requests are fewer than {MIN_REQUESTS}")

@@ -1,9 +1,8 @@
-"""Finds the prefix that all sequences of a batch have in the same blocks, for cascade attention.
+"""Search for the prefix that all sequences of a batch have in the same blocks, for cascade attention.
 
-Sequences get the same blocks only from the prefix cache, when they are admitted: what is appended later is fresh, and
-nobody else's. So what two slots have in common stays as it is until one of them is loaded anew. Every slot is compared
-with one of them, the anchor, when it is loaded; a step takes a minimum. All are compared again only when the anchor is
-gone.
+Sequences share blocks only through the prefix cache, when they are admitted; later blocks belong to one sequence. So
+the shared prefix of two slots stays the same until one of them is loaded again. Each slot is compared with one slot,
+the anchor, when it is loaded, and a step takes a minimum. All slots are compared again only when the anchor is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from phonograph.core.batch import BlockAppend, ScheduledBatch
 
 
 class SharedPrefixes:
-    """The host's copy of the block tables, [R, N] by slot, and the leading blocks that each shares with the anchor."""
+    """Host copy of the block tables, [R, N] by slot, with the leading blocks that each slot shares with the anchor."""
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self._block_size = block_size
@@ -24,10 +23,10 @@ class SharedPrefixes:
         self._anchor: int | None = None
         self._slots: list[int] = []
         self._shared = 0
-        """Blocks that `_slots`, those of the step before, have in common."""
+        """Blocks that the slots of the previous step, `_slots`, have in common."""
 
     def update(self, appends: list[BlockAppend]) -> None:
-        """Takes over the blocks that a step adds; before `find` is asked about that step."""
+        """Record the blocks that a step adds. Call it before `find` for that step."""
         loaded: list[int] = []
         for append in appends:
             end = append.start + len(append.block_ids)
@@ -45,10 +44,9 @@ class SharedPrefixes:
             self._with_anchor[rows] = self._compare(rows, self._anchor)
 
     def find(self, batch: ScheduledBatch) -> int:
-        """Tokens of the batch's common prefix, a multiple of the block size; 0 for a sequence alone.
+        """Return the tokens of the batch's common prefix, a multiple of the block size; 0 for a single sequence.
 
-        Only blocks count that are full and computed in every sequence before this step, so at least the step's own
-        tokens come behind them.
+        Only full blocks count that every sequence had computed before this step, so each query is behind them.
         """
         slots = batch.slots
         if len(slots) == 1:
@@ -64,8 +62,10 @@ class SharedPrefixes:
         return min(self._shared, min(batch.context_lens) // self._block_size) * self._block_size
 
     def _compare(self, rows: np.ndarray, anchor: int) -> np.ndarray:
-        """Leading blocks that each row shares with the anchor. A block that they share may come behind one that they do
-        not, where equal prefixes were computed side by side, so it is the first difference that counts."""
+        """Count the leading blocks that each row shares with the anchor, up to the first difference.
+
+        Shared blocks behind a difference exist: equal prefixes may be computed side by side.
+        """
         num_blocks = int(self._num_blocks[anchor])
         same = self._tables[rows, :num_blocks] == self._tables[anchor, :num_blocks]
         shared = np.where(same.all(1), num_blocks, same.argmin(1))

@@ -1,9 +1,8 @@
-"""Decodes and prefills of one batch by different kernels, as two launches inside one graph.
+"""Backend that runs decodes and prefills of one batch as two launches inside one graph.
 
-A kernel that is good at one kind of query is often bad at the other, and one launch for a mixed batch takes the worse
-way for both. Here the batch is cut on the device (`split_batch`): each part is the whole batch with the other part's
-sequences empty, so that what a graph froze holds for every batch. The two parts may be two backends, or one backend
-with other frozen bounds in each.
+A kernel that is fast for one kind of query is often slow for the other. So a kernel cuts the batch on the device
+(`split_batch`). Each part is the whole batch with the sequences of the other part empty, so what a graph froze holds
+for every batch. The parts are two backends, or one backend with different frozen bounds.
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ from phonograph.kernels.triton.attention.split_batch import SplitBatch, split_ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitMetadata(AttentionMetadata):
-    """Of both parts. Without prefills (in a decode graph, or an eager batch) `prefill` is None, and `decode` has the
-    batch's own tensors.
+    """Batch with the metadata of its two parts.
 
-    num_decode_rows: rows of the query that decodes may have
+    Attributes:
+        decode: of the decodes; of the whole batch if there are only decodes.
+        prefill: of the prefills, or None if there are only decodes.
+        num_decode_rows: rows of the query that decodes may have.
     """
 
     decode: AttentionMetadata
@@ -40,7 +41,7 @@ class SplitMetadata(AttentionMetadata):
 
 
 class SplitMetadataBuilder(MetadataBuilder[SplitMetadata]):
-    """Builds the metadata of each part by its own backend's builder; the parts' tensors live as long as this."""
+    """Builder of both parts, each by its own backend's builder."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class SplitMetadataBuilder(MetadataBuilder[SplitMetadata]):
         return SplitMetadata(common=common, decode=decode, prefill=None, num_decode_rows=num_rows)
 
     def _cut(self, common: CommonMetadata, num_slots: int, part: GraphKey) -> tuple[CommonMetadata, CommonMetadata]:
-        """Both parts, tensors and host copies; `part` is the decodes'."""
+        """Cut tensors and host copies into decodes, whose graph key is `part`, and prefills."""
         decode_slots, split = part.num_reqs, self._split
         cut = cut_on_host(common.query_start_loc_cpu, common.seq_lens_cpu, self._query_len)
         decodes = replace(
@@ -111,7 +112,12 @@ class SplitMetadataBuilder(MetadataBuilder[SplitMetadata]):
 
 
 class SplitBackend(AttentionBackend[SplitMetadata]):
-    """Two backends as one. `decode` and `prefill` make them."""
+    """Two backends as one.
+
+    Args:
+        decode: makes the backend of the decodes.
+        prefill: makes the backend of the prefills.
+    """
 
     def __init__(
         self,
@@ -126,7 +132,7 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
         self.decode = decode(spec, device, limits)
         self.prefill = prefill(spec, device, limits)
         self.capabilities = SplitCapabilities(self.decode.capabilities, self.prefill.capabilities)
-        # Either part alone sees rows of no request only where its own sequences end.
+        # Each part clears only the rows behind its own sequences.
         self.clears_padding = self.decode.clears_padding and self.prefill.clears_padding
         self._query_len = 1 + spec.speculative_tokens
         self._split = SplitBatch.make(limits.max_num_seqs, device)
@@ -141,12 +147,12 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
             common = metadata.common
             split_batch(self._split, common.query_start_loc, common.seq_lens, decode_query_len=self._query_len)
             self.prefill.schedule(metadata.prefill)
-        # Last, since what it writes may be read by kernels that do not wait for all before them.
+        # Last: kernels that do not wait for all earlier ones may read what it writes.
         self.decode.schedule(metadata.decode)
 
     def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[SplitMetadata]) -> None:
         layer, kv_cache, metadata = call
-        # Once for all rows, of which the decodes' part knows the first only.
+        # One write for all rows; the decodes' part has only the first ones.
         if metadata.prefill is not None:
             self.prefill.write_kv(key_TKD, value_TKD, AttentionCall(layer, kv_cache, metadata.prefill))
         else:
@@ -162,7 +168,7 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
         layer, kv_cache, metadata = call
         rows = metadata.num_decode_rows
         lse = None if lse_HT is None else lse_HT[:, :rows]
-        # Decodes first: to them the rows of prefills belong to nobody, and may be overwritten.
+        # Decodes first: their launch may write zeros to the rows of prefills.
         self.decode.forward(query_THD[:rows], AttentionCall(layer, kv_cache, metadata.decode), out_THD[:rows], lse)
         if metadata.prefill is not None:
             self.prefill.forward(query_THD, AttentionCall(layer, kv_cache, metadata.prefill), out_THD, lse_HT)

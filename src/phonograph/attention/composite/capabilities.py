@@ -1,4 +1,4 @@
-"""Decodes and prefills of one batch by different backends: how they are asked for, and what they can do together."""
+"""Names and capabilities of split backends, which run decodes and prefills of one batch by different backends."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 PARTS = ("prefill", "decode")
 
 
-def parse_parts(asked: str) -> dict[str, str] | None:
-    """{"prefill": ..., "decode": ...} of "prefill=flash_attn,decode=triton", or None where one backend is asked for.
+def parse_parts(name: str) -> dict[str, str] | None:
+    """Parse "prefill=flash_attn,decode=triton" into a backend for each part. Returns None for a single backend.
 
     Raises:
-        ConfigError: it names parts, but not each of the two once.
+        ConfigError: `name` has parts, but not each of the two once.
     """
-    if "=" not in asked:
+    if "=" not in name:
         return None
-    pairs = [part.partition("=") for part in asked.split(",")]
-    names = sorted(name.strip().lower() for name, _, _ in pairs)
+    pairs = [part.partition("=") for part in name.split(",")]
+    names = sorted(part.strip().lower() for part, _, _ in pairs)
     if names != sorted(PARTS) or not all(backend.strip() for _, _, backend in pairs):
-        raise ConfigError("attention_backend", asked, "name a backend for each part: prefill=flash_attn,decode=triton")
-    return {name.strip().lower(): backend.strip() for name, _, backend in pairs}
+        raise ConfigError("attention_backend", name, "name a backend for each part: prefill=flash_attn,decode=triton")
+    return {part.strip().lower(): backend.strip() for part, _, backend in pairs}
 
 
 def decode_part(num_tokens: int, num_slots: int, query_len: int) -> GraphKey:
-    """As a graph, the decodes of a mixed batch. Fewer slots than there are may hold all that its tokens can be."""
+    """Return the graph key of the decodes of a mixed batch, with no more slots than its tokens can fill."""
     slots = max(1, min(num_slots, num_tokens // query_len))
     return GraphKey(GraphSet.DECODE, slots * query_len, slots, query_len)
 
 
 class SplitCapabilities(Capabilities):
-    """What two backends can do together."""
+    """Capabilities of two backends together."""
 
     varies = (
         "what stands before a query of one token in the batch decides which part it goes to, and each part has kernels "

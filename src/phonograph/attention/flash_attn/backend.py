@@ -1,12 +1,10 @@
 """FlashAttention as backends, one for each version, with the plan of a step in one persistent buffer.
 
-What differs between versions is in their builders, what differs between packages in `Library`; neither is known here.
+Versions differ in their builders (`builders.py`), packages in their `Library`.
 
-Over an FP8 cache queries are rounded to FP8 too, by a kernel of ours before each launch. Their scale is the
-checkpoint's, or 1, and never made from the queries at hand: to a floating format the scale hardly matters. (Against
-scales by tensor or by token the error of attention is the same within a tenth for queries whose largest element is
-between 0.1 and 448, measured on random ones; larger elements saturate.) It would be one for each sequence and KV head,
-so that a prefill had to be read twice, and a token's result would depend on the chunk that it comes in.
+Over an FP8 cache a kernel of ours rounds queries to FP8 before each launch. The scale is the checkpoint's, or 1. It is
+not computed from the queries: the error hardly depends on it while queries are below 448, the largest e4m3 value, and a
+token's result would depend on the chunk that it comes in.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 
 
 class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
-    """What all versions share.
+    """Base of all versions.
 
     Raises:
-        ConfigError: when it is made: the library is not here.
-        BackendError: when it is made: the library does not take what this spec needs.
+        ConfigError: the library is not installed.
+        BackendError: the library lacks an argument that this spec needs.
     """
 
     clears_padding = False
@@ -60,10 +58,10 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         return self.builder(self.spec, self.limits)
 
     def schedule(self, metadata: FlashAttentionMetadata) -> None:
-        """Makes the library's plan where it has one, into the one buffer that eager steps, graphs and pieces share.
+        """Write the library's plan, if it has one, into the buffer that eager steps, graphs and pieces share.
 
-        A graph's own memory would not do: pieces are followed by attention outside, when later pieces may have reused
-        it. The buffer's rest is zeroed each time, as blocks of the launch would act on entries of an earlier plan.
+        A graph's own memory would be reused by later pieces before attention, which runs outside, reads the plan. The
+        rest of the buffer is zeroed each time: blocks of the launch would act on entries of an earlier plan.
         """
         if not metadata.launch.planned:
             return
@@ -89,11 +87,11 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
     ) -> None:
         lse = self._attend(query_THD, call, out_THD)
         if lse is not None and lse_HT is not None:
-            # The library's tensor is new, and what it has for rows of no request is whatever lay there. Rows before
-            # the first query are another launch's.
+            # The library leaves padding rows of its new tensor unwritten. Rows before the first query belong to
+            # another launch.
             starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
-            own = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
-            torch.where(rows < starts[:1], lse_HT, own, out=lse_HT)
+            cleared = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
+            torch.where(rows < starts[:1], lse_HT, cleared, out=lse_HT)
 
     def forward_lse(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor:
         lse = self._attend(query_THD, call, out_THD)
@@ -102,7 +100,7 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         return lse.view(num_heads, num_tokens)
 
     def _attend(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor | None:
-        """The LSE as the library has it, where the spec asks for it."""
+        """Return the library's own LSE tensor, or None if the spec has no `lse`."""
         metadata = call.metadata
         plan = metadata.plan.part if metadata.launch.planned else None
         key_BSKD, value_BSKD = call.kv_cache.unbind(0)

@@ -1,9 +1,6 @@
-"""What a launch of FlashAttention freezes, decided for each version by a builder of its own.
+"""Metadata of FlashAttention: the numbers that a launch freezes, by a builder for each version.
 
-The tensors of a batch are persistent, so metadata made for a graph stays right as it is: a block table that changes is
-written in place, and there is nothing to refresh in metadata that exists, as peers do when groups share it.
-
-Drafting has no setting in this engine; a draft's step would want builds without a plan.
+Metadata of a graph stays valid as it is, because the tensors of a batch are persistent.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 
 
 class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
-    """Wraps the batch's own tensors: all that is built are a few numbers, by key the same each time."""
+    """Builder that adds a few numbers to the batch, the same at each build of a key."""
 
     def __init__(self, spec: AttentionSpec, limits: BatchLimits) -> None:
         self.spec = spec
@@ -32,10 +29,10 @@ class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
     def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch: ...
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> FlashAttentionMetadata:
-        """The metadata of one step.
+        """Build the metadata of one step.
 
         Raises:
-            BackendError: a batch without a causal mask for a model with ALiBi, whose bias on later keys is another one.
+            BackendError: ALiBi with a batch without a causal mask; the library's bias on later keys differs from ours.
         """
         if self.spec.alibi and not common.causal:
             raise BackendError(
@@ -50,7 +47,7 @@ class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
         )
 
     def _longest(self, common: CommonMetadata, key: GraphKey | None) -> tuple[int, int]:
-        """The longest query and sequence: of every batch of `key`, or exactly of an eager one."""
+        """Return the longest query and sequence: bounds for all batches of `key`, exact for an eager step."""
         if key is None:
             return max(common.max_query_len, 1), max(common.max_seq_len, 1)
         longest = self.limits.max_model_len
@@ -58,12 +55,10 @@ class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
 
 
 class Version2Builder(FlashAttentionMetadataBuilder):
-    """Version 2 must not be told that the longest query is 1, unless every slot has a token: it then folds query heads
-    into the query, takes token i for slot i's, and fails where there are fewer tokens than slots.
+    """Builder of version 2, which chooses splits itself, from shapes and upper bounds.
 
-    Nor where the LSE is asked for: of folded queries its order depends on whether keys were split.
-
-    It is told no splits: they are its own choice, from shapes and upper bounds.
+    With a longest query of 1 it folds query heads into the query and takes token i for the token of slot i. So at least
+    2 is passed unless every slot has a token, and also with an LSE, whose order would depend on the number of splits.
     """
 
     def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
@@ -77,7 +72,7 @@ class Version2Builder(FlashAttentionMetadataBuilder):
 
 
 def _token_by_slot(common: CommonMetadata) -> bool:
-    """Whether token i is that of slot i, for as many as there are: not so in a batch whose decodes were cut off."""
+    """Return True if token i belongs to slot i for all tokens. It does not in the prefill part of a split batch."""
     starts = common.query_start_loc_cpu
     num_slots = common.seq_lens.shape[0]
     if common.slot_mapping.shape[0] != num_slots:
@@ -86,15 +81,15 @@ def _token_by_slot(common: CommonMetadata) -> bool:
 
 
 class Version3Builder(FlashAttentionMetadataBuilder):
-    """Version 3 plans ahead of time where all layers have one window; its plan is then part of every step.
+    """Builder of version 3, which plans each step ahead of time if all layers have one window.
 
-    With a plan, eager steps are launched as captured ones are, only with exact maxima: a plan saves each layer a
-    kernel, and the bound on splits keeps their memory within the same budget. Without one, a number of splits would be
-    taken as it is and not as a bound: graphs then have one split, and eager steps the library's choice where the
-    largest one fits the budget.
+    With a plan, eager steps are launched as captured ones, but with exact maxima: a plan saves a kernel in each layer,
+    and the bound on splits keeps their memory within the same budget. Without a plan the library would take the bound
+    as the number of splits. Graphs then have one split, and eager steps leave the number to the library if its largest
+    choice fits the budget.
 
-    For batch invariance there is one split and no plan, and every launch is told the same longest query and sequence:
-    the library takes other tiles, and another way to load keys, where no query is longer than one token.
+    With batch invariance there is one split and no plan, and all launches get the same longest query and sequence: the
+    library uses other tiles, and loads keys in another way, if no query is longer than one token.
     """
 
     def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
@@ -113,7 +108,7 @@ class Version3Builder(FlashAttentionMetadataBuilder):
 
 
 class Version4Builder(FlashAttentionMetadataBuilder):
-    """Version 4 has no plan, so it runs with one split."""
+    """Builder of version 4, which has no plan and so runs with one split."""
 
     def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
         max_query_len, max_seq_len = self._longest(common, key)

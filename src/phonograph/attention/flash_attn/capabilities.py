@@ -1,6 +1,6 @@
-"""What each version of FlashAttention can do, as far as our adapter passes it on: pure, without the libraries.
+"""Capabilities of each version of FlashAttention through our adapter. Pure, without the libraries.
 
-Limits are those of the libraries' code. Where a limit is the adapter's own, or was not tried, the refusal says so.
+Limits are those of the libraries' code; a refusal says so if the limit is the adapter's or untested.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 _MAX_HEADS_WITH_SINKS = 64
 _FP8_HEAD_SIZE_MULTIPLE = 16
 _WHOLE_TILE = 128
-"""Keys in a tile of version 3 for causal 16-bit attention with heads of as many (record `attention_fa3.jsonl`)."""
+"""Keys in a tile of version 3, for causal 16-bit attention and this head size."""
 _ONE_ROUTINE = "one routine reads query_start_loc and seq_lens for decode and prefill alike"
 _OF_THE_CONTRACT = {
     AttentionKind.ENCODER: "encoder attention; its kernels would take queries, keys and values without a cache, which "
-    "our backends are not given",
+    "our backends do not get",
     AttentionKind.ENCODER_DECODER: "encoder_decoder attention; its kernels would take keys of another length than the "
     "queries' own sequence, which our batches do not have",
 }
@@ -50,7 +50,7 @@ class _FlashAttentionCapabilities(DeclaredCapabilities):
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
     ) -> int:
-        """Partial results of splits that a library chooses itself (version 2, tens of MB) are in the allowance."""
+        """Return the bytes of the buffers; partial results of version 2, tens of MB, are in the plan's allowance."""
         return kept_bytes(spec, limits)
 
     def missing(self) -> str | None:
@@ -80,7 +80,7 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        # Its host code folds where all of these hold; dropout, the last of its conditions, never happens here.
+        # Its host code folds only without these; its last condition, no dropout, always holds here.
         unfolded = [
             why
             for why, holds in (
@@ -192,5 +192,5 @@ class FlashAttention4Capabilities(_FlashAttentionCapabilities):
 
 
 def _is_window(window: tuple[int, int]) -> bool:
-    """Whether a causal query sees less than all keys before it, or looks ahead."""
+    """Return True if a causal query does not see all earlier keys, or looks ahead."""
     return window[0] != UNBOUNDED or window[1] > 0

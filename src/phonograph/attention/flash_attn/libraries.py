@@ -1,14 +1,14 @@
-"""The libraries that offer FlashAttention, each as a table from its arguments to our values.
+"""FlashAttention libraries, each as a table from its arguments to our values.
 
-Facts of their code that the tables rest on:
+The tables rely on these facts of the libraries' code:
 
-- With a block table all of them align causal masks and windows to the last key, as we do.
-- A window's bound on a side without one is -1 (None in `flash_attn.cute`). Version 2 and 3 drop a window that reaches
-  beyond max_seqlen_k or max_seqlen_q, so both must be true upper bounds.
-- Rows of queries behind the last sequence stay unwritten, in the output and in the LSE.
-- Sinks are bfloat16 there, and are part of the LSE.
-- Version 3 takes queries, keys and values of one dtype. Where that is FP8 (e4m3), factors for all three come as float32
-  [sequences, KV heads] at any strides (none is 1), the weights are rounded to FP8 too, and the output is bfloat16.
+- With a block table, causal masks and windows are aligned to the last key, as ours are.
+- A window without a bound on a side has -1 there (None in `flash_attn.cute`). Versions 2 and 3 drop a window that
+  reaches beyond max_seqlen_k or max_seqlen_q, so both must be true upper bounds.
+- Query rows behind the last sequence stay unwritten, in the output and in the LSE.
+- Sinks are bfloat16 and part of the LSE.
+- Version 3 takes queries, keys and values of one dtype. If that is FP8 (e4m3), descale factors of all three are float32
+  [sequences, KV heads] at any strides (None for 1), the weights are rounded to FP8 too, and the output is bfloat16.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Window = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The numbers that launches of a step freeze.
+    """Numbers that the launches of a step freeze.
 
-    max_query_len, max_seq_len: upper bounds, both at least 1
-    num_splits: parts that the keys of a sequence may be cut into: a bound where the launch has a plan, their number
-        where it has none, 0 for the library's own choice; version 2 takes none
-    planned: whether `schedule` makes a plan, and launches read it
+    Attributes:
+        max_query_len, max_seq_len: upper bounds, both at least 1.
+        num_splits: parts that the keys of a sequence are cut into: a bound with a plan, the exact number without one,
+            0 for the library's own choice. Version 2 takes none.
+        planned: True if `schedule` makes a plan and launches read it.
     """
 
     max_query_len: int
@@ -43,10 +44,10 @@ class Launch:
 
 
 class Plan:
-    """The plan of one graph (or of eager steps): the part of the persistent buffer that it fills; None until it did.
+    """Plan of one graph, or of eager steps.
 
-    How long it is follows from the graph's shape, and is known once `schedule` ran for it. It outlives the metadata of
-    a step, since a replay of pieces runs attention with metadata for which `schedule` ran in the capture only.
+    `part` is the filled part of the persistent buffer, and None until `schedule` has run. It outlives the metadata of a
+    step: a replay of pieces runs attention with new metadata, but `schedule` ran in the capture only.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashAttentionMetadata(AttentionMetadata):
-    """whole: the first query is the first row's; else rows before it are another launch's."""
+    """Batch with what its launches freeze.
+
+    Attributes:
+        whole: True if the first query is in the first row; else the rows before it belong to another launch.
+    """
 
     launch: Launch
     plan: Plan
@@ -66,14 +71,15 @@ FlashAttentionCall = AttentionCall[FlashAttentionMetadata]
 
 
 class Library:
-    """One library's FlashAttention for one KV group.
+    """FlashAttention of one library, for one KV group.
 
-    function:  the name of its attention
-    arguments: those that it always gets, and the name of the value for each, as in `attend`
-    constants: further arguments, and their values
-    sink:      the argument that takes sinks, needed only where a model has them
-    descales:  the arguments for an FP8 cache, needed only there: of queries, keys and values
-    scheduler: the arguments of `get_scheduler_metadata`; empty where the library has no such function
+    Attributes:
+        function: name of its attention function.
+        arguments: arguments that are always passed, each with the name of its value in `attend`.
+        constants: further arguments with their values.
+        sink: argument for sinks, passed only if the model has them.
+        descales: arguments for an FP8 cache, passed only for one: factors of queries, keys and values.
+        scheduler: arguments of `get_scheduler_metadata`; empty if the library has no such function.
     """
 
     function: ClassVar[str] = "flash_attn_varlen_func"
@@ -89,7 +95,7 @@ class Library:
 
     @classmethod
     def needs(cls, spec: AttentionSpec | None) -> dict[str, set[str]]:
-        """The functions with the arguments that are passed by name, for `spec` or else for any model."""
+        """Return the functions with the arguments that are passed by name, for `spec` or for every model."""
         arguments = {*cls.arguments, *cls.constants}
         if spec is not None and spec.sinks:
             arguments.add(cls.sink)
@@ -99,9 +105,9 @@ class Library:
         return found | {"get_scheduler_metadata": set(cls.scheduler)} if cls.scheduler else found
 
     def schedule(self, metadata: FlashAttentionMetadata, window: Window) -> torch.Tensor | None:
-        """The plan of the step, int32 [n], for launches with this one window; None where the library has none.
+        """Return the plan of the step, int32 [n], for launches with this window; None if the library has no plans.
 
-        The contents are computed on the device, from those of the batch's tensors; n follows from shapes and numbers.
+        Kernels compute it from the contents of the batch's tensors. n follows from shapes and numbers.
         """
         del metadata, window
         return None
@@ -115,7 +121,7 @@ class Library:
         plan: torch.Tensor | None,
         out_THD: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Writes the output; returns the LSE, float32 [H, T], where the spec asks for it."""
+        """Write the output. Returns the LSE, float32 [H, T], or None if the spec has no `lse`."""
         layer, metadata = call.layer, call.metadata
         common, launch = metadata.common, metadata.launch
         values = {
@@ -141,22 +147,22 @@ class Library:
         if self.descales and self.spec.kv_cache_dtype.startswith("float8"):
             arguments |= self._factors(layer, common.seq_lens.shape[0])
         if layer.sinks is not None:
-            # Each time: a tensor first made inside a capture would lie in memory that other graphs use too.
+            # Converted each time: a tensor kept from a capture would lie in memory that other graphs reuse.
             arguments[self.sink] = layer.sinks.to(torch.bfloat16)
         result = self.functions[self.function](**arguments)
         return self._take(result, out_THD, metadata)
 
     def window(self, window: Window) -> Any:
-        """A window as the library takes it."""
+        """Return a window as the library takes it."""
         return window
 
     def _factors(self, layer: AttentionLayer, num_seqs: int) -> dict[str, torch.Tensor | None]:
-        """Views of the layer's own tensors, which live as long as any graph."""
+        """Return views of the layer's tensors, which live as long as any graph."""
         scales = zip(self.descales, (layer.q_scale, layer.k_scale, layer.v_scale), strict=True)
         return {name: None if scale_K is None else scale_K.expand(num_seqs, -1) for name, scale_K in scales}
 
     def _take(self, result: Any, out_THD: torch.Tensor, metadata: FlashAttentionMetadata) -> torch.Tensor | None:
-        """Output and LSE out of what a function returned: a tensor, or a tuple with the LSE in the second place."""
+        """Store the output and return the LSE of a result: a tensor, or a tuple of output, LSE and more."""
         out, lse = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         # Some have no argument for the output, and version 2 writes elsewhere where it folds query heads.
         if out.data_ptr() != out_THD.data_ptr():
@@ -165,8 +171,8 @@ class Library:
                 out_THD.copy_(out)
             else:
                 rows = torch.arange(out_THD.shape[0], dtype=torch.int32, device=out_THD.device)
-                own = (rows >= metadata.common.query_start_loc[:1])[:, None, None]
-                torch.where(own, out, out_THD, out=out_THD)
+                written = (rows >= metadata.common.query_start_loc[:1])[:, None, None]
+                torch.where(written, out, out_THD, out=out_THD)
         return lse if self.spec.lse else None
 
 
@@ -190,14 +196,14 @@ _PLANNED = {"scheduler_metadata": "plan", "num_splits": "num_splits"}
 
 
 class _VllmLibrary(Library):
-    """`vllm.vllm_flash_attn`: one function for all versions. It takes the lengths of the keys as they are."""
+    """`vllm.vllm_flash_attn`, which has one function for all versions and takes the lengths of the keys."""
 
     def window(self, window: Window) -> list[int]:
         return list(window)
 
 
 class _Scheduling(Library):
-    """Version 3, whose schedule is made ahead of time."""
+    """Version 3, whose plan is made ahead of time."""
 
     descales = ("q_descale", "k_descale", "v_descale")
     sink = "s_aux"
@@ -207,11 +213,11 @@ class _Scheduling(Library):
     )
 
     def longest(self, metadata: FlashAttentionMetadata) -> int:
-        """The longest sequence, as its launches have it."""
+        """Return the longest sequence that its launches assume."""
         return metadata.launch.max_seq_len
 
     def schedule(self, metadata: FlashAttentionMetadata, window: Window) -> torch.Tensor:
-        """Every number must be the one that the launches pass, or sizes differ."""
+        """Return the plan. Every number must equal that of the launches, or sizes differ."""
         spec, common, launch = self.spec, metadata.common, metadata.launch
         return self.functions["get_scheduler_metadata"](
             batch_size=common.seq_lens.shape[0],
@@ -248,7 +254,7 @@ class VllmLibrary4(_VllmLibrary):
 
 
 class PackageLibrary2(Library):
-    """The package `flash_attn`, version 2: its plan are the cumulative lengths of the keys, which it takes instead."""
+    """The package `flash_attn`, version 2. It takes cumulative lengths of the keys, so these are its plan."""
 
     arguments = _VARLEN | {
         "cu_seqlens_k": "plan",
@@ -266,9 +272,9 @@ class PackageLibrary2(Library):
 
 
 class InterfaceLibrary3(_Scheduling):
-    """The module `flash_attn_interface`, version 3, and kernels published with its functions.
+    """The module `flash_attn_interface`, version 3, and published kernels with the same functions.
 
-    It takes the longest sequence from the width of the block table, so its plan has to be made for that.
+    It takes the longest sequence from the width of the block table, so its plan must assume that too.
     """
 
     function = "flash_attn_with_kvcache"

@@ -1,7 +1,7 @@
-"""Who can provide FlashAttention, in which version, and how to tell: the one place that knows packages by name.
+"""Packages that provide FlashAttention, by version.
 
-Whether a provider is here is seen from files, without importing it, as capabilities must be cheap. It is imported when
-its backend is loaded, and then its functions must take what we pass: packages of the same name differ in that.
+Files show whether a package is installed, without an import, as capabilities must be cheap. The package is imported
+when its backend is loaded. Then its functions must take our arguments: builds of one package differ in that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from phonograph.errors import BackendError, ConfigError
 
 _PUBLISHED_KERNEL = "kernels-community/flash-attn3"
 _DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "quack": "quack-kernels", "cuda": "cuda-python"}
-"""Packages that version 4 is written in, where the name to import is not the one to install."""
+"""Distributions of the packages that version 4 imports, where the names differ."""
 
 
 def _import(provider: Provider) -> Any:
     module = importlib.import_module(provider.module)
     for part in provider.parts:
         importlib.import_module(part)
-    # vLLM's module imports without its compiled parts, and keeps what they said.
+    # vLLM's module imports without its compiled parts, and keeps their error.
     interface = getattr(module, "flash_attn_interface", None)
     reason = getattr(interface, f"FA{provider.version}_UNAVAILABLE_REASON", None)
     if reason is not None:
@@ -52,16 +52,17 @@ def _fetch(provider: Provider) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """One package that has one version.
+    """A package that provides one version.
 
-    module:       where the functions are
-    distribution: whose version an error names
-    files:        patterns under the folder of the top-level package, each of which must be there
-    modules:      other top-level modules that it needs
-    parts:        modules that it imports in its first call, which would be after the weights are loaded
-    block_size_multiple: pages that its kernels take
-    install:      what to do where it is absent
-    open:         imports it and returns what has the functions
+    Attributes:
+        module: the module with the functions.
+        distribution: its version stands in errors.
+        install: remedy if it is absent.
+        files: patterns below the folder of the top-level package; each must match.
+        modules: other top-level modules that it needs.
+        parts: modules that it would import in its first call, after the weights are loaded.
+        block_size_multiple: of the pages that its kernels take.
+        open: imports it and returns the object with the functions.
     """
 
     version: str
@@ -76,7 +77,7 @@ class Provider:
     open: Callable[[Provider], Any] = _import
 
     def absent(self) -> str | None:
-        """Why it is not here, or None. Imports nothing."""
+        """Return the reason why it is not installed, or None. Imports nothing."""
         package = self.module.partition(".")[0]
         found = _spec(package)
         if found is None:
@@ -104,7 +105,7 @@ def _of_vllm(version: str, library: type[Library], file: str, **others: Any) -> 
     )
 
 
-# Of several for a version the first that is here is taken: those that write into the output we give come first.
+# The first installed one of a version is used. Those that write into our output tensor come first.
 PROVIDERS = (
     _of_vllm("2", VllmLibrary2, "_vllm_fa2_C*.so"),
     Provider(
@@ -153,12 +154,12 @@ PROVIDERS = (
 
 
 def provider_of(version: str) -> Provider | None:
-    """The provider that `version` would be loaded from here."""
+    """Return the installed provider of `version`, or None."""
     return next((one for one in PROVIDERS if one.version == version and one.absent() is None), None)
 
 
 def missing(version: str) -> str | None:
-    """What is absent where nobody here provides `version`, and what to install; None where somebody does."""
+    """Return what is absent and what to install if no package here provides `version`, else None."""
     reasons = [one.absent() for one in PROVIDERS if one.version == version]
     if None in reasons:
         return None
@@ -166,11 +167,11 @@ def missing(version: str) -> str | None:
 
 
 def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[Library], Functions]:
-    """Imports the provider of `version` and checks that its functions take what we pass (for `spec`, or for any model).
+    """Import the provider of `version`, and check its functions' arguments (for `spec`, or for every model).
 
     Raises:
-        ConfigError: there is none, or it needs a package that is not installed.
-        BackendError: it cannot be imported, or its functions are others than those we know.
+        ConfigError: no provider is installed, or it needs a package that is not.
+        BackendError: it cannot be imported, or lacks a function or an argument.
     """
     provider = provider_of(version)
     if provider is None:
@@ -197,11 +198,7 @@ def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[
 
 
 def make_library(version: str, spec: AttentionSpec) -> Library:
-    """The library that provides `version` here, for one KV group.
-
-    Raises:
-        ConfigError, BackendError: as `functions_of`.
-    """
+    """Make the library of `version` for one KV group. Raises as `functions_of` does."""
     library, functions = functions_of(version, spec)
     return library(functions, spec)
 
@@ -222,7 +219,7 @@ def _arguments(function: Callable[..., Any]) -> set[str]:
 def _spec(module: str) -> Any:
     try:
         return find_spec(module)
-    except ValueError:  # a module that was made by hand has none
+    except ValueError:  # a module without a spec
         return None
 
 

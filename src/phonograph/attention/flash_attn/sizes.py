@@ -1,4 +1,4 @@
-"""What launches of FlashAttention take of the device's memory, and the bound on splits that keeps it small. Pure."""
+"""Device memory of FlashAttention's launches, and the bound on splits that limits it. Pure."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from phonograph.attention.backend import AttentionSpec, BatchLimits
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 MAX_SPLITS = 32
-"""Parts that the keys of a sequence are cut into at most."""
+"""Largest number of parts that the keys of a sequence are cut into."""
 ACCUMULATOR_BYTES = 128 << 20
-"""What the partial results of one launch may take, float32 [splits, H, T, D]: a graph keeps them in its pool."""
+"""Budget for the partial results of one launch, float32 [splits, H, T, D]. A graph keeps them in its pool."""
 _HEURISTIC_SPLITS = 128
-"""The most that the library's own choice comes to."""
+"""Largest number of splits that the library chooses itself."""
 
 
 def split_bound(num_tokens: int, spec: AttentionSpec) -> int:
-    """The bound on splits for steps of `num_tokens` padded tokens: the same in capture, replay and eager runs.
+    """Return the bound on splits for steps of `num_tokens` padded tokens.
 
-    MAX_SPLITS, or fewer where the partial results would outgrow ACCUMULATOR_BYTES; 1 where that leaves less than 2. It
-    depends on the shape alone, so that a replay can never need more room than its capture set aside.
+    It is MAX_SPLITS, or fewer if the partial results would exceed ACCUMULATOR_BYTES. It depends on the shape alone, so
+    a replay never needs more memory than its capture.
     """
     fitting = ACCUMULATOR_BYTES // _accumulator_bytes(num_tokens, spec)
     return min(MAX_SPLITS, fitting) if fitting >= 2 else 1
 
 
 def unbounded_splits_fit(num_tokens: int, spec: AttentionSpec) -> bool:
-    """Whether the partial results stay within ACCUMULATOR_BYTES whatever the library chooses."""
+    """Return True if the partial results stay within ACCUMULATOR_BYTES for every choice of the library."""
     return _HEURISTIC_SPLITS * _accumulator_bytes(num_tokens, spec) <= ACCUMULATOR_BYTES
 
 
 def plans(spec: AttentionSpec) -> bool:
-    """Whether version 3 has an ahead-of-time schedule: it needs one window for all layers."""
+    """Return True if version 3 has an ahead-of-time schedule, which needs one window for all layers."""
     return len(spec.windows) == 1 and not spec.batch_invariant
 
 
 def plan_length(limits: BatchLimits) -> int:
-    """Numbers of the buffer that holds a plan: a semaphore and four for each request slot, in vectors of a multiple of
-    four. No graph has more slots than there are sequences; tokens, of which a graph may have more, are counted to be
-    safe from other layouts."""
+    """Return the length of the plan's buffer: a semaphore and four numbers for each slot, rounded up to four slots.
+
+    It counts tokens if there are more of them than slots, to be safe from other layouts.
+    """
     return 1 + -(-max(limits.max_num_seqs, limits.max_num_tokens) // 4) * 16
 
 
 def kept_bytes(spec: AttentionSpec, limits: BatchLimits) -> int:
-    """What a backend keeps: the plan, queries in FP8, and token numbers where the LSE is asked for."""
+    """Return the bytes of a backend's buffers: the plan, FP8 queries, and token numbers for the LSE."""
     queries = limits.max_num_tokens * spec.num_query_heads * spec.head_size
     return (
         4 * plan_length(limits)
@@ -53,7 +54,7 @@ def kept_bytes(spec: AttentionSpec, limits: BatchLimits) -> int:
 
 
 def partial_bytes(spec: AttentionSpec, limits: BatchLimits, graphs: Sequence[GraphKey]) -> int:
-    """Partial results of version 3, with their LSE: once in the memory that graphs share, once for eager steps."""
+    """Return the bytes of version 3's partial results and LSE: in the graphs' shared memory, and in eager steps."""
     if spec.batch_invariant:
         return 0
     whole = [key.num_tokens for key in graphs if key.graphs is not GraphSet.PIECEWISE]
@@ -70,5 +71,5 @@ def _split_bytes(num_tokens: int, spec: AttentionSpec) -> int:
 
 
 def _accumulator_bytes(num_tokens: int, spec: AttentionSpec) -> int:
-    """Of one split."""
+    """Return the bytes of one split."""
     return 4 * max(num_tokens, 1) * spec.num_query_heads * spec.head_size

@@ -1,4 +1,1 @@
-"""FlashInfer as a backend: its wrappers, planned on the host for each step, over buffers that captured graphs read.
-
-Facts about the library are those of flashinfer-python 0.6.14.
-"""
+"""FlashInfer as a backend. Facts about the library are those of flashinfer-python 0.6.14."""

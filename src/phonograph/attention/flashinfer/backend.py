@@ -1,7 +1,7 @@
-"""FlashInfer as a backend: decodes and prefills each through a wrapper, planned in `build` from the host's lengths.
+"""FlashInfer as a backend: decodes and prefills through wrappers, planned in `build` from lengths on the host.
 
-The device's tensors still hold the step before when `build` runs, so lengths come from their host copies, and page
-numbers, which the host does not have, are laid out by a kernel at the head of the step (`schedule`).
+While `build` runs, the device's tensors still hold the previous step. So lengths come from their host copies. The host
+has no page numbers; a kernel writes them at the head of the step (`schedule`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.attention.page_indices import page_indices
 
 _NO_GPU = (9, 0), 2
-"""Capability and multiprocessors that tests without a GPU pretend."""
+"""Capability and multiprocessors that tests without a GPU assume."""
 _LEAST_LSE = -4.9e4
-"""Its kernels write -5e4 for minus infinity, in base 2."""
+"""Bound below which an LSE in base 2 means minus infinity, for which its kernels write -5e4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashInferMetadata(AttentionMetadata):
-    """Where page numbers go, and what runs on which rows, in order.
+    """Batch with the planned wrappers.
 
-    end: rows behind it are of no request, and no part runs on them
+    Attributes:
+        indices: buffer of the page numbers.
+        parts: what runs, in order.
+        end: rows from here on are padding, and no part runs on them.
     """
 
     indices: torch.Tensor
@@ -50,16 +53,18 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
-    """Plans the wrappers that the coming step runs.
+    """Builder that plans the wrappers of the next step.
 
-    A replay reads whatever plan is in the buffers, so each has to be planned for: the runner builds exactly once for
-    what it runs next, capture and verification included, and refuses to replay what nothing was built for.
+    A replay reads the plan that is in the buffers, so every replay needs a build. The runner builds exactly once for
+    each step, capture and verification included, and refuses a replay without a build.
+
+    Args:
+        splits: True if decodes of a mixed graph have their own launch.
     """
 
     def __init__(
         self, library: Library, spec: AttentionSpec, device: torch.device, limits: BatchLimits, *, splits: bool
     ) -> None:
-        """splits: decodes of a mixed graph have a launch of their own."""
         capability, num_sms = _NO_GPU
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -75,7 +80,7 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
         if key is None or key.graphs is GraphSet.PIECEWISE:
             parts, end = self._eager(common), common.num_tokens
         else:
-            # As one part of a split batch, decodes come with the rows of all.
+            # The decode part of a split batch may have rows of other parts too.
             end = min(key.num_tokens, common.slot_mapping.shape[0])
             parts = self._in_graph(common, key, end)
         return FlashInferMetadata(common=common, indices=self._planner.indices, parts=parts, end=end)
@@ -100,8 +105,8 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
         first_page, max_query_len = 0, common.max_query_len
         if self._splits and key.graphs is GraphSet.MIXED:
             cut, slots = cut_on_host(starts, lens, 1), decode_part(num_rows, len(lens), 1).num_reqs
-            # The decode wrapper has a row for each slot. Rows of slots without a decode are the prefills', who come
-            # later, or padding, as theirs.
+            # The decode wrapper writes a row for each slot. Rows of slots without a decode are padding, or belong to
+            # prefills, whose launch comes later.
             host = self._host_plan(cut.decode_starts[: slots + 1], cut.decode_lens[:slots], slots)
             decodes = (self._planner.decode(host, slots),)
             first_page = int((-(-cut.decode_lens // self._spec.block_size)).sum())
@@ -121,13 +126,13 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
 
 
 class FlashInferBackend(GpuBackend[FlashInferMetadata]):
-    """Raises BackendError at the first run of a layer whose scales differ from head to head.
+    """FlashInfer's wrappers. The first run of a layer whose scales differ by head raises BackendError.
 
-    Of a mixed graph, its FA3 alone would split no sequence and take a tile for each query head of a decode; so decodes
-    have the decode wrapper there too.
+    FA3 would split no sequence and take a tile for each query head of a decode, so decodes of a mixed graph use the
+    decode wrapper.
 
     Args:
-        splits_mixed: whether they do; a part of a split batch has but one kind of sequence
+        splits_mixed: True if they do. A part of a split batch has only one kind of sequence.
     """
 
     capabilities = FlashInferCapabilities()
@@ -173,21 +178,21 @@ class FlashInferBackend(GpuBackend[FlashInferMetadata]):
                 out=out_THD[rows],
                 lse=None if lse_TH is None else lse_TH[rows],
                 return_lse=lse_TH is not None,
-                # Some of its blocks end without waiting for the kernel before, on which ours after it would rely.
+                # Some of its blocks end without waiting for the previous kernel, but our next kernel relies on that.
                 enable_pdl=False,
             )
         if lse_HT is not None and lse_TH is not None:
             lse_HT.copy_((lse_TH * math.log(2)).masked_fill_(lse_TH < _LEAST_LSE, -math.inf).t())
 
     def _base_2(self, lse_HT: torch.Tensor, end: int) -> torch.Tensor:
-        """[T, H] for the wrappers to write to. Rows before the first query are another launch's, and stay."""
+        """Return an LSE [T, H] in base 2 for the wrappers, which keeps the rows before the first query."""
         lse_TH = torch.empty_like(lse_HT.t(), memory_format=torch.contiguous_format)
         torch.mul(lse_HT.t(), 1 / math.log(2), out=lse_TH)
         lse_TH[end:] = -math.inf
         return lse_TH
 
     def _scale(self, layer: AttentionLayer, name: str, scale_K: torch.Tensor | None) -> float | None:
-        """The one scale of all heads, read from the device once for each layer."""
+        """Return the scale of all heads, read from the device once for each layer."""
         if scale_K is None:
             return None
         known = self._scales.get((layer.index, name))

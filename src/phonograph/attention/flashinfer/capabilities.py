@@ -1,4 +1,4 @@
-"""What FlashInfer can do, and which of its routines does it; nothing here imports it."""
+"""Capabilities of FlashInfer, and the choice between its prefill routines. Nothing here imports it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 
 class FlashInferCapabilities(DeclaredCapabilities):
-    """Page sizes: its kernels divide by the page size at run time, so any multiple of ours serves.
+    """Capabilities of FlashInfer.
 
-    FP8 caches: a scale is one number to its wrappers, so layers whose heads differ in theirs are refused at their first
-    run (`BackendError`); the spec does not say which scales there will be.
+    Its kernels divide by the page size at run time, so any multiple of our block size works. Its wrappers take one
+    scale for all heads of an FP8 cache. The spec has no scales, so the first run of a layer raises BackendError if they
+    differ.
     """
 
     name = "flashinfer"
@@ -71,5 +72,5 @@ class FlashInferCapabilities(DeclaredCapabilities):
 
 
 def prefill_routine(spec: AttentionSpec, capability: tuple[int, int]) -> str:
-    """Its implementation of prefill, as its wrappers name it. FA3 is for Hopper; its FP8 caches want FP8 queries."""
+    """Return its implementation of prefill: FA3 on Hopper, but not for FP8 caches, which need FP8 queries there."""
     return "fa3" if capability[0] == 9 and not spec.kv_cache_dtype.startswith("float8") else "fa2"

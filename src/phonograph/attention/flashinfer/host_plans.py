@@ -1,7 +1,7 @@
-"""Pinned host arrays that plans are copied from, and the events that say when they may be written again.
+"""Pinned host arrays that plans are copied from, with the events that allow to overwrite them.
 
-The host is a step ahead of the device: what it copied for one step may still wait in the stream while it plans the
-next. So arrays come in turn, and each has an event recorded behind the copies from it.
+The host is a step ahead of the device: while it plans a step, copies of the previous one may still wait in the stream.
+So the arrays are used in turn, and an event is recorded behind the copies from each.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 _TURNS = 8
-"""More than steps can be in flight, of which a mixed one takes two."""
+"""Exceeds the number of plans in flight; a mixed step takes two."""
 
 
 class Fence:
-    """Marks a place in the current stream; nothing to wait for on a CPU."""
+    """Event in the current stream; no-op on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -24,18 +24,19 @@ class Fence:
             self._event.record()
 
     def wait(self) -> None:
-        """Steps ahead are bounded, so that the copies are long done: this is a check, hardly ever a wait."""
+        """Wait for the recorded place. The number of steps in flight is bounded, so this is almost always a check."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
 
 
 class HostPlan:
-    """One step's lengths as the library wants them, int32, for n <= N sequences and a slot of padding behind them.
+    """Lengths of one step as the library takes them, int32, for n <= N sequences and one padding slot.
 
-    queries    [N+2]  running sum of query lengths; the padding slot has the rows of no request
-    pages      [N+2]  running sum of pages, from the first that is theirs; the padding slot has none
-    last_page  [N+1]  keys in the last page, 0 where there are none
-    lens       [N+1]  keys
+    Attributes:
+        queries: [N+2] cumulative query lengths; the padding slot has the padding rows.
+        pages: [N+2] cumulative pages, beginning with their first page; the padding slot has none.
+        last_page: [N+1] keys in the last page, 0 without keys.
+        lens: [N+1] keys.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -49,12 +50,14 @@ class HostPlan:
         self.fence = Fence(device)
 
     def fill(self, starts: np.ndarray, lens: np.ndarray, *, num_rows: int, page_size: int, first_page: int = 0) -> None:
-        """Takes n sequences, in `num_rows` rows with their padding.
+        """Fill the arrays with n sequences.
 
         Args:
-            starts: [n+1] running sum of query lengths
-            lens: [n] keys
-            first_page: pages of the batch before theirs
+            starts: [n+1] cumulative query lengths.
+            lens: [n] keys.
+            num_rows: query rows, padding included.
+            page_size: tokens of a page.
+            first_page: pages of the batch before theirs.
         """
         num_seqs = len(lens)
         queries, pages = self.queries.numpy(), self.pages.numpy()
@@ -71,14 +74,14 @@ class HostPlan:
 
 
 class HostPlans:
-    """HostPlans in turn."""
+    """Ring of HostPlans."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._plans = [HostPlan(max_num_seqs, device) for _ in range(_TURNS)]
         self._next = 0
 
     def take(self) -> HostPlan:
-        """The next one, free to be written; its fence is to be recorded behind the copies from it."""
+        """Return the next one, free to be written. The caller records its fence behind the copies from it."""
         plan = self._plans[self._next % _TURNS]
         self._next += 1
         plan.fence.wait()

@@ -1,4 +1,4 @@
-"""Imports FlashInfer and holds it to the interface that the adapter was written for."""
+"""Import of FlashInfer, with a check of the interface that the adapter needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phonograph.errors import BackendError, ConfigError
 
 PACKAGE = "flashinfer-python"
 
-# What the adapter passes by name, or counts on in this order.
+# Arguments that the adapter passes by name or in this order.
 _DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 _COMMON_PLAN = "window_left logits_soft_cap q_data_type kv_data_type sm_scale seq_lens"
@@ -32,11 +32,11 @@ _USED = {
 
 
 Wrapper = Any
-"""A decode or a prefill wrapper, with `plan`, `run` and `reset_workspace_buffer` as in `_USED`."""
+"""Decode or prefill wrapper, with `plan`, `run` and `reset_workspace_buffer` as in `_USED`."""
 
 
 class Library(NamedTuple):
-    """The wrappers' classes, and the version that they come from."""
+    """The installed version and the classes of its wrappers."""
 
     version: str
     decode: Callable[..., Wrapper]
@@ -44,10 +44,10 @@ class Library(NamedTuple):
 
 
 def load_library() -> Library:
-    """Imports the library, which compiles nothing yet.
+    """Import the library. That compiles nothing yet.
 
     Raises:
-        ConfigError: it, or a package that it needs, is not installed.
+        ConfigError: the library, or a package that it needs, is not installed.
         BackendError: it cannot be imported, or lacks an argument that the adapter passes.
     """
     try:

@@ -1,15 +1,15 @@
-"""FlashInfer's wrappers: one for each shape that a graph can have, two for eager steps; and their plans.
+"""FlashInfer's wrappers, one for each shape of graph and two for eager steps, and their plans.
 
-What a wrapper's `run` puts into a graph, in the library's graph mode, are launches whose grids and addresses follow
-from slots and tokens alone; all else they read from its integer workspace and from the index buffers, which `plan`
-rewrites on the stream, behind the step before and ahead of the replay. Three things keep that true:
+In the library's graph mode the launches of a wrapper's `run` have grids and addresses that depend on slots and tokens
+alone. They read everything else from the wrapper's integer workspace and from the index buffers. `plan` rewrites these
+on the stream, behind the previous step and before the replay. Three rules keep that right:
 
-- *Kernels are made at the first plan of a kind* (by nvcc and ninja, cached on disk), so in `build`, which no capture
-  contains. The runner also runs each kind of graph eagerly first, so that they are loaded.
-- *A wrapper's own pinned copy of its plan* is overwritten by its next plan while the device may not have read it, so a
+- *Kernels are compiled at the first plan of a kind* (by nvcc and ninja, cached on disk), so in `build`, outside any
+  capture. The runner also runs each kind of graph eagerly first, which loads them.
+- *A wrapper's pinned copy of its plan* is overwritten by its next plan, perhaps before the device has read it. So a
   fence is recorded behind each plan and waited for before the next.
-- *Rows of no request* are, in a graph, the queries of a slot without keys, for which the kernels write zeros. So the
-  last query offset always is the number of rows, which `run` checks, and which fixes the sizes at the first plan.
+- *Padding rows* are, in a graph, the queries of a slot without keys, for which the kernels write zeros. So the last
+  query offset is always the number of rows. `run` checks that, and it fixes the sizes at the first plan.
 
 Memory: `Sizes.floats` once, `Sizes.*_integers` on the device and pinned for each wrapper of a graph, 16 MiB of each for
 the two eager ones, and int32 page numbers of max_num_seqs sequences of max_model_len tokens.
@@ -32,7 +32,7 @@ from phonograph.errors import BackendError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A planned wrapper and the rows of the batch that it runs on (and may write)."""
+    """Planned wrapper, and the rows of the batch that it reads and may write."""
 
     wrapper: Wrapper
     first: int
@@ -40,9 +40,10 @@ class Part:
 
 
 class Planner:
-    """Owns wrappers and the buffers that they share, which is right since one stream runs everything.
+    """Owner of the wrappers and of their buffers. They share buffers, as one stream runs everything.
 
-    indices: page numbers of the batch; `page_indices` fills it at the head of each step
+    Attributes:
+        indices: page numbers of the batch; `page_indices` fills it at the head of each step.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class Planner:
         def zeros(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=device)
 
-        # Zeros, so that what was never written is a page that exists.
+        # Zeros, so that an entry that was never written is a valid page.
         self.indices = zeros(sizes.pages())
-        # An eager wrapper takes the buffer for its own; that of a graph has it already, and would only copy.
+        # Page numbers for the plans of graphs, whose wrappers have the buffer already and would copy it to itself.
         self._in_graph = self.indices[:0]
-        # Of decodes and of prefills, which a mixed graph has both.
+        # Separate for decodes and prefills, as a mixed graph has both.
         self._decode_pages, self._decode_last_page = zeros(slots + 1), zeros(slots)
         self._queries, self._pages, self._last_page = zeros(slots + 2), zeros(slots + 2), zeros(slots + 1)
         self._floats = torch.zeros(sizes.floats(), dtype=torch.uint8, device=device)
@@ -69,7 +70,7 @@ class Planner:
         self._eager_prefill = self._make_prefill()
 
     def decode(self, host: HostPlan, slots: int) -> Part:
-        """Plans `slots` sequences of a row each, for a graph; those without keys get zeros."""
+        """Plan `slots` sequences of one row each, for a graph. Rows of sequences without keys get zeros."""
         if slots not in self._decode:
             self._decode[slots] = self._make_decode(
                 self._sizes.decode_integers(slots),
@@ -82,9 +83,9 @@ class Planner:
         return Part(self._decode[slots], 0, slots)
 
     def prefill(self, host: HostPlan, slots: int, rows: int, *, max_query_len: int, causal: bool) -> Part:
-        """Plans `slots` sequences and the padding behind them, in `rows` rows, for a graph.
+        """Plan `slots` sequences and the padding behind them, in `rows` rows, for a graph.
 
-        FA3 leaves rows before the first query alone; with FA2 there are none, as it merges from row 0 on.
+        FA3 leaves rows before the first query alone. FA2 merges from row 0 on, so it gets no such rows.
         """
         if (slots, rows) not in self._prefill:
             self._prefill[slots, rows] = self._make_prefill(
@@ -102,7 +103,7 @@ class Planner:
     def eager(
         self, host: HostPlan, num_seqs: int, *, num_decodes: int, max_query_len: int, causal: bool
     ) -> tuple[Part, ...]:
-        """Plans a batch at its actual size: sequences of one row, which come first, then the rest."""
+        """Plan a batch at its actual size: first the sequences of one row, then the rest."""
         parts: list[Part] = []
         if num_decodes:
             self._plan_decode(self._eager_decode, host, num_decodes, self.indices)
@@ -116,7 +117,7 @@ class Planner:
         return tuple(parts)
 
     def _make_decode(self, integers: int | None = None, **buffers: Any) -> Wrapper:
-        # Tensor cores for every group: the kernels without have plans that lose count of sequences without keys.
+        # Tensor cores for every group size: plans of the other kernels miscount sequences without keys.
         return self._make(self._library.decode, "fa2", integers, use_tensor_cores=True, **buffers)
 
     def _make_prefill(self, integers: int | None = None, **buffers: Any) -> Wrapper:
@@ -161,7 +162,7 @@ class Planner:
                 spec.num_kv_heads,
                 spec.head_size,
                 spec.block_size,
-                # Layers bring their scale as a factor of this one.
+                # Each layer passes its scale to `run`, which multiplies the two.
                 sm_scale=1.0,
                 window_left=spec.windows[0][0],
                 logits_soft_cap=spec.softcap,

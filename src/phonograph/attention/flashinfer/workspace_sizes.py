@@ -1,8 +1,8 @@
-"""How much scratch FlashInfer's plans take: its own arithmetic, as bounds that hold for every batch.
+"""Sizes of FlashInfer's workspaces: the library's own arithmetic, as bounds for every batch.
 
-The library gives each wrapper 8 MiB of integers on the device and as many pinned, which for a hundred graphs would be
-most of a gigabyte; a graph's plan takes tens or hundreds of kilobytes. Where a bound here were too small, `plan` would
-raise and say which buffer overflowed: nothing is written beyond one.
+The library gives each wrapper 8 MiB of integers on the device and as many pinned. The plan of a graph needs tens or
+hundreds of kilobytes, so with these bounds a hundred graphs save most of a gigabyte. If a bound were too small, `plan`
+would raise and name the buffer: it writes nothing beyond one.
 
 T tokens, R slots, H query heads, K KV heads, D head size. A tile is a block of rows, which are (token, query head of
 one KV head).
@@ -18,27 +18,32 @@ from phonograph.attention.composite.capabilities import decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 EAGER_INTEGERS = 8 << 20
-"""Bytes of the integer workspace that the library gives a wrapper: those of eager steps keep it."""
+"""Bytes of the integer workspace that the library gives a wrapper. Wrappers of eager steps keep it."""
 _SLACK = 4096
-"""For what the library rounds up to 16 bytes, and its few scalars."""
+"""Bytes for rounding up to 16 bytes, and for a few scalars."""
 _FA2_LEAST_TILE = 16
 """Rows in the narrowest tile of FA2; the others have 64 and 128."""
 _FA3_TILE = 128
 """Tokens in a tile of FA3 (192 at head size 64)."""
 _FA3_WORDS = 7
-"""Words that its plan keeps of each tile."""
+"""Words of FA3's plan for each tile."""
 _FA3_SHARED_WORKS = 4096
-"""Above so many tiles in a head, all heads share one list."""
+"""Number of tiles of a head above which all heads share one list."""
 
 
 def splits_mixed(spec: AttentionSpec) -> bool:
-    """Whether decodes of a mixed graph can have the decode wrapper, which takes one row of each sequence."""
+    """Return True if decodes of a mixed graph can use the decode wrapper, which takes one row of each sequence."""
     return spec.speculative_tokens == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """routine: of prefill, "fa2" or "fa3"; num_sms: of the device."""
+    """Workspace sizes of one KV group.
+
+    Attributes:
+        routine: implementation of prefill, "fa2" or "fa3".
+        num_sms: multiprocessors of the device.
+    """
 
     spec: AttentionSpec
     limits: BatchLimits
@@ -46,10 +51,10 @@ class Sizes:
     num_sms: int
 
     def floats(self) -> int:
-        """Bytes of the one float workspace: partial results in float32 where keys are split, which FA3 never does.
+        """Return the bytes of the float workspace: float32 partial results of split keys.
 
-        Decode for all slots, eager prefill (split only while that fills the device), and with speculation the prefill
-        of graphs. 84 MB for 256 slots of Llama-3.1-8B on Hopper.
+        They occur in decodes for all slots and in FA2: in eager prefills, split only until they fill the device, and
+        with speculation in prefills of graphs. FA3 never splits. 84 MB for 256 slots of Llama-3.1-8B on Hopper.
         """
         spec, slots = self.spec, self.limits.max_num_seqs
         shapes = [self._decode_tiles(slots)]
@@ -61,7 +66,7 @@ class Sizes:
         return spec.num_query_heads * rows * (spec.head_size + 1) * 4 + _SLACK
 
     def total(self, graphs: Sequence[GraphKey]) -> int:
-        """All that is kept on the device, by the wrappers of these graphs and by the two of eager steps."""
+        """Return the bytes on the device of the wrappers of these graphs and of the two eager ones."""
         limits, whole = self.limits, [key for key in graphs if key.graphs is not GraphSet.PIECEWISE]
         decodes = {key.num_reqs for key in whole if key.query_len == 1}
         if splits_mixed(self.spec):
@@ -78,17 +83,17 @@ class Sizes:
         )
 
     def pages(self) -> int:
-        """Page numbers of the largest batch."""
+        """Return the number of page numbers of the largest batch."""
         return self.limits.max_num_seqs * -(-self.limits.max_model_len // self.spec.block_size)
 
     def decode_integers(self, slots: int) -> int:
-        """Bytes of the integer workspace of a decode wrapper."""
+        """Return the bytes of a decode wrapper's integer workspace."""
         return _fa2_integers(self._decode_tiles(slots)[0], slots, slots)
 
     def prefill_integers(self, tokens: int, slots: int) -> int:
-        """The same of a prefill wrapper."""
+        """Return the bytes of a prefill wrapper's integer workspace."""
         if self.routine == "fa2":
-            # The narrowest tiles, of which there are most.
+            # The narrowest tiles are the most numerous.
             tiles = max(self._least_tiles(), -(-tokens * self._group // _FA2_LEAST_TILE) + slots)
             return _fa2_integers(tiles, tokens, slots)
         works = -(-tokens // _FA3_TILE) + slots
@@ -100,7 +105,7 @@ class Sizes:
         return self.spec.num_query_heads // self.spec.num_kv_heads
 
     def _least_tiles(self) -> int:
-        """Tiles that fill the device twice: in a graph never fewer are launched."""
+        """Return the tiles that fill the device twice. A graph never launches fewer."""
         return 2 * self.num_sms // self.spec.num_kv_heads
 
     def _prefill_tile(self) -> int:
@@ -111,11 +116,11 @@ class Sizes:
         return max(self._least_tiles(), -(-slots * self._group // tile) + slots), tile
 
     def _prefill_tiles(self, tokens: int, slots: int) -> tuple[int, int]:
-        # The library takes the longest query that could be there for the width of tiles, so this is the widest.
+        # The library chooses the width by the longest query that is possible, so this is the widest.
         tile = self._prefill_tile()
         return max(self._least_tiles(), -(-tokens * self._group // tile) + slots), tile
 
 
 def _fa2_integers(tiles: int, tokens: int, slots: int) -> int:
-    """Three words and a flag for each tile, a word for each token and slot."""
+    """Return bytes for three words and a flag a tile, and a word for each token and slot."""
     return 13 * tiles + 4 * (tokens + slots) + _SLACK

@@ -1,7 +1,7 @@
-"""The torch reference backend: every feature, float32 inside, the oracle for all others and the CPU's default.
+"""The torch reference: every feature, oracle of all other backends, and the default on CPUs.
 
-Its operators read query lengths and sequence lengths out of the batch's tensors when they run. So its metadata is those
-tensors and a handle, and a graph that holds its calls serves any batch.
+Its operators read query lengths and sequence lengths out of the batch's tensors when they run, so a graph that contains
+them serves any batch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class ReferenceCapabilities(DeclaredCapabilities):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata(AttentionMetadata):
-    """handle: stands for the schedule"""
+    """Batch with a schedule, which the tensor `handle` identifies."""
 
     handle: torch.Tensor
 
 
 class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
-    """One schedule serves all graphs: each step makes it anew before its layers read it."""
+    """Builder with one schedule for all graphs. Each step computes it before its layers read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = new_handle(self, device)

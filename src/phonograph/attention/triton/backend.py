@@ -1,14 +1,14 @@
-"""Our own kernels as a backend: one launch for short queries, one for the rest, both on schedules made on the device.
+"""Backend of our Triton kernels: one launch for short queries and one for long ones.
 
-A decode graph holds the first launch only; every other graph holds both, each with tiles of its own, so that a prefill
-does not slow the decodes beside it. The two run at the same time where the GPU lets a launch begin before the one
-before it has ended: that for long queries on as many multiprocessors as its share of the work is. (Not in steps of so
-many tokens that it fills the GPU.) What a graph freezes is the longest query of the first part and whether there is a
-second; lengths are read on the device.
+A kernel at the head of the step makes the schedules of both. A decode graph holds the first launch only. Every other
+graph holds both, each with its own tiles, so that a prefill does not slow down the decodes beside it. Where the GPU
+lets a launch begin before the previous one has ended, the two overlap. The launch for long queries then takes as many
+multiprocessors as its share of the work, except in steps of so many tokens that it fills the GPU. A graph freezes the
+longest query of the first launch and the presence of the second; lengths are read on the device.
 
-For batch invariance (`AttentionSpec.batch_invariant`) the second launch, without cuts, takes queries of every length: a
-token's attention is then the same bits in any batch, whether it comes as a decode or in any chunk of a prefill. The
-first is left with the rows of nobody.
+With batch invariance (`AttentionSpec.batch_invariant`) the second launch serves queries of every length and cuts no
+keys. A token's attention is then the same bit for bit in any batch, as a decode and in any chunk of a prefill. The
+first launch only zeroes padding rows.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _INTERPRETER_SMS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonMetadata(AttentionMetadata):
-    """The builder's plans by window, and what a graph freezes.
+    """Batch with the plans of each window.
 
-    short_query_len: longest query that the launch for short ones meets; 0 where it serves none
-    has_long:        whether longer ones may be there
-    divide:          whether the launches divide the multiprocessors
+    Attributes:
+        short_query_len: longest query of the launch for short ones; 0 if it serves none.
+        has_long: True if there may be longer queries.
+        divide: True if the two launches divide the multiprocessors.
     """
 
     plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
@@ -54,7 +55,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
-    """One set of plans, one for each window, serves all graphs: each step makes them anew for its layers."""
+    """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         num_sms = _INTERPRETER_SMS
@@ -64,11 +65,11 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
         self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
-        # Between pieces attention runs eagerly, but its schedule is part of the first piece: both must be of one kind.
+        # Between pieces attention runs eagerly, but its schedule is in the first piece: both must have these values.
         short_query_len, has_long = MAX_SHORT_QUERY, True
         if key is None:
             has_long = common.max_query_len > MAX_SHORT_QUERY
-            # Of two kinds only, as each is compiled.
+            # Two values only, as a kernel is compiled for each.
             short_query_len = 1 if common.max_query_len <= 1 else MAX_SHORT_QUERY
         elif key.graphs is GraphSet.DECODE and key.query_len <= MAX_SHORT_QUERY:
             short_query_len, has_long = key.query_len, False
@@ -129,7 +130,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             "v_scale": layer.v_scale,
             "causal": common.causal,
         }
-        # The long ones first: few of their programs have work, and the short ones' take all the room that is left.
+        # Long queries first: few of their programs have work, and programs of short queries fill the rest of the GPU.
         if metadata.has_long:
             prefill_attention(long, query_THD, kv_cache, common.block_table, out_THD, lse_HT, **scoring)
         decode_attention(

@@ -1,4 +1,4 @@
-"""What our own kernels can do, apart from them: answering needs neither triton nor a GPU."""
+"""Capabilities of our Triton kernels. They need neither triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from phonograph.kernels.attention_scratch import decode_partials, prefill_partia
 
 
 class TritonCapabilities(DeclaredCapabilities):
-    """Our own kernels."""
-
     name = "triton"
     varies = ""
     declared = Declaration(
@@ -51,7 +49,7 @@ class TritonCapabilities(DeclaredCapabilities):
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
     ) -> int:
-        """Partial results, and the LSE of each row of them, for each window."""
+        """Return the bytes of partial results and their LSE, for each window."""
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
         shapes = (
             decode_partials(heads // kv_heads, size, sms),

@@ -1,8 +1,8 @@
-"""What a device refuses inside a capture, refused on the CPU too, with the reason.
+"""Refusals of a capture on the CPU, with reasons: whatever a capture on a device refuses.
 
-Most of it is visible as an operator (`refuse_unless_capturable`). Reading a CPU tensor's memory from Python is not: no
-operator runs in `.tolist()` or `.numpy()`. `HostReadGuard` catches these, and tensors made from host data, one level
-higher, at the Python API. Nothing sees `torch.utils.dlpack.to_dlpack`, whose capsules are not for captures.
+Most of it shows as an operator (`refuse_unless_capturable`). Reads of a CPU tensor's memory from Python do not: no
+operator runs in `.tolist()` or `.numpy()`. `HostReadGuard` catches them, and tensors made from host data, at the Python
+API. `torch.utils.dlpack.to_dlpack` escapes both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOST_DATA: dict[Callable[..., Any], str] = {
     torch.as_tensor: "torch.as_tensor()",
     torch.from_numpy: "torch.from_numpy()",
 }
-# Operators whose tags do not tell: a mask as an index, and reads that stay composite under inference mode.
+# Reads without a tag that shows them, since they stay composite under inference mode.
 _READ_OPERATORS = {
     "aten::item",
     "aten::_local_scalar_dense",
@@ -53,7 +53,7 @@ _INDEX_OPERATORS = {"aten::index", "aten::index_put", "aten::index_put_"}
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Raises CaptureError for reads of tensor contents into Python, and for tensors made from Python data."""
+    """Mode that raises CaptureError for reads of tensor contents and for tensors made from Python data."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class HostReadGuard(TorchFunctionMode):
 
 
 def refuse_unless_capturable(func: Any, args: Any) -> None:
-    """Raises CaptureError where operator `func` cannot be part of a graph."""
+    """Raise CaptureError if operator `func` cannot be part of a graph."""
     name: str = func._schema.name
     tags = func.tags
     if _full_name(func) in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:

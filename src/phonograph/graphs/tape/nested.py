@@ -1,6 +1,6 @@
-"""Tensors inside the arguments of an operator: in lists, tuples and dictionaries, which is all that operators take.
+"""Tensors inside an operator's arguments: in lists, tuples and dictionaries.
 
-torch has a general tool for this; it took most of the time of a capture.
+torch's general tool for this took most of the time of a capture.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in `value`, in order."""
+    """Return all tensors in `value`, in order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A copy of `value` with each tensor replaced by what `function` makes of it; only containers are new."""
+    """Return `value` with `function` applied to each tensor, in new containers."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):

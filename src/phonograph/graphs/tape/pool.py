@@ -1,7 +1,7 @@
-"""Addresses for the intermediates of a captured graph: memory is reused as soon as its last reader has run.
+"""Addresses of a captured graph's intermediates. Memory is reused as soon as its last reader has run.
 
-A device's caching allocator does this while it captures. The tape sees the whole capture first, so it plans afterwards:
-walk the calls in order, claim the best-fitting gap at a storage's first use, release it after the last one.
+A device's caching allocator does this during the capture. The tape plans afterwards, with the whole capture in view: it
+walks the calls in order, claims the best-fitting gap at a storage's first use, and releases it after the last one.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 import torch
 
 ALIGNMENT = 64
-"""Bytes; a cache line, so that vector loads stay aligned as in torch's own allocations."""
+"""Bytes of a cache line; vector loads stay aligned as in torch's own allocations."""
 
 
 @dataclass(slots=True)
 class PoolPlan:
-    """offsets: byte offset by storage id; num_bytes: size of the pool."""
+    """Byte offsets by storage id, and the size of the pool."""
 
     offsets: dict[int, int] = field(default_factory=dict[int, int])
     num_bytes: int = 0
 
 
 def plan_pool(uses: list[list[torch.Tensor]], planned: set[int], keep: tuple[torch.Tensor, ...]) -> PoolPlan:
-    """Places storages.
+    """Place storages in one pool.
 
     Args:
-        uses: for each call in order, the tensors it touches.
-        planned: ids of the storages to place; others (weights, static buffers) keep their own memory.
-        keep: tensors that must outlive the last call, because the caller reads them.
+        uses: for each call in order, the tensors that it touches.
+        planned: ids of the storages to place. Weights and static buffers keep their own memory.
+        keep: tensors that the caller reads after the last call.
     """
     last_use: dict[int, int] = {}
     for index, tensors in enumerate(uses):
@@ -63,7 +63,7 @@ def _claim(gaps: list[tuple[int, int]], plan: PoolPlan, size: int) -> int:
             gaps[position] = (offset + size, gap_size - size)
         return offset
     offset = plan.num_bytes
-    if gaps and sum(gaps[-1]) == plan.num_bytes:  # grow the gap at the end instead of leaving it
+    if gaps and sum(gaps[-1]) == plan.num_bytes:  # extend the gap at the end
         offset = gaps.pop()[0]
     plan.num_bytes = offset + size
     return offset
@@ -82,5 +82,5 @@ def _release(gaps: list[tuple[int, int]], offset: int, size: int) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's memory for as long as some tensor keeps it alive."""
+    """Return an id of a tensor's memory, valid as long as a tensor keeps it alive."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

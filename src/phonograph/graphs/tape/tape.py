@@ -1,13 +1,13 @@
-"""The CPU's graph runtime: it records calls once and replays them, with the hazards of a CUDA graph on purpose.
+"""Graph runtime of the CPU. It records calls once and replays them, with the hazards of a CUDA graph on purpose.
 
-A capture runs the function under a TorchDispatchMode. Every operator that reaches it is kept with its frozen Python
-arguments and with aliases of its tensors, so that a later change of a tensor's address or strides is not seen, just as
-a device graph would not see it. After the capture all intermediates get addresses in one pool that every graph of the
-runtime shares; replay re-runs the operators into that pool. So outputs are overwritten by the next replay of any graph,
-stale scalars stay stale, and what a capture on a device refuses is refused here (`guards.py`).
+A capture runs the function under a TorchDispatchMode. Each operator is kept with its frozen Python arguments and with
+aliases of its tensors, so a later change of a tensor's address or strides is not seen, as in a device graph. After the
+capture all intermediates get addresses in one pool, which all graphs of the runtime share, and a replay runs the
+operators into that pool. So the next replay of any graph overwrites outputs, stale scalars stay stale, and whatever a
+capture on a device refuses is refused (`guards.py`).
 
-Two facts the module relies on: under inference mode composite operators (linear, rms_norm) reach the mode whole; and an
-operator of torch.library reaches it as one call, whose implementation runs unrecorded at each replay and may read the
+The module relies on two facts. Under inference mode composite operators (linear, rms_norm) reach the mode whole. An
+operator of torch.library reaches it as one call; its implementation runs unrecorded at each replay and may read the
 contents of its tensors, as a device kernel would.
 """
 
@@ -32,7 +32,7 @@ from phonograph.graphs.tape.pool import PoolPlan, plan_pool, storage_id
 
 @dataclass(slots=True)
 class _Call:
-    """One recorded operator, or one eager call (`break_here`), with the tensors it made or got."""
+    """One recorded operator or eager call, with its tensors."""
 
     function: Callable[..., Any]
     args: Any
@@ -40,16 +40,17 @@ class _Call:
     outputs: list[torch.Tensor]
     break_here: bool = False
     replayed: bool = True
-    """False for a bare allocation: it claims memory, but there is nothing to run."""
+    """False for an allocation, which claims memory but runs nothing."""
 
     def tensors(self) -> list[torch.Tensor]:
         return [*tensors_in((self.args, self.kwargs)), *self.outputs]
 
 
 class TapeRuntime:
-    """Captures on the CPU; see `GraphRuntime` for the contract.
+    """GraphRuntime of the CPU.
 
-    num_threads: threads of torch's operators within `scope`; None leaves torch's number
+    Args:
+        num_threads: threads of torch's operators within `scope`; None for torch's number.
     """
 
     runs_captured = True
@@ -84,7 +85,7 @@ class TapeRuntime:
             function(*tensors)
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for: each call returns when it is done."""
+        """Do nothing: each call returns when it is done."""
 
     def poison(self) -> None:
         for pool in self._pools:
@@ -95,7 +96,7 @@ class TapeRuntime:
         return sum(pool.numel() for pool in self._pools)
 
     def _bind(self, recorder: _Recorder, outputs: tuple[torch.Tensor, ...]) -> CapturedGraph:
-        """Gives the intermediates their addresses in the pool and makes the calls that replay runs."""
+        """Place the intermediates in the pool and make the calls of the replay."""
         plan = plan_pool([call.tensors() for call in recorder.calls], recorder.made_here, keep=outputs)
         if plan.num_bytes > self._pool.numel():
             # Captured largest first, later graphs fit what the first one claimed.
@@ -118,17 +119,17 @@ def _operator_threads(count: int) -> Generator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs each operator and keeps it."""
+    """Mode that runs and records each operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.made_here: set[int] = set()
-        """Storages that operators of this capture made: the intermediates."""
+        """Storages of the intermediates."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Or torch imports its compiler, which nothing here uses, at the first capture: 0.8 s of a start.
+        # True makes torch import its compiler, which is not used here, at the first capture: 0.8 s of a start.
         return False
 
     def __torch_dispatch__(
@@ -138,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         refuse_unless_capturable(func, args)
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **kwargs)
-            # Aliases hold today's address, sizes and strides; the list arguments are copied on the way.
+            # Aliases hold the present address, sizes and strides; lists of arguments are copied.
             frozen_args, frozen_kwargs = map_tensors(_freeze, (args, kwargs))
         outputs = tensors_in(result)
         known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
@@ -166,14 +167,14 @@ _ALLOCATIONS = {
 
 
 class _Binder:
-    """Places the tensors of one capture and turns its calls into callables without arguments."""
+    """Placement of one capture's tensors, and of its calls as callables without arguments."""
 
     def __init__(self, pool: torch.Tensor, plan: PoolPlan) -> None:
         self._pool = pool
         self._plan = plan
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's alias in the pool, or itself where its memory is not the graph's."""
+        """Return the tensor's alias in the pool, or the tensor itself if it is not an intermediate."""
         start = self._plan.offsets.get(storage_id(tensor))
         if start is None:
             return tensor
@@ -202,8 +203,10 @@ def _freeze(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _entry(overload: Any) -> Callable[..., Any]:
-    """The quickest way from Python into an operator: torch's own binding of it where that is known to take the same
-    arguments, which costs about half of the general way by the schema."""
+    """Return the fastest callable of an operator.
+
+    torch's own binding takes half the time of the schema's, but only some are known to have the same arguments.
+    """
     bound = _BINDINGS.get(overload)
     return overload._op if bound is None else bound
 
@@ -233,13 +236,13 @@ def _run_and_copy(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
 
 @functools.cache
 def _out_overload(func: Any) -> tuple[tuple[str, ...], Any] | None:
-    """The overload that computes the same into given tensors, and the names of those; None where there is none."""
+    """Return the names of the outputs and the overload that writes into them, or None if there is none."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         arguments = overload._schema.arguments
-        given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
         outs = tuple(argument.name for argument in arguments if argument.is_out)
-        if outs and given == wanted and len(outs) == len(func._schema.returns):
+        if outs and inputs == wanted and len(outs) == len(func._schema.returns):
             return outs, overload
     return None
