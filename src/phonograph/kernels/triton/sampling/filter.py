@@ -7,8 +7,8 @@ copies the tokens above the right level, a small superset of those that are kept
 level helps (a nearly flat distribution) it searches the row itself, which is slower.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false,
-# reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 from __future__ import annotations
 
 import triton

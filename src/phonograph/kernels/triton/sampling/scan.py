@@ -4,8 +4,8 @@ A greedy row takes the first largest logit, one with a temperature the largest s
 program that finishes a row last merges its parts. For rows with filters it finds only the maximum.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false,
-# reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 from __future__ import annotations
 
 import triton
