@@ -272,7 +272,7 @@ PLACES: dict[str, tuple[dict[str, Any], Patch, str]] = {
     "prompt": ({"prompt_logprobs": 1}, raises_for_victim(logprobs, "prompt_logprobs", by_target), "of the prompt"),
     "logits": ({}, spoils_logits, "not finite"),
     "logits and search": ({}, spoils_logits_and_search, "ZeroDivisionError"),
-    "token beyond the vocabulary": ({}, returns(2048), "returned 2048, which is no token id"),
+    "token beyond the vocabulary": ({}, returns(2048), "returned 2048; token ids are 0 to"),
     "huge token": ({}, returns(2**31 - 1), "returned 2147483647"),
     "token below 0": ({}, returns(-2), "returned -2"),
     "text": ({}, raises_for_victim(TextBuilder, "push", of_victim, when=4), "output"),

@@ -1,6 +1,6 @@
-"""The door of the engine: a request is held against the model's vocabulary and the engine's limits before it is queued.
+"""Checks of requests against the model's vocabulary and the engine's limits, before they are queued.
 
-`SamplingParams` checks what needs neither. A step trusts what has passed here.
+`SamplingParams` makes the checks that need neither. A step does not check again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from phonograph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 MAX_REQUEST_ID = 256
-"""Characters of a request's id."""
+"""Maximum number of characters of a request's id."""
 _INT64 = range(-(2**63), 2**63)
 
 
 def admitted_config(
     model: str | Path | None, config: EngineConfig | None, settings: Mapping[str, Any], *, serves: bool = True
 ) -> EngineConfig:
-    """Return the configuration of an engine, given as a whole or as a model and settings.
+    """Return the configuration of an engine, from a whole configuration or from a model and settings.
 
-    serves: False for an engine that is only verified
+    Args:
+        model: folder, hub id or "demo"; None with `config`.
+        config: in place of model and settings.
+        settings: fields of EngineConfig.
+        serves: False for an engine that is only verified.
 
     Raises:
-        ConfigError: it is given in both ways, is wrong, or is one that an engine cannot serve requests with.
+        ConfigError: both forms are used, a setting is wrong, or an engine cannot serve requests with it.
     """
     settings = dict(settings) if model is None else {"model": model, **settings}
     if config is not None and settings:
@@ -46,7 +50,7 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
     """Return the token ids of a prompt.
 
     Raises:
-        RequestError: the model has no such token, or the prompt is text that cannot be tokenized.
+        RequestError: a token is outside the model's vocabulary, or the prompt is text that cannot be tokenized.
     """
     if not isinstance(prompt, str):
         return admitted_token_ids(prompt, vocab_size)
@@ -63,25 +67,25 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-    """Check that stop strings can be found.
+    """Check that stop strings can be found in the output.
 
     Raises:
-        RequestError: there is no tokenizer to make text with.
+        RequestError: there is no tokenizer.
     """
     if params.stop and tokenizer is None:
         raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
 
 
 def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
-    """Returns the token ids of a prompt as Python's integers; an array or tensor of them will do.
+    """Return the token ids of a prompt as Python integers. The prompt may be an array or a tensor.
 
     Raises:
-        RequestError: an item is no integer, or no token id of the model.
+        RequestError: an item is not an integer, or not a token id of the model.
     """
     to_list = getattr(prompt, "tolist", None)
     values: object = prompt if to_list is None else to_list()
     items: list[object] = list(values) if isinstance(values, Iterable) else [values]
-    # Long prompts of Python's integers take no loop in Python.
+    # Long prompts of Python integers take no loop in Python.
     if set(map(type, items)) != {int}:
         items = [_integer(item) for item in items]
     token_ids = cast("list[int]", items)
@@ -98,35 +102,35 @@ def _integer(token_id: object) -> int:
 
 
 def _unknown_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
-    """Returns the first token id that the model does not have, or None."""
+    """Return the first token id outside the vocabulary, or None."""
     if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return None
     return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
 
 
 def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerLimits) -> None:
-    """Holds the parameters of a request against the vocabulary and the context.
+    """Check the parameters of a request against the vocabulary and the context length.
 
     Raises:
-        RequestError: a token id is not of the model, or `min_tokens` is more than the context can hold.
+        RequestError: a token id is outside the vocabulary, or `min_tokens` exceeds the room in the context.
     """
     params.check_vocabulary(vocab_size)
     room = limits.context_len - prompt_len
-    # A prompt that leaves no room is refused by the scheduler, by its own name.
+    # The scheduler refuses a prompt that leaves no room, with an error about the prompt.
     if params.min_tokens > room > 0:
         problem = f"at most {room} tokens can follow a prompt of {prompt_len} in a context of {limits.context_len}"
         raise RequestError("min_tokens", params.min_tokens, problem)
 
 
 def admit_names(request_id: object, priority: object) -> None:
-    """Checks the id and the priority of a request.
+    """Check the id and the priority of a request.
 
     Raises:
-        RequestError: the id is no string of 1 to 256 characters, or the priority is no integer of 64 bits.
+        RequestError: the id is not a string of 1 to 256 characters, or the priority is not an integer of 64 bits.
     """
     if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID:
         shown = shortened(str(request_id))
         raise RequestError("request_id", shown, f"must be a string of 1 to {MAX_REQUEST_ID} characters")
-    # The scheduler compares priorities when it puts a request in its place.
+    # The scheduler sorts requests by priority.
     if isinstance(priority, bool) or not isinstance(priority, Integral) or int(priority) not in _INT64:
         raise RequestError("priority", priority, "must be an integer of 64 bits; smaller is served earlier")

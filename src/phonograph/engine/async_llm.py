@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine for an event loop. Requests are opened at any time, grow side by side, and end one by one."""
+"""`AsyncLLM`: an engine for an event loop, with requests that start and end independently."""
 
 from __future__ import annotations
 
@@ -29,44 +29,45 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
 CALLS_AT_ONCE = 32
-"""Calls that write what they got before sockets and new requests have their turn."""
+"""Number of calls that write their new output before the event loop serves sockets and new requests."""
 INLINE_CHARACTERS = 4096
-"""Characters of a prompt that are tokenized at once, in about a millisecond. A thread does it for longer prompts."""
+"""Longest prompt in characters that is tokenized on the event loop, in about 1 ms; longer ones use a thread."""
 
 
 class AsyncLLM:
-    """A model, loaded and captured, that answers prompts on an event loop, many at a time and each as it grows.
+    """A model that answers many prompts at once on an event loop, with streamed outputs.
 
-    `AsyncLLM("demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `AsyncLLM(config=...)` takes a
-    configuration instead. The engine starts with `start`, or with `async with`. One event loop uses it.
-
-    Example:
-        async with AsyncLLM("demo", max_num_seqs=8) as llm:
-            async for output in llm.generate("Tom has 12 apples.", SamplingParams(max_tokens=32)):
-                print(output.outputs[0].text)
+    The engine starts with `start`, or with `async with`. One event loop uses it.
 
     Args:
         model: folder, hub id or "demo".
-        config: in place of model and settings.
-        client: makes the connection to the engine. `ThreadClient` runs it on a thread of this process; `ProcessClient`
-            (`phonograph.engine.process.process_client`, with the extra `server`) in a process of its own, where the
-            work of this event loop does not delay its steps.
-        progress: called with the phase of the start, how much of it is done, and of how much.
-        settings: of EngineConfig.
+        config: configuration in place of `model` and `settings`.
+        client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
+            process.
+            `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a separate
+            process, where work on this event loop does not delay its steps.
+        progress: called during the start with the phase, the work done and the total work of the phase.
+        settings: fields of EngineConfig, with its defaults.
+
+    Attributes:
+        facts: limits, graph mode and device of the engine; set by `start`.
+        tokenizer: tokenizer of the model, or None; set by `start`.
+        stats: scheduler statistics of the latest report; set by `start`.
+        num_open: number of samples in progress.
+        num_steps: number of steps of the engine.
+        steps: latest steps, and counts of all.
+        requests: counts and latencies of all requests.
+        died: event that is set when the engine ends by itself; `death` has the reason.
 
     Raises:
         ConfigError: a setting is wrong.
 
-    Known once it has started:
-        facts:     limits, graph mode and device of the engine
-        tokenizer: of the model; None if it has none
-        stats:     of the scheduler, as of the latest report
-    Counted since the start:
-        num_open:  samples that have not ended
-        num_steps: steps of the engine
-        steps:     the latest ones and counts of all
-        requests:  counts and times of all
-    died: set when the engine has ended by itself, with the reason in `death`
+    Example:
+        ```python
+        async with AsyncLLM("demo", max_num_seqs=8) as llm:
+            async for output in llm.generate("Tom has 12 apples.", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+        ```
     """
 
     facts: EngineFacts
@@ -102,14 +103,15 @@ class AsyncLLM:
         """Load the model, capture its graphs, and wait until requests can be served.
 
         Raises:
-            PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+            PhonographError: the configuration, the model or the machine does not allow it; the message says what would
+                work.
         """
         if self._client is not None or self.draining:
             raise PhonographError("an AsyncLLM starts once; make a new one")
         self._client = client = self._make_client(self.config)
         starting = asyncio.ensure_future(client.ready(self._progress))
         try:
-            # The engine takes seconds to load weights, this thread seconds to load the tokenizer's library.
+            # The tokenizer's library takes seconds to import, while the engine loads weights.
             loading = asyncio.to_thread(load_tokenizer, self.config)
             self.facts, self.tokenizer = await asyncio.gather(starting, loading)
         except BaseException:
@@ -122,7 +124,7 @@ class AsyncLLM:
         client.on_death(lambda: self._end(client.end()))
 
     async def close(self) -> None:
-        """Fail the requests in progress and end the engine. Closing again does nothing."""
+        """Fail the requests in progress and end the engine. Further calls have no effect."""
         self.draining = True
         if self._receiver is not None:
             self._receiver.cancel()
@@ -146,20 +148,24 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Continue one prompt and yield its output after each report of the engine that added to it.
+        """Continue one prompt, and yield its output each time the engine has added to it.
 
-        Each time it is the same object, which goes on growing; the last time it is `finished`. To leave the loop early,
-        to close the generator or to cancel the task that awaits it aborts the request.
+        All yields are the same object, which grows; the last one is `finished`. Leaving the loop early, closing the
+        generator or cancelling the task that awaits it aborts the request.
 
         Args:
             prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`. For a conversation pass
-                the token ids of `llm.tokenizer.encode_chat(messages)`.
-            sampling_params: None is `SamplingParams()`.
-            request_id: a name for the output; None makes one.
-            priority: smaller is served earlier, with scheduling_policy "priority".
+                `llm.tokenizer.encode_chat(messages)`.
+            sampling_params: defaults to `SamplingParams()`.
+            request_id: name of the output; generated by default.
+            priority: lower values are served earlier with scheduling_policy "priority"; defaults to 0.
+
+        Yields:
+            The output of the prompt so far.
 
         Raises:
-            RequestError, RequestFailure: the prompt cannot be served, or work for it failed.
+            RequestError: the prompt or the parameters cannot be served.
+            RequestFailure: work for the request failed.
             EngineUnavailable: the engine has not started, has ended, or is closed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -184,7 +190,7 @@ class AsyncLLM:
             finished = False
             while not finished:
                 await call.wait()
-                # Read here: the call may end while the caller has the output.
+                # Read before the yield: the call may end while the caller has the output.
                 finished = call.finished
                 output.num_cached_tokens, output.prompt_logprobs = source.num_cached_tokens, source.logprobs
                 output.warnings = source.warnings
@@ -194,7 +200,7 @@ class AsyncLLM:
 
     @property
     def problem(self) -> EngineUnavailable | None:
-        """The reason why no request can be opened, or None."""
+        """Error that says why no request can be opened, or None."""
         if self.death is not None:
             return EngineUnavailable(self.death, "engine_died")
         if self.draining:
@@ -211,16 +217,23 @@ class AsyncLLM:
         streams: bool = False,
         priority: int = 0,
     ) -> Call:
-        """Queues prompts, given as token ids. The samples of the first come first among those of the call.
+        """Queue prompts of one call.
 
-        A prompt that the engine refuses fails the call, which says so where it is waited for.
+        The samples of the first prompt come first among those of the call. If the engine refuses a prompt, waiting for
+        the call raises the error.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: sampling parameters of all prompts.
+            streams: wake the caller at each change, not only at the end.
+            priority: as for `generate`.
 
         Raises:
-            EngineUnavailable: the engine takes no calls any more.
+            EngineUnavailable: the engine does not accept calls.
         """
         if self.problem is not None:
             raise self.problem
-        # Stop strings are found here, where text is made.
+        # Stop strings are found on this side, where text is assembled.
         bare = params.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
         indices = itertools.count()
         call = Call(
@@ -243,7 +256,7 @@ class AsyncLLM:
         return call
 
     async def drain(self, seconds: float) -> None:
-        """Opens no call any more, gives those in progress so many seconds, and fails the rest."""
+        """Stop accepting calls, let those in progress run for at most `seconds`, and fail the rest."""
         self.draining = True
         until = time.monotonic() + seconds
         while self._open and self.death is None and time.monotonic() < until:
@@ -257,7 +270,7 @@ class AsyncLLM:
     async def _receive(self, client: EngineClient) -> None:
         try:
             while True:
-                # Where steps come faster than clients can be written to, each write has the tokens of several.
+                # If steps are faster than writes to clients, each write has the tokens of several steps.
                 changed: dict[int, Call] = {}
                 for report in await client.receive():
                     self._take(report, changed)
@@ -272,7 +285,7 @@ class AsyncLLM:
             self._end(f"the client lost track of its engine: {error!r}")
 
     def _take(self, report: Report, changed: dict[int, Call]) -> None:
-        """Lets calls grow by what a report brought, and adds them to `changed`."""
+        """Apply a report to the calls, and add those that grew to `changed`."""
         self.stats, self.num_steps = report.stats, report.num_steps
         now = time.monotonic()
         self.steps.take(report.steps)
@@ -292,14 +305,14 @@ class AsyncLLM:
             call, prompt = self._open[update[0]]
             try:
                 self._grow(call, prompt, update, made=report.time, seen=now)
-            except Exception:  # one answer that cannot be made text must not end the others
+            except Exception:  # a failure of one answer must not end the others
                 log.exception("a token could not be turned into text")
                 call.fail(RequestFailure(str(prompt.key), "text", "the output could not be turned into text"))
             else:
                 changed[id(call)] = call
 
     def _grow(self, call: Call, prompt: Prompt, update: SampleUpdate, *, made: float, seen: float) -> None:
-        """Lets one sample of a call grow."""
+        """Apply an update to one sample of a call."""
         key, index, token_ids, logprobs, finish_reason, stop_reason = update
         sample = prompt.samples[index]
         if sample.finish_reason is not None:

@@ -1,5 +1,7 @@
-"""Makes a running core from a plan: weights, KV cache, attention, graphs. The parts that a device has of its own come
-from its platform."""
+"""Builds a running engine from a plan: weights, KV cache, attention, graphs.
+
+A platform makes the parts that depend on the device.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """A core ready to run, and what start-up did. `make_subject` is for `verify`; it overwrites the KV cache."""
+    """A core that is ready to run, with its plan and captures.
+
+    make_subject: returns the subject of `verify`, which overwrites the KV cache
+    """
 
     core: EngineCore
     plan: EnginePlan
@@ -48,10 +53,10 @@ class Engine:
 
 
 def this_device(kind: str) -> DeviceSpec:
-    """The device an engine runs on here: for "auto" the current GPU where there is one.
+    """Return the device that an engine runs on; for "auto" the current GPU if there is one.
 
     Raises:
-        ConfigError: a GPU was asked for and there is none.
+        ConfigError: `kind` is "cuda" and there is no GPU.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return known_device("cpu")
@@ -59,7 +64,7 @@ def this_device(kind: str) -> DeviceSpec:
         raise ConfigError("device", kind, "torch sees no CUDA device here; cpu or auto works")
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
-    # What torch keeps of engines that this process had before is free too.
+    # Memory that torch caches from earlier engines of this process is free too.
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return DeviceSpec(
         name=facts.name,
@@ -75,14 +80,14 @@ def make_platform(kind: str) -> Platform:
     """Return the platform of a kind of device ("cpu", "cuda").
 
     Raises:
-        ConfigError: a GPU was asked for and its kernels' compiler is not installed.
+        ConfigError: `kind` is "cuda" and Triton is not installed.
     """
     if kind == "cpu":
         return CpuPlatform()
     if find_spec("triton") is None:
         problem = "needs the package triton: pip install triton, or torch for CUDA, which brings it; cpu works without"
         raise ConfigError("device", kind, problem)
-    # Imports Triton, which a CPU installation need not have.
+    # Imports Triton, which CPU installations may lack.
     from phonograph.engine.startup.cuda_platform import CudaPlatform
 
     return CudaPlatform(torch.device(kind))
@@ -92,12 +97,15 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     """Load the model and capture all graphs. All libraries are imported before memory is allocated.
 
     Args:
-        plan: what to build.
-        report: called as the start goes on.
-        platform: in place of that of the plan's device.
+        plan: decisions of the engine.
+        report: called with the progress of the start.
+        platform: replaces the platform of the plan's device.
 
     Raises:
-        ConfigError, BackendError, WeightError, MemoryLimitError: as the parts do.
+        ConfigError: a library does not support the configuration.
+        BackendError: the attention backend cannot be loaded.
+        WeightError: the weights cannot be read.
+        MemoryLimitError: the device has too little memory.
     """
     report("weights", 0, 1)
     platform = platform or make_platform(plan.device.kind)
@@ -108,7 +116,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         report("graphs", done, total)
 
     with platform.starting():
-        # Ahead of the weights, as a library may turn out not to take what this model needs.
+        # Before the weights, because a library may turn out not to support this model.
         backend = load(plan.selection)(plan.attention, platform.device, plan.limits.of_batches)
         with begin_loading(
             plan.model,
@@ -127,7 +135,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             if platform.compiles:
                 report("kernels", 0, 1)
             platform.compile(runner.launch_kernels)
-            # Captures come behind the weights: they are all Python, whose lock the threads that bring them need too.
+            # Captures come after the weights: both need Python's lock.
             loading.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
@@ -152,7 +160,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
 
 
 def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
-    """Make a runner over the plan's limits; its kernels are still to be loaded and its graphs to be captured."""
+    """Make a runner over the plan's limits, with kernels not yet loaded and graphs not yet captured."""
     limits, prefixes = plan.limits, None
     if plan.attention.cascade:
         prefixes = SharedPrefixes(
@@ -188,12 +196,12 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
 
 
 def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> ModelParts:
-    """Allocate the KV cache, and join what every device needs."""
+    """Allocate the KV cache, and collect the parts that all devices share."""
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )
     scale = plan.model.head_size**-0.5
-    # A cache in another format takes keys and values as they are.
+    # Only FP8 caches scale keys and values.
     fp8 = plan.attention.kv_cache_dtype.startswith("float8")
     scales = model.kv_scales if fp8 else KVScales()
     layers = [

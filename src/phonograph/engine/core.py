@@ -1,7 +1,7 @@
-"""The synchronous core: a step is schedule, submit, take the results. Everything else in the engine is around it.
+"""The synchronous core of the engine: schedule a step, submit it, take results.
 
-Where the runner allows it the results taken are those of an earlier step: while the device runs one, the host makes the
-next, whose input tokens never leave the device.
+If the runner allows steps in flight, the results are those of an earlier step: the host schedules the next step while
+the device runs this one. Input tokens of the next step stay on the device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from phonograph.scheduling.scheduler import Scheduler
 
 
 class EngineCore:
-    """Scheduler and runner, joined. Not thread-safe: one thread drives it.
+    """Scheduler and runner. Not thread-safe: one thread drives it.
 
-    on_step: called with each step whose results were taken
+    on_step: called with the record of each step whose results were taken
     """
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
@@ -34,17 +34,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do: requests that have not ended, or steps whose results nobody took yet."""
+        """True if there are unfinished requests, or steps whose results were not taken."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self) -> list[Request]:
-        """Submits the next step, takes the results of the oldest, and returns the requests that got a token.
+        """Submit the next step, take the results of the oldest, and return the requests that got a token.
 
-        While the runner can have more steps in flight it submits only, and returns nothing; when nothing can be
-        scheduled it takes results only.
+        While the runner accepts more steps in flight, it only submits and returns an empty list. If nothing can be
+        scheduled, it only takes results.
 
         Raises:
-            PhonographError: an earlier step failed half-way; what it left of cache and slots cannot be trusted.
+            PhonographError: an earlier step failed, so that the state of cache and slots is unknown.
         """
         if self._failed is not None:
             raise PhonographError(f"the engine stopped when a step failed ({self._failed!r}); make a new one")
@@ -61,7 +61,7 @@ class EngineCore:
             raise
 
     def settle(self) -> None:
-        """Takes the steps still in flight if no request is left that waits for them, as after the last was aborted."""
+        """Take the results of steps in flight if there are no unfinished requests, as after an abort."""
         while self._in_flight and self._failed is None and not self.scheduler.has_unfinished:
             self.step()
 
@@ -70,7 +70,7 @@ class EngineCore:
         output = pending.result()
         taken = time.monotonic()
         if self.on_step is not None:
-            # Where steps overlap, one has the device to itself only once the one before it is done.
+            # Of overlapping steps, one has the device to itself only after the one before it has ended.
             self.on_step(record_of(batch, pending.decision, max(began, self._last_taken), taken))
         self._last_taken = taken
         return self.scheduler.update(batch, output)

@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...).generate` and `.chat`."""
+"""`LLM`: the offline API."""
 
 from __future__ import annotations
 
@@ -35,18 +35,32 @@ VERIFY_REPLAYS = 200
 
 
 class LLM:
-    """A model, loaded and captured, that answers prompts.
+    """A model that answers prompts. The engine is ready when the constructor returns.
 
-    `LLM("demo", max_num_seqs=8)` takes every setting of EngineConfig as a keyword; `LLM(config=...)` takes a
-    configuration instead. The engine is ready when the constructor returns. With `serves=False` it is for `verify`
-    alone, which also allows settings whose graphs can be captured but not yet served (num_speculative_tokens).
+    Args:
+        model: folder, hub id or "demo".
+        config: configuration in place of `model` and `settings`.
+        progress: called during the start with the phase, the work done and the total work of the phase.
+        serves: False for an engine that only runs `verify`. It accepts settings whose graphs can be captured but not
+            served
+            yet (num_speculative_tokens).
+        settings: fields of EngineConfig, with its defaults.
 
-    engine:        the core with its plan and captured graphs
-    session:       the requests in flight; for callers that drive the steps themselves
-    start_seconds: time that the constructor took
+    Attributes:
+        engine: core, plan and captured graphs.
+        session: requests in flight, for callers that drive the steps themselves.
+        start_seconds: duration of the constructor in seconds.
 
     Raises:
-        PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+        PhonographError: the configuration, the model or the machine does not allow it; the message says what would
+            work.
+
+    Example:
+        ```python
+        llm = LLM("demo", max_num_seqs=8)
+        (output,) = llm.generate("Tom has 12 apples.", SamplingParams(max_tokens=32))
+        print(output.outputs[0].text)
+        ```
     """
 
     def __init__(
@@ -69,7 +83,7 @@ class LLM:
 
     @property
     def plan(self) -> EnginePlan:
-        """What was decided at the start, with the reasons."""
+        """Decisions of the start, with their reasons."""
         return self.engine.plan
 
     @property
@@ -78,7 +92,7 @@ class LLM:
 
     @property
     def step_counts(self) -> Counter[str]:
-        """Steps so far, by the kind of decision that ran them ("full decode", "full mixed", "eager", ...)."""
+        """Number of steps by kind of decision ("full decode", "full mixed", "eager", ...)."""
         return self.engine.core.runner.counts
 
     def generate(
@@ -91,22 +105,30 @@ class LLM:
         priority: Sequence[int] | None = None,
         tokenization_kwargs: object = None,
     ) -> list[RequestOutput]:
-        """Continues prompts and returns their outputs in the same order.
+        """Continue prompts, and return one output for each in the same order.
 
         Names and order of the arguments are vLLM's.
 
         Args:
             prompts: one or a list: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`.
-            sampling_params: one for all prompts, or one for each; None is `SamplingParams()`.
-            use_tqdm: show a progress bar on stderr, if that is a terminal.
+            sampling_params: one for all prompts, or one for each; defaults to `SamplingParams()`.
+            use_tqdm: show a progress bar on stderr if that is a terminal; defaults to True.
             lora_request: not supported; must be None.
-            priority: one for each prompt, smaller first, with scheduling_policy "priority".
+            priority: one for each prompt; lower values are served earlier with scheduling_policy "priority".
             tokenization_kwargs: not supported; must be None.
 
+        Returns:
+            The outputs. Of several prompts, one that cannot be served has its `error` set, and the others are answered.
+
         Raises:
-            RequestError, RequestFailure: the only prompt cannot be served, or work for it failed. Of several prompts,
-                such a one has its `error` set in its output, and the others are answered. After any other error none of
-                them is left in the engine.
+            RequestError: the only prompt cannot be served, or an argument is wrong.
+            RequestFailure: work for the only prompt failed. After any error, no request of this call is left in the
+                engine.
+
+        Example:
+            ```python
+            outputs = llm.generate(["Tom has 12 apples.", [5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=16))
+            ```
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return answer_inputs(
@@ -133,22 +155,34 @@ class LLM:
         tokenization_kwargs: object = None,
         mm_processor_kwargs: object = None,
     ) -> list[RequestOutput]:
-        """Answers conversations through the model's chat template; returns one output for each, in their order.
+        """Answer conversations through the model's chat template, and return one output for each in the same order.
 
         Names of the arguments are vLLM's.
 
         Args:
             messages: one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
-            sampling_params, use_tqdm: as for `generate`.
-            chat_template: used instead of the model's own.
-            add_generation_prompt: end the prompt with what begins the assistant's answer.
+            sampling_params: as for `generate`.
+            use_tqdm: as for `generate`.
+            lora_request: not supported; must be None.
+            chat_template: replaces the model's template.
+            add_generation_prompt: end the prompt with the start of the assistant's answer; defaults to True.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
-            tools: functions that the template shows to the model, as OpenAI describes them.
-            chat_template_kwargs: more variables for the template.
-            lora_request, tokenization_kwargs, mm_processor_kwargs: not supported; must be None.
+            tools: functions that the template shows to the model, in OpenAI's format.
+            chat_template_kwargs: further variables of the template.
+            tokenization_kwargs: not supported; must be None.
+            mm_processor_kwargs: not supported; must be None.
+
+        Returns:
+            The outputs, as for `generate`.
 
         Raises:
-            RequestError: as for `generate`; a conversation that the template refuses cannot be served.
+            RequestError: as for `generate`, or the template rejects the conversation.
+            RequestFailure: as for `generate`.
+
+        Example:
+            ```python
+            (output,) = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], SamplingParams(max_tokens=32))
+            ```
         """
         refuse_unsupported(
             lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
@@ -174,13 +208,30 @@ class LLM:
         )
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continues one prompt and yields its growing output after each step that added to it.
+        """Continue one prompt, and yield its output after each step that added to it.
 
-        Leaving the loop early ends the request.
+        All yields are the same object, which grows. Leaving the loop early aborts the request.
+
+        Args:
+            prompt: as for `generate`.
+            sampling_params: defaults to `SamplingParams()`.
+
+        Yields:
+            The output of the prompt so far.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+            RequestFailure: work for it failed.
+
+        Example:
+            ```python
+            for output in llm.stream("Tom has 12 apples."):
+                print(output.outputs[0].text)
+            ```
         """
         output = self.session.add(plain_prompt(prompt), sampling_params or SamplingParams())
         try:
-            # Others may step the session between two of these, so what changed is not what its step says.
+            # Other callers may step the session in between, so the result of one step does not tell what changed.
             seen = 0
             while True:
                 if output.error is not None:
@@ -200,10 +251,14 @@ class LLM:
             self.session.abort(output)
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation, up to where the answer begins; options as `Tokenizer.encode_chat`.
+        """Return the token ids of a conversation, up to the start of the answer.
+
+        Args:
+            messages: list of `{"role": ..., "content": ...}`.
+            options: keyword arguments of `Tokenizer.encode_chat`.
 
         Raises:
-            RequestError: there is no tokenizer, or it refuses the conversation.
+            RequestError: there is no tokenizer, or the template rejects the conversation.
         """
         if self.tokenizer is None:
             raise RequestError("messages", "...", "chat needs a tokenizer")
@@ -216,7 +271,17 @@ class LLM:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> VerifyReport:
-        """Compares replays of every captured graph on random batches with eager runs. No request may be in flight.
+        """Compare replays of every captured graph on random batches with eager runs.
+
+        It overwrites the KV cache.
+
+        Args:
+            num_replays: replays of each graph; defaults to 200.
+            seed: seed of the random batches; defaults to 0.
+            progress: called with the number of replays done and their total.
+
+        Returns:
+            Counts and mismatches.
 
         Raises:
             RequestError: requests are in flight.

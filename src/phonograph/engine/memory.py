@@ -1,4 +1,4 @@
-"""Where the memory goes: weights, graphs, and what is left for KV blocks. Estimates, made before anything is loaded."""
+"""Memory plan: weights, graphs, and the rest for KV blocks, estimated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from phonograph.sampling.sampler import Sampler
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _CPU_KV_LIMIT = 2 * GIB
-"""On a CPU the KV cache shares memory with everything else on the machine, so the default stays modest."""
+"""Limit of the default KV cache on a CPU, where it shares memory with other programs."""
 _LIBRARY_BYTES = 334 << 20
-"""An allowance for loaded kernels, the libraries' workspaces and small buffers (300 MiB were seen on an H200, beside 66
-of attention's)."""
+"""Allowance for loaded kernels, workspaces of libraries and small buffers."""
 _CONTEXT_BYTES = 620 << 20
-"""Size of the CUDA context on an H200. It comes on top of the share that the engine is granted, as it does at vLLM."""
+"""Size of the CUDA context on an H200. Like vLLM's, the engine's share of memory excludes it."""
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
-"""What the driver takes for the nodes of one layer in one captured CUDA graph."""
+"""Driver memory for the nodes of one layer in one captured CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes of a step and of a request; see EngineConfig for the words."""
+    """Sizes of a step and of a request; see EngineConfig."""
 
     max_model_len: int
     max_num_seqs: int
@@ -40,7 +39,7 @@ class Limits:
 
     @property
     def of_batches(self) -> BatchLimits:
-        """What an attention backend is made for."""
+        """Limits that an attention backend is made for."""
         return BatchLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_tokens=self.max_num_batched_tokens,
@@ -50,13 +49,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """All in bytes but num_blocks.
+    """Sizes in bytes, except num_blocks.
 
-    graphs: estimated memory of all captured graphs: on a CPU the pool that they share, on a GPU their nodes and the
-        static workspace that they (and eager steps) run in, with room for the masks of all rows
-    attention: what the attention backend says that it takes
-    sampling: rows that no kernel samples: counts of penalties, and temporaries
-    note: where the size of the KV cache comes from
+    graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
+        workspace
+        (shared with eager steps), with room for the masks of all rows
+    attention: buffers of the attention backend
+    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties
+    block:     one KV block in all layers
+    note:      source of the size of the KV cache
     """
 
     weights: int
@@ -84,16 +85,23 @@ def plan_memory(
     num_graphs: int,
     attention: int,
 ) -> MemoryPlan:
-    """Sizes the KV cache.
+    """Size the KV cache.
 
     Args:
+        config: settings of the KV cache.
+        model: sizes of the model.
+        device: memory of the device.
+        limits: sizes of a step and of a request.
+        dtype: type of the weights.
+        kv_cache_dtype: type of the keys and values in the cache.
         graph_tokens: tokens of the largest graph, 0 without graphs.
-        num_graphs: how many there will be.
+        num_graphs: number of graphs.
         attention: bytes that the attention backend takes beside the KV cache.
 
     Raises:
-        MemoryLimitError: no room is left for one request of max_model_len tokens, or the device does not hold what was
-            asked for; the message says what fits.
+        MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
+            device;
+            the message says what fits.
     """
     max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, limits.block_size
     weights = model.weight_bytes(dtype)
@@ -129,7 +137,7 @@ def plan_memory(
     elif device.kind == "cpu":
         source = "half of the free memory, 2 GiB at most"
         granted = min(_CPU_KV_LIMIT, (available - taken) // 2)
-        # More than every running request could use would only be claimed for nothing.
+        # Blocks beyond those of all running requests would never be used.
         num_blocks = min(granted // block, max_num_seqs * blocks_per_request)
     else:
         source = (
@@ -167,7 +175,7 @@ def plan_memory(
 
 
 def _available(device: DeviceSpec) -> tuple[int, str]:
-    """Returns the bytes that an engine can have on a device, and the words for them."""
+    """Return the bytes that an engine can use on a device, and a description of them."""
     if device.kind == "cpu":
         free = psutil.virtual_memory().available
         return free, f"the {_gib(free)} of free memory of this machine"
@@ -182,13 +190,13 @@ def _gib(num_bytes: int) -> str:
 
 
 def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
-    """Keys and values of one block in all layers."""
+    """Return the bytes of the keys and values of one block in all layers."""
     per_token = 2 * model.num_kv_heads * model.head_size * KV_DTYPE_BYTES[kv_cache_dtype]
     return model.num_layers * block_size * per_token
 
 
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
-    """The shared pool: what is alive at once in the widest place of a layer, at the largest graph, and its logits."""
+    """Estimate the shared pool: live tensors at the widest point of a layer in the largest graph, and its logits."""
     heads = model.num_query_heads * model.head_size
     attention = 2 * heads + 2 * model.num_kv_heads * model.head_size
     mlp = 3 * model.intermediate_size

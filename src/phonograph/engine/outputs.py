@@ -1,4 +1,4 @@
-"""Results that a user gets: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample."""
+"""Results of requests: one `RequestOutput` per prompt, with one `CompletionOutput` per sample."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from phonograph.text.output_text import TextBuilder
 
 
 class CompletionOutput:
-    """One sample of a prompt. The engine assembles it: tokens are appended, and `update` reads them.
+    """One sample of a prompt. The engine appends tokens, and `update` turns them into text.
 
-    finish_reason: "stop", "length", "abort", or None while it goes on; stop_reason: the stop token or string, if any
-    logprobs: one entry a token, where asked for
+    Attributes:
+        index: number of the sample among those of its prompt.
+        token_ids: tokens so far.
+        finish_reason: "stop", "length", "abort", or None while the sample is in progress.
+        stop_reason: the stop token or stop string that ended the sample, or None.
+        logprobs: one entry per token if the parameters request them, else None.
     """
 
     def __init__(
@@ -36,22 +40,22 @@ class CompletionOutput:
 
     @property
     def text(self) -> str:
-        """Text that is certain; it may go on. Each read costs time by its length while the sample goes on."""
+        """Text that further tokens cannot change; a read takes time proportional to its length."""
         return self._text if isinstance(self._text, str) else self._text.text
 
     def text_from(self, start: int) -> str:
-        """Return `text[start:]` in time by the length of that."""
+        """Return `text[start:]`, in time proportional to its length."""
         return self._text[start:] if isinstance(self._text, str) else self._text.text_from(start)
 
     def update(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> None:
-        """Turn new tokens into text and take the reasons over; a stop string in the text ends the sample first."""
+        """Turn new tokens into text and store the reasons. A stop string in the text ends the sample first."""
         text = self._text
         if not isinstance(text, str):
             text.push(self.token_ids)
             if finish_reason is not None:
                 text.finish()
             if text.stopped is not None:
-                # The same token may have reached max_tokens; the stop string is what the user asked about.
+                # The same token may have reached max_tokens; the stop string has precedence.
                 finish_reason, stop_reason = "stop", text.stopped
             if finish_reason is not None:
                 self._text = text.text
@@ -79,11 +83,15 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt with its samples.
 
-    prompt:            None where token ids were given
-    prompt_logprobs:   one entry for each prompt token, the first None, where asked for
-    num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache
-    warnings:          what of its structured output the grammar does not hold
-    error:             the reason why the request was refused or failed; it then has no outputs
+    Attributes:
+        request_id: name of the request.
+        prompt: text of the prompt, or None if it was passed as token ids.
+        prompt_token_ids: tokens of the prompt.
+        outputs: the samples.
+        prompt_logprobs: one entry per prompt token, the first None, if the parameters request them; else None.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        warnings: parts of the structured output that the grammar does not enforce.
+        error: reason why the request was refused or failed; it then has no outputs.
     """
 
     request_id: str

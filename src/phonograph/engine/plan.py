@@ -1,7 +1,6 @@
-"""Everything decided before anything runs, as values with their reasons: the configuration meets a model and a device.
+"""Decisions of the engine before anything runs, as values with their reasons.
 
-The engine starts from an `EnginePlan` and `explain` prints one, so what is explained is what runs. Making one needs
-neither weights nor the device itself.
+The engine starts from an `EnginePlan`, and `explain` prints one. Making a plan needs neither weights nor the device.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m
 class EnginePlan:
     """Decisions of an engine.
 
-    threads: of the operators on a CPU; None on a GPU
-    notes:   decisions about limits, memory and threads that the configuration left open, or that could not be met as
-             asked
+    threads: threads of the operators on a CPU; None on a GPU
+    notes:   limits, memory and threads that the configuration left open, or that differ from it
     """
 
     config: EngineConfig
@@ -62,21 +60,21 @@ class EnginePlan:
         )
 
 
-# What a step and a graph hold unless the user says otherwise. On a CPU a step of 512 tokens already takes all cores.
+# Default sizes of a step and a graph. On a CPU a step of 512 tokens already uses all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_CAPTURE_TOKENS = {"cpu": 512, "cuda": 2048}
-# Kernels on a GPU load keys by the copy engine where a block holds a whole tile of them (docs/performance.md).
+# GPU kernels load keys with the copy engine if a block holds a whole tile of them (docs/performance.md).
 _DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
 
 def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> EnginePlan:
-    """Resolves a configuration for a model on a device.
+    """Resolve a configuration for a model on a device.
 
     Raises:
         ConfigError: a setting does not fit the model or the device.
-        BackendError: no attention backend serves the configuration, or not the one asked for.
-        MemoryLimitError: weights and one request do not fit the memory granted.
+        BackendError: no attention backend supports the configuration, or the selected one does not.
+        MemoryLimitError: weights and one request do not fit the available memory.
     """
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
@@ -92,18 +90,18 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     version = None if config.flash_attn_version is None else str(config.flash_attn_version)
     selection = select(config.attention_backend, version, attention, device)
     preferred = selection.capabilities.preferred_block_size(attention)
-    # A number of blocks is one of blocks as they are by default.
+    # A configured number of blocks refers to the default block size.
     if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
         resized = replace(attention, block_size=preferred[0])
         if not selection.capabilities.why_not(resized, device):
             attention, limits = resized, replace(limits, block_size=preferred[0])
             notes.append(f"block_size {preferred[0]}: {preferred[1]}")
-    asked = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
+    requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
-    resolution = resolve_mode(asked, support, PIECES, speculative_tokens=config.num_speculative_tokens)
+    resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     replayed = resolution.mode is not GraphMode.NONE
     graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
-    # Those there would be, if the KV cache set no limit: it is sized by what they leave.
+    # The graphs without the limit of the KV cache, whose size depends on the memory that they leave.
     graphs = _capture_list(config, resolution.mode, limits, graph_tokens).largest_first() if replayed else ()
     capabilities = selection.capabilities
     attention_bytes = capabilities.buffer_bytes(attention, device, limits.of_batches, graphs)
@@ -125,7 +123,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
         )
         limits = replace(limits, max_num_seqs=memory.num_blocks)
-    # A step cannot hold more tokens than the cache and the longest requests have room for.
+    # The cache and the longest requests bound the tokens of a step.
     most = most_step_tokens(
         num_blocks=memory.num_blocks,
         block_size=limits.block_size,
@@ -157,7 +155,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
 def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:
     if config.dtype != "auto":
         return config.dtype
-    # CPUs multiply 16-bit numbers slower than 32-bit ones, or in software.
+    # CPUs multiply 16-bit numbers slower than 32-bit numbers, or in software.
     return "float32" if device.kind == "cpu" else ("bfloat16" if model.dtype == "float32" else model.dtype)
 
 
@@ -184,7 +182,7 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
 
 
 def _check_block_size(limits: Limits, model: ModelSpec) -> None:
-    """Refuses a block of more elements than offsets of 32 bits, which kernels use within a block, can reach.
+    """Check that 32-bit offsets, which kernels use within a block, reach all of its elements.
 
     Raises:
         ConfigError: the block is too large.
@@ -230,9 +228,10 @@ def _capture_list(
 
 
 def _check_cascade(limits: Limits, resolution: Resolution) -> None:
-    """
+    """Check that some step can cascade.
+
     Raises:
-        ConfigError: no step could ever cascade.
+        ConfigError: none can.
     """
     mode = resolution.mode
     if limits.max_num_seqs < MIN_REQUESTS:
@@ -250,7 +249,7 @@ def _check_cascade(limits: Limits, resolution: Resolution) -> None:
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
-    """What an attention backend of this configuration has to serve."""
+    """Return the specification of the attention backend for a configuration."""
     dtype = _dtype(config, model, device)
     return AttentionSpec(
         num_query_heads=model.num_query_heads,

@@ -1,6 +1,6 @@
-"""Requests as users mean them, around the synchronous core: text in, text out, n samples, stop strings, validation.
+"""Requests with text, n samples, stop strings and validation, on top of the synchronous core.
 
-The offline API drives a session directly; whatever serves over a network puts a queue around the same object.
+The offline API drives a session directly. Servers put a queue in front of it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from phonograph.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Part = TypeVar("Part")
-_HELD_SECONDS = 0.02
-"""How long a step waits for a grammar when there is nothing else to do."""
+_GRAMMAR_SECONDS = 0.02
+"""Time that a step waits for a grammar if it has no other work."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One of a request's n samples on its way."""
+    """One of a request's n samples in progress."""
 
     request: Request
     completion: CompletionOutput
@@ -46,8 +46,8 @@ class _Sample:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A request whose grammar is being compiled; the scheduler does not know of it yet."""
+class _Compiling:
+    """A request whose grammar is being compiled. The scheduler does not have it yet."""
 
     output: RequestOutput
     samples: list[_Sample]
@@ -57,8 +57,12 @@ class _Held:
 class Session:
     """Adds, steps and aborts requests. Not thread-safe: one thread drives it.
 
-    `tokenizer` None serves token ids only. `seed` makes requests without a seed of their own repeatable. `grammars`
-    compiles structured outputs, while others go on.
+    Args:
+        core: scheduler and runner.
+        model: vocabulary and end-of-sequence tokens.
+        tokenizer: None serves token ids only.
+        seed: makes requests without their own seed repeatable.
+        grammars: compiles structured outputs in the background.
     """
 
     def __init__(
@@ -76,18 +80,20 @@ class Session:
         self._ids = itertools.count()
         self._samples: dict[str, _Sample] = {}
         self.grammars = grammars
-        self._held: list[_Held] = []
+        self._compiling: list[_Compiling] = []
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to step for: requests that have not ended, or steps still in flight."""
-        return self.core.has_work or bool(self._held)
+        """True if there are unfinished requests or steps in flight."""
+        return self.core.has_work or bool(self._compiling)
 
     def add(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> RequestOutput:
-        """Queues a request and returns the output that the steps will fill. Where its structured output turns out to be
-        no grammar, or its parameters to leave no token on the way, a step sets the output's `error`.
+        """Queue a request, and return the output that later steps fill.
+
+        If its structured output turns out to have no grammar, or its parameters to allow no token, a later step sets
+        the output's `error`.
 
         Raises:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
@@ -96,7 +102,7 @@ class Session:
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.limits)
         admit_stops(params, self.tokenizer)
         if params.seed is None:
-            # Drawn here, not where sampling happens, so that a preempted request goes on with the same one.
+            # Drawn once, so that a preempted request continues with the same seed.
             params = params.with_checked(seed=self._seeds.getrandbits(63))
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         admit_names(request_id, priority)
@@ -111,23 +117,23 @@ class Session:
         if params.structured_outputs is None:
             self._queue(samples, None)
         else:
-            # Before it is asked for: nobody would wait for the grammar of a request that is refused.
+            # Before compiling: the grammar of a refused request has no use.
             for sample in samples:
                 self.core.scheduler.check_request(sample.request)
             grammar = self.grammars.request(params.structured_outputs)
             if grammar.done():
                 self._queue(samples, grammar.result())
             else:
-                self._held.append(_Held(output, samples, grammar))
+                self._compiling.append(_Compiling(output, samples, grammar))
         self._samples.update((sample.request.request_id, sample) for sample in samples)
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the outputs that changed, each once.
+        """Run one step, and return the outputs that changed, each once.
 
-        May return nothing although there is more to do: the results of a step may come with a later one.
+        The list may be empty while there is more to do, because results can come with a later step.
         """
-        changed = {id(output): output for output in self._take_compiled()} if self._held else {}
+        changed = {id(output): output for output in self._take_compiled()} if self._compiling else {}
         samples = self._samples
         for request in self.core.step():
             sample = samples.get(request.request_id)
@@ -138,36 +144,33 @@ class Session:
         return list(changed.values())
 
     def fail(self, output: RequestOutput, error: RequestError | RequestFailure) -> None:
-        """Ends all samples of a request, for which work failed or which turns out to be one that cannot be served.
-
-        Its output gets the error and loses its samples.
-        """
+        """End all samples of a request with an error. Its output gets the error and loses its samples."""
         for completion in output.outputs:
             sample = self._samples.get(_sample_id(output, completion.index))
             if sample is None or sample.parent is not output:
                 continue
             del self._samples[sample.request.request_id]
             if not self.core.scheduler.fail(sample.request.request_id):
-                self._drop_held(sample)
-        output.error = error.with_traceback(None)  # whose frames hold requests
+                self._drop_compiling(sample)
+        output.error = error.with_traceback(None)  # the frames of a traceback hold requests
         output.outputs.clear()
 
     def abort(self, output: RequestOutput, index: int | None = None) -> None:
-        """Ends what is left of a request, or of one of its samples; what has been generated so far stays.
+        """End the unfinished samples of a request, or one of them. The output so far stays.
 
-        A request that has ended already is fine.
+        It has no effect on a request that has ended.
         """
         for completion in list(output.outputs) if index is None else output.outputs[index : index + 1]:
             sample = self._samples.get(_sample_id(output, completion.index))
             if sample is None or sample.parent is not output:
                 continue
             if not self.core.scheduler.abort(sample.request.request_id):
-                self._drop_held(sample)
+                self._drop_compiling(sample)
             self._contain(output, self._update, sample)
         self.core.settle()
 
     def _contain(self, output: RequestOutput, work: Callable[[Part], None], part: Part) -> None:
-        """Calls `work` for a part of a request; if it raises, the request ends with that error."""
+        """Call `work` for a part of a request. If it raises, the request ends with that error."""
         try:
             work(part)
         except (RequestError, RequestFailure) as error:
@@ -177,7 +180,7 @@ class Session:
             self.fail(output, RequestFailure(output.request_id, "output", cause_text(error)))
 
     def _take(self, sample: _Sample) -> None:
-        """Takes over what a step brought for a sample."""
+        """Apply the result of a step to a sample."""
         request = sample.request
         if request.failure is not None:
             part, problem, no_token = request.failure
@@ -201,7 +204,7 @@ class Session:
             self._report_prompt(sample)
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
-        """Gives all samples of a request to the scheduler, or none."""
+        """Add all samples of a request to the scheduler, or none."""
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
         for queued, sample in enumerate(samples):
@@ -213,35 +216,35 @@ class Session:
                     self.core.scheduler.abort(earlier.request.request_id)
                 raise
 
-    def _queue_held(self, held: _Held) -> None:
-        self._queue(held.samples, held.grammar.result())
+    def _queue_compiled(self, entry: _Compiling) -> None:
+        self._queue(entry.samples, entry.grammar.result())
 
     def _take_compiled(self) -> list[RequestOutput]:
-        """Queues the requests whose grammars have been compiled; returns those that failed."""
-        futures = [held.grammar for held in self._held]
-        # With nothing to step for, looking again and again would be all that this thread does.
-        wait(futures, timeout=0 if self.core.has_work else _HELD_SECONDS, return_when=FIRST_COMPLETED)
-        ready: list[_Held] = []
-        pending: list[_Held] = []
-        for held in self._held:
-            (ready if held.grammar.done() else pending).append(held)
-        self._held = pending
+        """Queue the requests whose grammars are compiled; return those that failed."""
+        futures = [entry.grammar for entry in self._compiling]
+        # Without other work the thread waits, to avoid polling.
+        wait(futures, timeout=0 if self.core.has_work else _GRAMMAR_SECONDS, return_when=FIRST_COMPLETED)
+        ready: list[_Compiling] = []
+        pending: list[_Compiling] = []
+        for entry in self._compiling:
+            (ready if entry.grammar.done() else pending).append(entry)
+        self._compiling = pending
         failed: list[RequestOutput] = []
-        for held in ready:
-            self._contain(held.output, self._queue_held, held)
-            if held.output.error is not None:
-                failed.append(held.output)
+        for entry in ready:
+            self._contain(entry.output, self._queue_compiled, entry)
+            if entry.output.error is not None:
+                failed.append(entry.output)
         return failed
 
-    def _drop_held(self, sample: _Sample) -> None:
-        """Ends a sample that the scheduler does not know."""
-        for held in self._held:
-            if any(one is sample for one in held.samples):
-                held.samples = [one for one in held.samples if one is not sample]
+    def _drop_compiling(self, sample: _Sample) -> None:
+        """End a sample that the scheduler does not have."""
+        for entry in self._compiling:
+            if any(one is sample for one in entry.samples):
+                entry.samples = [one for one in entry.samples if one is not sample]
                 sample.request.finish_reason = "abort"
-                if not held.samples:
-                    held.grammar.cancel()
-        self._held = [held for held in self._held if held.samples]
+                if not entry.samples:
+                    entry.grammar.cancel()
+        self._compiling = [entry for entry in self._compiling if entry.samples]
 
     def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
         request = Request(
@@ -253,7 +256,7 @@ class Session:
             eos_token_ids=self._model.eos_token_ids,
             sample_index=index,
         )
-        # The lists are the request's own: they grow in the output without being carried over.
+        # The output shares the request's lists, which grow in place.
         completion = CompletionOutput(
             index,
             text_builder(self.tokenizer, params, output.prompt_token_ids) or "",
@@ -264,23 +267,23 @@ class Session:
         return _Sample(request, completion, output)
 
     def _close(self, sample: _Sample) -> None:
-        """Report what is known of the prompt of a sample that has ended, and forget the sample."""
+        """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
         del self._samples[sample.request.request_id]
 
     @staticmethod
     def _report_prompt(sample: _Sample) -> None:
-        """What is known of the prompt: everything, once the first token has come."""
+        """Copy the facts about the prompt to the output. All are known once the first token has come."""
         request, output = sample.request, sample.parent
         output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
         known = output.prompt_logprobs
-        # Of n samples the one that has got furthest tells.
+        # Of n samples, the one that has progressed most has the longest list.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
             output.prompt_logprobs = [None, *request.prompt_logprobs]
 
 
 def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, config: EngineConfig) -> GrammarCompiler:
-    """Returns what compiles structured outputs for a model; its tokenizer is loaded when it is needed."""
+    """Return the compiler of structured outputs for a model. It loads the tokenizer when a grammar needs it."""
 
     def vocabulary() -> Vocabulary | None:
         tokenizer = load()
@@ -290,5 +293,5 @@ def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, con
 
 
 def _sample_id(output: RequestOutput, index: int) -> str:
-    """What the scheduler calls a sample."""
+    """Return the scheduler's id of a sample."""
     return f"{output.request_id}-{index}" if index else output.request_id

@@ -1,7 +1,7 @@
-"""Inputs of a step on the CPU: persistent state of the sequences by slot, and the static tensors made from it.
+"""Inputs of a step on the CPU: request state by slot, and the static tensors made from it.
 
-A step's batch names slots and lengths only; token ids and block tables are already here. So writing a step is a few
-vectorised numpy calls whatever the number of requests, which is what keeps the host out of the way.
+A batch names slots and lengths; token ids and block tables are already in the slots. Writing a step takes a fixed
+number of vectorized NumPy calls, however many requests there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phonograph.sampling.failures import SlotFailures
 
 
 class CpuInputs:
-    """The static inputs of all graphs, in host memory, sized for the largest step.
+    """Static inputs of all graphs in host memory, sized for the largest step.
 
     Shapes, with T = max_num_tokens, R = max_num_seqs and N the blocks of the longest sequence:
         input_ids       [T]    int32
@@ -27,10 +27,10 @@ class CpuInputs:
         query_start_loc [R+1]  int32
         seq_lens        [R]    int32
         block_table     [R, N] int32
-        logits_rows     [R]    int64   row of `hidden` whose logits request r wants
+        logits_rows     [R]    int64   row of `hidden` that has the logits of request r
         prefix_len      [1]    int32   tokens of the prefix that a cascade attends once
 
-    Each has a numpy view of the same name with `_np` behind it, through which it is written.
+    Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
 
     State of the sequences by slot: token_ids [R, max_model_len], slot_blocks [R, N].
     """
@@ -56,11 +56,11 @@ class CpuInputs:
         self.block_table = torch.from_numpy(self.block_table_np)
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.prefix_len = torch.from_numpy(self.prefix_len_np)
-        # 0, 1, 2, ...: query_start_loc of a batch of single tokens.
+        # query_start_loc of a batch of single tokens.
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Take over sequences that start and blocks that were appended."""
+        """Load the sequences that start, and append their new blocks."""
         for new in batch.new:
             self._num_tokens[new.slot] = len(new.token_ids)
             failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids)
@@ -74,11 +74,11 @@ class CpuInputs:
             self.slot_blocks[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
-        """Write the sampled token of each slot behind its last one."""
+        """Append one sampled token to each slot."""
         num_tokens, max_model_len = self._num_tokens, self.token_ids.shape[1]
         for slot, token_id in zip(slots, token_ids, strict=True):
             end = num_tokens[slot]
-            # A sequence that reached the context's end samples a token that it will never feed back.
+            # A sequence at the end of its context samples a token that no step reads.
             if end < max_model_len:
                 self.token_ids[slot, end] = token_id
             num_tokens[slot] = end + 1
@@ -89,7 +89,7 @@ class CpuInputs:
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None = None
     ) -> CommonMetadata:
-        """Write one step, and return the metadata that views its inputs; see `Inputs.write`."""
+        """Write one step and return its metadata; see `Inputs.write`."""
         batch, slots, context_lens = rows.batch, rows.slots, rows.context_lens
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
@@ -110,7 +110,7 @@ class CpuInputs:
         self.slot_mapping_np[:num_tokens] = self.slot_blocks[token_slots, block] * self.block_size + offset
         num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), self.block_size)
         self.block_table_np[:num_reqs, :num_blocks] = self.slot_blocks[slots, :num_blocks]
-        # Empty slots have no query and no keys; padded tokens write to no slot and belong to no request.
+        # Empty slots have no query and no keys; padding tokens write to no cache slot.
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         self.logits_rows_np[:num_reqs] = self.query_start_loc_np[1 : num_reqs + 1] - 1
         if padded_reqs > num_reqs:
@@ -133,7 +133,7 @@ class CpuInputs:
         return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs], prefix)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Write a batch that no sequence stands behind; see `Inputs.load`."""
+        """Write a synthetic batch; see `Inputs.load`."""
         rows = batch.rows()
         self._append_blocks(rows.batch)
         end = 0

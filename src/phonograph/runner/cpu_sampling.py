@@ -1,4 +1,4 @@
-"""Sampling on the CPU: torch's sampler takes the logits of a step that has run, and the step is complete."""
+"""Sampling on the CPU: the host samples the logits as soon as the step has run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALL_ON_HOST = SamplingPlan()
 
 
 class CpuSampling:
-    """Samples each step when it is submitted, and writes the tokens behind those of their sequences."""
+    """Samples each step when it is submitted, and appends the tokens to their sequences."""
 
     def __init__(self, sampler: Sampler, inputs: CpuInputs) -> None:
         self.lookahead = 0
@@ -33,7 +33,7 @@ class CpuSampling:
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> CompletedStep:
-        """Sample the rows that have a next token."""
+        """Sample the rows that need a next token."""
         output, batch = StepOutput(failures=failures.by_slot), rows.batch
         if rows.samples.all():
             slots, logits_NV, draws = batch.slots, outputs.logits[: batch.num_reqs], rows.draws
@@ -51,7 +51,7 @@ class CpuSampling:
         return CompletedStep(output, decision)
 
     def launch(self) -> None:
-        """Do nothing: no kernel has to be compiled."""
+        """Do nothing: there is no kernel to compile."""
 
     def capture(self, runtime: GraphRuntime) -> int:
         """Capture nothing: the host samples."""

@@ -1,4 +1,4 @@
-"""Shapes of steps that together launch every kernel that an engine needs, so that none is compiled while serving."""
+"""Step shapes that together launch every kernel of an engine, so that none is compiled while serving."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 
 
 def graph_shapes(captures: CaptureList) -> list[GraphKey]:
-    """Return graphs that have the kernels of all.
+    """Return graph keys whose steps use every kernel of the captured graphs.
 
-    Kernels differ from graph to graph by kind and by magnitude of the step at most, with steps of a power of two in the
-    magnitude below it or above.
+    The choice of kernels depends on the kind of graph and the magnitude of the step only. A step of exactly a power of
+    two counts with the magnitude above or below.
     """
     keys = captures.largest_first()
     samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
@@ -21,12 +21,12 @@ def graph_shapes(captures: CaptureList) -> list[GraphKey]:
 
 
 def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) -> list[GraphKey]:
-    """Return steps that no graph holds, both ends of every octave.
+    """Return shapes of steps without a graph: both ends of every octave of tokens.
 
     Args:
         dispatcher: decides which steps have a graph.
         num_slots: request slots.
-        most_tokens: tokens of the largest step that the cache has room for.
+        most_tokens: tokens of the largest step that the cache holds.
     """
     most = min(dispatcher.max_num_tokens, most_tokens)
     sizes = sorted({min(size, most) for bit in range(most.bit_length()) for size in (1 << bit, (2 << bit) - 1)})
@@ -36,11 +36,11 @@ def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) ->
         if size <= num_slots
         and dispatcher.decide(BatchShape(num_tokens=size, num_reqs=size, uniform_query_len=1)).key is None
     ]
-    others = [
+    mixed = [
         GraphKey(GraphSet.MIXED, size, num_slots)
         for size in sizes
         if dispatcher.decide(BatchShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
     ]
     # The kernels around a cascade are the same for every size.
     cascades = decodes[-1:] if dispatcher.cascade is not None else []
-    return decodes + [replace(key, cascade=True) for key in cascades] + others
+    return decodes + [replace(key, cascade=True) for key in cascades] + mixed

@@ -1,4 +1,4 @@
-"""The device memory of the paged KV cache: one tensor a layer, in the layout the backend wants."""
+"""Device memory of the paged KV cache: one tensor per layer, in the backend's layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from phonograph.errors import MemoryLimitError
 def allocate_kv_caches(
     spec: AttentionSpec, *, num_layers: int, num_blocks: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """One [2, B, S, K, D] tensor a layer (keys, values). HND has the same shape over permuted strides.
+    """Allocate one [2, B, S, K, D] tensor per layer (keys, values). HND has the same shape over permuted strides.
 
-    The memory is as it comes, NaN and all: no backend may read what no request has written, and the conformance suite
-    holds them to that. On the CPU it is not even claimed before it is used.
+    The memory is not initialized and may contain NaN. A backend must not read what no request has written; the
+    conformance suite checks this. On the CPU, pages are claimed when they are first written.
 
     Raises:
-        MemoryLimitError: the device has not that much memory.
+        MemoryLimitError: the device has too little memory.
     """
     dtype: torch.dtype = getattr(torch, spec.kv_cache_dtype)
     size, heads, head_size = spec.block_size, spec.num_kv_heads, spec.head_size
@@ -27,7 +27,7 @@ def allocate_kv_caches(
             return [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         shape = (2, num_blocks, heads, size, head_size)
         return [torch.empty(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(num_layers)]
-    except RuntimeError as error:  # torch reports a failed allocation on the CPU as nothing more special
+    except RuntimeError as error:  # torch has no more specific error for the CPU
         raise MemoryLimitError(
             f"no memory for a KV cache of {num_blocks} blocks in {num_layers} layers; lower kv_cache_memory_bytes, "
             "num_kv_blocks or gpu_memory_utilization"

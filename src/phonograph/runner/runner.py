@@ -1,8 +1,8 @@
-"""One runner for every device: it executes scheduled batches, on whatever inputs, sampling and graphs it is made of.
+"""Runner of scheduled batches, one for all devices, made of inputs, sampling and a graph runtime.
 
-A step is written, replayed or run eagerly, sampled, and handed out. Where the parts allow it (`lookahead`) its tokens
-are read when the next step has been sent: on a GPU `submit` sends one pinned buffer and replays one graph, and nothing
-in it waits for the device but for rows that the host has a part in. The runner never meets a request, only slots.
+`submit` writes a step, replays its graph or runs it eagerly, and samples. Where `lookahead` allows it, the tokens are
+read after the next step has been sent: on a GPU `submit` sends one pinned buffer and replays one graph, and waits for
+the device only for rows that the host samples or masks. The runner knows slots, not requests.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from phonograph.runner.steps import PendingStep, Sampling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
 
-_PROMPT_ROWS = "log-probabilities of prompt tokens, whose rows graphs of so many tokens leave out of the last layer"
+_PROMPT_ROWS = "log-probabilities of prompt tokens need rows that graphs of this size leave out of the last layer"
 
 
 CaptureProgress = Callable[[int, int, GraphKey], None]
-"""Called before each graph is captured, with the number of those that are, of all, and its key."""
+"""Called before each capture with the number of graphs captured so far, the number of all graphs, and the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """Result of the capture phase: graphs, their cost, and those that took a second try."""
+    """Result of the capture phase: number of graphs, cost, and graphs that needed a second attempt."""
 
     num_graphs: int
     seconds: float
@@ -48,11 +48,11 @@ class CaptureReport:
 
 
 class Runner:
-    """Executes steps. It owns everything with an address that a graph froze.
+    """Executes steps, and owns every tensor whose address a graph froze.
 
-    counts:    how many steps each kind of decision had
-    lookahead: steps that may be in flight beside the one whose result is waited for
-    prefixes:  finds what a step may attend once, or None where no step cascades
+    counts:    number of steps by kind of decision
+    lookahead: steps that may be in flight beside the one whose result is awaited
+    prefixes:  finds the common prefix of a step, or None where no step cascades
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Runner:
         self._prepared_for: GraphKey | None = None
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
-        """Start one step. At most `lookahead` + 1 are in flight."""
+        """Start one step. At most `lookahead` + 1 steps are in flight."""
         with torch.inference_mode(), self.runtime.scope():
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
@@ -108,16 +108,17 @@ class Runner:
             return step
 
     def prepare(self, common: CommonMetadata, key: GraphKey | None) -> None:
-        """Build the attention metadata of inputs that were written for `key` (None: for an eager step)."""
+        """Build the attention metadata of inputs written for `key` (None for an eager step)."""
         self._program.attention.metadata = self._builder.build(common, key=key)
         self._prepared_for = key
 
     def replay(self, key: GraphKey) -> StepOutputs:
-        """Replay `key` on what was prepared for it, once. The next step overwrites what it returns.
+        """Replay the graph of `key` on inputs prepared for it. The next step overwrites the outputs.
 
         Raises:
-            ReplayError: inputs and metadata are those of another step, or used up. A peer's kernels once looped forever
-                on the stale plan of an earlier batch.
+            ReplayError: the inputs and metadata were prepared for another key, or were already replayed. Kernels can
+                loop
+                forever on the schedule of another batch.
         """
         if self._prepared_for != key:
             raise ReplayError(f"{key} was to replay, but the inputs are those of {self._prepared_for}")
@@ -127,7 +128,7 @@ class Runner:
         return StepOutputs(*graph.outputs)
 
     def run_shape(self, key: GraphKey) -> StepOutputs:
-        """Run the step at the padded shape of `key`: what is captured, and what a replay is compared with."""
+        """Run the step at the padded shape of `key`: this is captured, and `verify` compares replays with it."""
         return self._program.run(
             num_tokens=key.num_tokens,
             num_reqs=key.num_reqs,
@@ -136,7 +137,7 @@ class Runner:
         )
 
     def launch_kernels(self) -> None:
-        """Launch the kernels of all steps, in few layers, so that they can be compiled. Weights need not be there."""
+        """Launch the kernels of all steps with few layers, so that they are compiled. Weights need not be loaded."""
         num_slots = self._sequences.max_num_seqs
         with torch.inference_mode(), self.runtime.scope(), self._program.few_layers():
             for key in graph_shapes(self.dispatcher.captures):
@@ -152,11 +153,11 @@ class Runner:
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
         """Capture every graph of the capture list, largest first, with kernels that are loaded.
 
-        A library may have something left to load, which a capture refuses. Its first run is eager then, and the graph
-        is captured at a second try.
+        A capture fails if a library still has something to load. The step then runs eagerly once, and is captured
+        again.
 
         Raises:
-            CaptureError: a graph could not be captured at the second try either.
+            CaptureError: a second attempt failed too.
         """
         keys = self.dispatcher.captures.largest_first()
         start = time.perf_counter()
@@ -181,7 +182,7 @@ class Runner:
     def _capture(self, key: GraphKey) -> None:
         run = self._capturable(key)
         if key.graphs is GraphSet.PIECEWISE and not self.runtime.runs_captured:
-            # Attention between the pieces runs during the capture, on what this makes.
+            # Attention between the pieces runs during the capture and reads the results of this run.
             run()
         self._graphs[key] = self.runtime.capture(run)
 
@@ -207,7 +208,7 @@ class Runner:
         )
 
     def _capturable(self, key: GraphKey) -> Callable[[], StepOutputs]:
-        """Write the batch that `key` is captured with. What this returns runs it."""
+        """Write the batch that `key` is captured with; return a function that runs it."""
 
         def run() -> StepOutputs:
             with torch.inference_mode(), self.runtime.scope():
@@ -219,13 +220,13 @@ class Runner:
 
 
 def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> BatchShape:
-    """Return what the dispatcher looks at; what the sequences share, only where `prefixes` finds it."""
+    """Return the shape that the dispatcher decides by. `prefixes` finds the common prefix; without it there is none."""
     if batch.num_decodes == batch.num_reqs:
         uniform = 1
     else:
         first = batch.query_lens[0]
         uniform = first if all(length == first for length in batch.query_lens) else None
-    # Mixed batches do not cascade, so that it does not matter what they share.
+    # Mixed batches do not cascade.
     prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
     return BatchShape(
         num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform, prefix_len=prefix_len
@@ -233,5 +234,5 @@ def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> B
 
 
 def _every_row(key: GraphKey) -> bool:
-    """Return True if each token of the graph is a request's last."""
+    """Return True if each token of the graph is its request's last token."""
     return key.graphs is GraphSet.DECODE and key.query_len == 1

@@ -1,4 +1,4 @@
-"""The sequences in the runner's slots: which are there, how each is sampled, and whose prompts are scored."""
+"""Sequences in the runner's slots, with their sampling state and the scoring of their prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phonograph.sampling.sampler import Sampler
 
 
 class Sequences:
-    """Slots 0 .. max_num_seqs - 1 and what is loaded in them; the sampler is kept in step."""
+    """Slots 0 .. max_num_seqs - 1 and the sequences in them. The sampler is loaded and cleared with them."""
 
     def __init__(self, sampler: Sampler, *, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -25,12 +25,11 @@ class Sequences:
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Free and load slots as a step says.
+        """Free and load slots at the start of a step.
 
         Args:
             batch: the step.
-            failures: receives the slots that cannot be loaded; they are sampled as greedy ones, and their tokens
-                dropped.
+            failures: receives slots that cannot be loaded. These are sampled greedily, and their tokens are dropped.
         """
         sampler = self._sampler
         for slot in batch.freed:
@@ -55,7 +54,7 @@ class Sequences:
         return rows_of(batch, self._prompt_lens)
 
     def scores_prompts(self, batch: ScheduledBatch) -> bool:
-        """Return True if log-probabilities of prompt tokens are wanted of this step."""
+        """Return True if this step has to compute log-probabilities of prompt tokens."""
         if self._scored.isdisjoint(batch.slots):
             return False
         return any(
@@ -70,5 +69,5 @@ class Sequences:
         logits_fn: Callable[[torch.Tensor], torch.Tensor],
         failures: SlotFailures,
     ) -> dict[int, list[TokenLogprobs]]:
-        """Compute those log-probabilities; see `step_prompt_logprobs`."""
+        """Compute the log-probabilities of prompt tokens; see `step_prompt_logprobs`."""
         return step_prompt_logprobs(batch, self._live, hidden_TE, logits_fn, failures)

@@ -1,4 +1,4 @@
-"""Attention of a step as a model calls it: KV write and attention of one backend over the paged cache."""
+"""Attention as the model calls it: KV write and attention of one backend over the paged cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phonograph.models.layers.kernel_set import KVTarget
 
 
 class StepAttention:
-    """The `Attend` of a step program. Model code that is not ours may call it too, inside a capture.
+    """The `Attend` of a step program. Any model code may call it, also inside a capture.
 
-    metadata:     of the step that runs next; set before it runs
-    slot_mapping: int64, persistent; of each of the step's tokens
-    pieces:       True while a step runs whose capture is broken at each call of attention
+    metadata:     of the step that runs next; set before the step runs
+    slot_mapping: int64 [T], static: cache slot of each token of the step
+    pieces:       True while a step runs whose capture is split at each call of attention
     """
 
     def __init__(
@@ -38,15 +38,17 @@ class StepAttention:
         self._runtime = runtime
 
     def schedule(self) -> None:
-        """Make what all layers of the step share."""
+        """Compute the attention schedule that all layers of the step share."""
         assert self.metadata is not None, "the step's attention metadata is built before it runs"
         self._backend.schedule(self.metadata)
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
-        """Write keys and values to the cache and attend. Returns a fresh, contiguous [T, H, D].
+        """Write keys and values to the cache and attend. Return a new, contiguous [T, H, D].
 
         Args:
-            q_THD, k_TKD, v_TKD: rotated queries and keys, and values; views whose heads are contiguous will do.
+            q_THD: rotated queries; a view is allowed if each head is contiguous.
+            k_TKD: rotated keys, likewise.
+            v_TKD: values, likewise.
             layer: index of the layer.
         """
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -57,7 +59,7 @@ class StepAttention:
         return out_THD
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
-        """Return where the keys and values of a layer go, for a kernel that writes them itself."""
+        """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
         values = self.layers[layer]
         return KVTarget(
             self._kv_caches[layer],
@@ -68,7 +70,7 @@ class StepAttention:
         )
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
-        """Attend to the cache, which has the step's keys and values, into `out_THD`."""
+        """Attend to the cache, which already has the step's keys and values; write into `out_THD`."""
         if self.pieces:
             self._runtime.eager_call(functools.partial(self._read, layer), q_THD, out_THD)
         else:
@@ -78,6 +80,6 @@ class StepAttention:
         self._backend.forward(q_THD, self._call(layer), out_THD)
 
     def _call(self, layer: int) -> AnyCall:
-        # Made at call time: between pieces `_read` runs again at each replay, with that step's metadata.
+        # Created at each call: between pieces `_read` runs again at each replay, with that step's metadata.
         assert self.metadata is not None, "the step's attention metadata is built before it runs"
         return AttentionCall(self.layers[layer], self._kv_caches[layer], self.metadata)

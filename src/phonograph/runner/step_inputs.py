@@ -1,4 +1,4 @@
-"""A step's numbers, and the protocol by which they get into the static tensors that every graph reads."""
+"""A step as arrays, and the protocol that writes it into the static tensors of the graphs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from phonograph.sampling.sampler import KernelParameters
 class StepRows:
     """One step as arrays by row, decodes first.
 
-    batch:        the step as the scheduler made it
-    slots:        int64 [N], as `context_lens`, `query_lens` and `draws`
-    samples:      bool [N], True where the row's next token is sampled
-    draws:        tokens that each request has generated before, the index of its draw
+    batch:        the step from the scheduler
+    slots:        int64 [N], as are `context_lens`, `query_lens` and `draws`
+    samples:      bool [N], True where the row samples a next token
+    draws:        tokens that the request has generated so far, which is the index of its next random draw
     """
 
     batch: ScheduledBatch
@@ -34,7 +34,7 @@ class StepRows:
 
 
 class KernelRows(NamedTuple):
-    """Rows that the step's own kernels sample, bool [N], and the parameters of all rows."""
+    """Rows that the step's own kernels sample, bool [N], and the sampling parameters of all rows."""
 
     samples: np.ndarray
     parameters: KernelParameters
@@ -42,9 +42,9 @@ class KernelRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticBatch:
-    """Sequences, decodes first: lengths as in ScheduledBatch, the blocks of each, and all new tokens end to end.
+    """Sequences for capture and verification, decodes first. All new tokens are concatenated in `token_ids`.
 
-    prefix_len: leading tokens for which all have the same blocks, to be attended once; None where nothing cascades
+    prefix_len: leading tokens whose blocks all sequences share, attended once; None if the step does not cascade
     """
 
     query_lens: list[int]
@@ -54,7 +54,7 @@ class SyntheticBatch:
     prefix_len: int | None = None
 
     def rows(self) -> StepRows:
-        """Return the step that computes the batch, sequence i in slot i."""
+        """Return the step that computes the batch, with sequence i in slot i."""
         num_reqs = len(self.query_lens)
         batch = ScheduledBatch(
             slots=[*range(num_reqs)],
@@ -69,7 +69,7 @@ class SyntheticBatch:
 
 
 def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
-    """Return a batch as arrays; `prompt_lens` int64 [R] are by slot."""
+    """Return a batch as arrays. `prompt_lens` int64 [R] has one length per slot."""
     slots = np.array(batch.slots, np.int64)
     context_lens = np.array(batch.context_lens, np.int64)
     query_lens = np.array(batch.query_lens, np.int64)
@@ -84,7 +84,7 @@ def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
 
 
 class PaddedViews(NamedTuple):
-    """Inputs of attention at one padded shape; see `CommonMetadata`."""
+    """Attention inputs at one padded shape; see `CommonMetadata`."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -95,13 +95,14 @@ class PaddedViews(NamedTuple):
 def metadata_of(
     rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray, prefix: CommonPrefix | None
 ) -> CommonMetadata:
-    """Return the metadata of a step.
+    """Return the attention metadata of a step.
 
     Args:
         rows: the step.
-        views: its inputs, padded.
-        starts_cpu, lens_cpu: host copies of the first two, int32 [R+1] and [R].
-        prefix: what the step attends once, or None.
+        views: its padded inputs.
+        starts_cpu: host copy of query_start_loc, int32 [R+1].
+        lens_cpu: host copy of seq_lens, int32 [R].
+        prefix: common prefix that the step attends once, or None.
     """
     num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
     return CommonMetadata(
@@ -119,11 +120,11 @@ def metadata_of(
 
 
 class Inputs(Protocol):
-    """State of the running sequences by slot, and the static inputs of a step made from it.
+    """Request state by slot, and the static inputs of a step derived from it.
 
     input_ids:   int32 [T]
     positions:   int64 [T]
-    logits_rows: int64 [R], the row of the residual stream whose logits a request wants
+    logits_rows: int64 [R], row of the residual stream that has the logits of each request
     """
 
     input_ids: torch.Tensor
@@ -131,11 +132,11 @@ class Inputs(Protocol):
     logits_rows: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Take over the sequences that start with this step.
+        """Load the sequences that start with this step.
 
         Args:
-            batch: the step, whose appended blocks may as well be taken over when it is written.
-            failures: receives the slots whose tokens cannot be taken over; they have others, and their results are
+            batch: the step. Its appended blocks may also be taken over by `write`.
+            failures: receives slots whose tokens cannot be loaded. These run with other tokens, and their results are
                 dropped.
         """
         ...
@@ -147,16 +148,16 @@ class Inputs(Protocol):
 
         Args:
             rows: the step.
-            key: the graph that it is padded to, or None to leave it as it is.
-            prefix_len: tokens of the prefix that the step attends once, or None where it does not cascade.
-            sampling: rows that the step samples itself; None where the host samples all of them.
+            key: the graph to pad to, or None for no padding.
+            prefix_len: tokens of the prefix that the step attends once, or None without cascade.
+            sampling: rows that the step's kernels sample; None if the host samples all rows.
         """
         ...
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Write a batch that no sequence stands behind, padded to `key`. It overwrites the state of its slots."""
+        """Write a synthetic batch, padded to `key`. It overwrites the state of the slots it uses."""
         ...
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
-        """Make the tensors of a step, at its padded shape, as the first part of the step."""
+        """Derive the tensors of a step at its padded shape. This is the first operation of the step."""
         ...

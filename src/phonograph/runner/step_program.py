@@ -1,9 +1,9 @@
-"""The computation of one step, written once: what is captured into every graph, and what runs eagerly.
+"""The computation of one step, for capture and for eager runs.
 
-It reads its inputs from persistent tensors only. What differs between calls is the shape (padded tokens, rows of
-logits) and whether the capture is broken at the calls of attention; the attention metadata is set beforehand. On a GPU
-the step needs nothing of the host from head to tail: a kernel makes the inputs out of one uploaded buffer and the state
-that lives on the device, and the sampled tokens stay there for the next step.
+It reads its inputs from static tensors only. Calls differ in the shape (padded tokens, rows of logits) and in whether
+the capture is split at attention; attention metadata is set beforehand. On a GPU the step needs no host work between
+its head and its tail: a kernel derives the inputs from one upload and the device state, and the sampled tokens stay on
+the device for the next step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from phonograph.runner.step_inputs import Inputs
 
 
 class StepOutputs(NamedTuple):
-    """Tensors that a step leaves; the next run or replay overwrites them.
+    """Tensors that a step leaves. The next run or replay overwrites them.
 
-    hidden: before the final norm; [N, E] of the rows with logits where the model leaves out the others, else [T, E]
+    hidden: before the final norm; [N, E] if the last layer computes only rows with logits, else [T, E]
     logits: [N, V], N = min(T, R)
-    tokens: int32 [N]; -1 where the logits had none to choose, less where the row samples nothing here. Empty where the
-        host samples.
+    tokens: int32 [N]; -1 if no logit was finite, less than -1 if the row samples nothing here. Empty if the host
+        samples.
     """
 
     hidden: torch.Tensor
@@ -35,10 +35,11 @@ class StepOutputs(NamedTuple):
 
 
 class StepProgram:
-    """Attention schedule, decoder layers with paged attention, logits of the rows that need them, sampling.
+    """Attention schedule, decoder layers, logits of the rows that need them, and sampling.
 
-    sample:          returns the tokens int32 [N] of rows of logits [N, V]; None where the host samples
-    batch_invariant: no kernel is chosen by the number of tokens or requests. The model and the backend must be made so.
+    sample:          returns the tokens int32 [N] of logits [N, V]; None if the host samples
+    batch_invariant: no kernel is chosen by the number of tokens or requests; model and backend must be batch-invariant
+        too
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class StepProgram:
     def run(
         self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool, all_hidden: bool = False
     ) -> StepOutputs:
-        """Run the step that the inputs hold, at a padded shape.
+        """Run the step in the inputs at a padded shape.
 
         Args:
-            num_tokens, num_reqs: padded tokens T and request slots R.
+            num_tokens: padded tokens T.
+            num_reqs: padded request slots R.
             every_row: each token is a request's last (uniform decode), so that its row of logits is its own.
-            pieces: break the capture at each call of attention.
-            all_hidden: return all rows of the residual stream, for logits of more rows than the requests' last.
+            pieces: split the capture at each call of attention.
+            all_hidden: return all rows of the residual stream, for logits of more rows than each request's last.
         """
         inputs, model = self._inputs, self.model
         num_logits = min(num_tokens, num_reqs)
@@ -75,12 +77,12 @@ class StepProgram:
         self.attention.pieces = pieces
         input_ids_T, positions_T = inputs.input_ids[:num_tokens], inputs.positions[:num_tokens]
         if model.kernels.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
-            # Rows of no request of this step are any rows.
+            # Padding rows have arbitrary contents.
             hidden_TE = model.forward(input_ids_T, positions_T, self.attention, inputs.logits_rows)[:num_logits]
             gathered = False
         else:
             hidden_TE = model.forward(input_ids_T, positions_T, self.attention)
-            # Gathered rows are normed by a kernel of their own.
+            # Gathered rows are normed by a separate kernel.
             gathered = not every_row or self._batch_invariant
         rows_N = inputs.logits_rows[:num_logits] if gathered else None
         logits_NV = model.logits(hidden_TE, rows_N)
@@ -88,13 +90,15 @@ class StepProgram:
         return StepOutputs(hidden_TE, logits_NV, tokens_N)
 
     def few_layers(self) -> AbstractContextManager[None]:
-        """Let `run` launch every kernel of its shape inside the context, but only in the first two layers, the last,
-        and one of each kind of attention. What it computes is of no use."""
+        """Return a context in which `run` launches every kernel of its shape, but computes few layers.
+
+        These are the first two layers, the last, and one of each kind of attention. The outputs are meaningless.
+        """
         layers = self.attention.layers
         last = len(layers) - 1
         kinds: dict[tuple[object, ...], int] = {}
         for layer in layers:
-            # A library may read a layer's own tensors once, which is not for captures.
+            # A library may read a layer's scale tensors once, which must not happen in a capture.
             values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
             kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
             kinds.setdefault(kind, layer.index)

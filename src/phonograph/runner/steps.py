@@ -1,7 +1,7 @@
-"""How the engine hands steps to a runner: submitted one after another, their results taken later and in that order.
+"""Protocol between engine and runner: steps are submitted in order, and their results are taken later in that order.
 
-On a device a step takes longer than the host needs to prepare the next one, so a runner may allow steps to be in
-flight while their tokens are not known yet. Whoever drives it needs no more than what is here.
+A step on a device takes longer than the host needs to schedule the next one. A runner may therefore have several steps
+in flight whose tokens are not known yet.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ NO_TOKEN = "the model's logits are not finite"
 class PendingStep(Protocol):
     """A step that was submitted.
 
-    decision: the graph that runs it, and why
-    output:   what is known of its result so far
+    decision: the graph that runs it, with the reason
+    output:   the part of the result that is known so far
     """
 
     decision: Decision
     output: StepOutput
 
     def result(self) -> StepOutput:
-        """What it brought, waited for if need be. Called once, after the results of all earlier steps were taken."""
+        """Wait for the step and return its result. Call it once, after the results of all earlier steps were taken."""
         ...
 
 
 class StepRunner(Protocol):
-    """Runs steps in the order in which they are submitted.
+    """Runs steps in the order of submission.
 
-    A later step must not take anything from an earlier one that its result needs: two steps in flight may use one slot
-    for two requests, the second freeing it before it loads it.
+    A later step must not change what the result of an earlier one needs: two steps in flight may use one slot for two
+    requests, as the second frees the slot before it loads it.
 
-    counts:    how many steps each kind of decision had, counted when they are submitted
-    lookahead: how many steps may be in flight beside the one whose result is waited for; 0: a step is taken at once
+    counts:    number of steps by kind of decision, counted at submission
+    lookahead: steps that may be in flight beside the one whose result is awaited; 0 means that none are
     """
 
     counts: Counter[str]
     lookahead: int
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
-        """Starts a step. At most `lookahead` + 1 are in flight."""
+        """Start a step. At most `lookahead` + 1 are in flight."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The part of a runner that samples each row of a step. Rows of the host are in none.
+    """Assignment of a step's rows to samplers. Rows in no field are sampled by the host.
 
-    in_step: rows that the step's own kernels sample, or None where the host samples all
+    in_step: rows that the step's own kernels sample, or None if the host samples all rows
     masked:  numbers of the rows with a grammar that are masked and sampled on the device behind the step
-    on_host: numbers of the rows whose logits the host needs, beside kernels that sample the others
+    on_host: numbers of the rows that the host samples, beside kernels that sample the others
     """
 
     in_step: KernelRows | None = None
@@ -77,35 +77,35 @@ class Sampling(Protocol):
     lookahead: int
 
     def plan(self, rows: StepRows) -> SamplingPlan:
-        """Decide what samples each row, before the step is written."""
+        """Decide which sampler takes each row, before the step is written."""
         ...
 
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> PendingStep:
-        """Sample what the step did not sample itself, and hand out the step.
+        """Sample what the step did not sample itself, and return the pending step.
 
         Args:
-            rows: the step, which has been sent to the device.
-            plan: made for it.
-            outputs: what the step leaves.
-            decision: the graph that runs it; the step's own decision adds how rows are sampled behind it.
-            failures: receives the slots for which the work raises.
+            rows: the step, which was sent to the device.
+            plan: result of `plan` for it.
+            outputs: tensors that the step leaves.
+            decision: the graph that runs it. The pending step's decision adds the sampling behind it.
+            failures: receives the slots whose work raises.
         """
         ...
 
     def launch(self) -> None:
-        """Launch each kernel that `finish` may need, on whatever its inputs hold."""
+        """Launch each kernel that `finish` may need, on arbitrary inputs."""
         ...
 
     def capture(self, runtime: GraphRuntime) -> int:
-        """Capture the graphs that `finish` replays; returns how many."""
+        """Capture the graphs that `finish` replays; return their number."""
         ...
 
 
 @dataclass(slots=True)
 class CompletedStep:
-    """A step that had run when it was submitted."""
+    """A step that was complete when it was submitted."""
 
     output: StepOutput
     decision: Decision
@@ -115,9 +115,13 @@ class CompletedStep:
 
 
 def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], vocab_size: int) -> None:
-    """Puts the tokens of a step into its output; slots whose token is none of the vocabulary fail.
+    """Store the tokens of a step in its output. Slots whose token is outside the vocabulary fail.
 
-    slots, token_ids: as in `StepOutput`; -1 where there was no token to choose
+    Args:
+        output: receives them.
+        slots: as in `StepOutput`.
+        token_ids: as in `StepOutput`; -1 if there was no token to choose.
+        vocab_size: token ids are below it.
     """
     output.slots, output.token_ids = slots, token_ids
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -126,7 +130,7 @@ def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], voca
             if token_id == -1:
                 failure = SlotFailure("sampling", NO_TOKEN, no_token=True)
             elif not 0 <= token_id < vocab_size:
-                problem = f"the device returned {token_id}, which is no token id (0 to {vocab_size - 1})"
+                problem = f"the device returned {token_id}; token ids are 0 to {vocab_size - 1}"
                 failure = SlotFailure("sampling", problem)
             else:
                 continue

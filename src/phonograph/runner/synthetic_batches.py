@@ -1,7 +1,6 @@
-"""Batches nobody asked for: real metadata of a wanted shape, for captures and for verification.
+"""Synthetic batches with real metadata, for capture and verification.
 
-Every sequence gets blocks of its own, so that a capture or a verification runs on what a real step would look like,
-never on nothing.
+Each sequence gets its own KV blocks, so that captures and verification run on the metadata of a possible step.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from phonograph.runner.step_inputs import SyntheticBatch
 
 
 class SyntheticBatches:
-    """Draws batches within the limits of an engine, and hands them to its inputs.
+    """Draws batches within the limits of an engine and writes them into its inputs.
 
-    inputs: writes a batch, padded to a graph, where that graph reads it
+    inputs: writes a batch, padded to a graph
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class SyntheticBatches:
         self._vocab_size = vocab_size
 
     def most_tokens(self, max_num_seqs: int) -> int:
-        """Tokens of the largest step that can be drawn, of at most so many sequences without context."""
+        """Return the tokens of the largest batch without context, of at most `max_num_seqs` sequences."""
         return most_step_tokens(
             num_blocks=self._num_blocks,
             block_size=self._block_size,
@@ -48,9 +47,9 @@ class SyntheticBatches:
         )
 
     def capture_batch(self, key: GraphKey) -> CommonMetadata:
-        """The plainest batch that fills `key`: no context, queries spread over as few sequences as can hold them.
+        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens.
 
-        A cascade has a prefix of one block, or of none where there is no room for it.
+        A cascade has a prefix of one block, or of none if there is no room for it.
         """
         if key.graphs is GraphSet.DECODE:
             query_lens = [key.query_len] * key.num_reqs
@@ -63,9 +62,9 @@ class SyntheticBatches:
         return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), prefix)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> CommonMetadata:
-        """A random batch that would be padded to `key`: fewer tokens and sequences, ragged queries, long contexts.
+        """Write a random batch that pads to `key`: fewer tokens and sequences, ragged queries, long contexts.
 
-        Common prefixes are of every magnitude, whatever the rule would say about them.
+        Common prefixes have any length that fits, not only lengths for which the cascade rule would choose a cascade.
         """
         if key.graphs is GraphSet.DECODE:
             query_lens = [key.query_len] * int(rng.integers(1, key.num_reqs + 1))
@@ -77,7 +76,7 @@ class SyntheticBatches:
         max_len = self._max_model_len - prefix * self._block_size
         contexts: list[int] = []
         for left, length in zip(range(len(query_lens), 0, -1), query_lens, strict=True):
-            # Contexts of every magnitude, and some as long as the cache or the model allows.
+            # Contexts of every magnitude; one in twenty is up to the limit of the cache or the model.
             longest = min(max_len - length, max(0, free) * self._block_size)
             fair = min(longest, max(0, free) // left * self._block_size)
             context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
@@ -92,14 +91,14 @@ class SyntheticBatches:
         return sum(blocks_for(length, self._block_size) for length in lengths)
 
     def _most_prefix_blocks(self, query_lens: list[int]) -> int:
-        """Blocks of the longest prefix that sequences of these queries can have in common."""
+        """Return the blocks of the longest prefix that sequences with these queries can share."""
         free = self._num_blocks - self._blocks_of(query_lens)
         return max(0, min(free, (self._max_model_len - max(query_lens)) // self._block_size))
 
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
-        """Query lengths, decodes first, of at most key.num_tokens in all."""
+        """Draw query lengths, decodes first, of at most key.num_tokens in total."""
         budget = int(rng.integers(max(1, key.num_tokens * 3 // 4), key.num_tokens + 1))
-        # Each sequence may leave one block partly empty, so a small cache holds fewer of them.
+        # Each sequence may leave one block partly empty, which bounds the number of sequences.
         most = max(1, min(key.num_reqs, budget, self._num_blocks - blocks_for(budget, self._block_size)))
         num_reqs = int(rng.integers(1, most + 1)) if rng.random() < 0.5 else int(rng.integers(1, min(most, 4) + 1))
         num_reqs = max(num_reqs, blocks_for(budget, self._max_model_len))
@@ -107,7 +106,7 @@ class SyntheticBatches:
         lengths: list[int] = []
         free = self._num_blocks
         for left, length in zip(range(num_reqs, 0, -1), np.diff(np.array([0, *cuts, budget])), strict=True):
-            # A cache that the budget nearly fills has no room for partly empty blocks: one is kept for each to come
+            # One block is reserved for each later sequence.
             fitting = min(int(length), self._max_model_len, (free - left + 1) * self._block_size)
             free -= blocks_for(fitting, self._block_size)
             lengths.append(fitting)
@@ -121,7 +120,7 @@ class SyntheticBatches:
         context_lens: list[int],
         num_shared: int,
     ) -> CommonMetadata:
-        """Gives every sequence the same `num_shared` blocks, then `context_lens` and its query in blocks of its own."""
+        """Write a batch whose sequences share `num_shared` blocks, and have separate blocks for the rest."""
         order = rng.permutation(self._num_blocks).astype(np.int32)
         needed = [
             blocks_for(query + context, self._block_size)
@@ -132,13 +131,13 @@ class SyntheticBatches:
                 f"a batch for {key} needs {num_shared + sum(needed)} KV blocks of {self._block_size} tokens, but there "
                 f"are {self._num_blocks}; grant more KV cache memory, or lower max_num_seqs or the capture sizes"
             )
-        shared, *own, _ = np.split(order, np.cumsum([num_shared, *needed]))
+        shared, *separate, _ = np.split(order, np.cumsum([num_shared, *needed]))
         prefix_len = num_shared * self._block_size
         return self._inputs(
             SyntheticBatch(
                 query_lens=query_lens,
                 context_lens=[prefix_len + context for context in context_lens],
-                blocks=[np.concatenate([shared, blocks]) for blocks in own],
+                blocks=[np.concatenate([shared, blocks]) for blocks in separate],
                 token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
                 prefix_len=prefix_len if key.cascade else None,
             ),

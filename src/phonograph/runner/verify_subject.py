@@ -1,4 +1,4 @@
-"""Lets `graphs.verify` drive a model runner: random paged batches over a cache full of random keys and values."""
+"""Subject of `graphs.verify`: a runner with random paged batches over a cache of random keys and values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phonograph.graphs.verification import Drawn
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
 
-# Blocks filled at a time: a cache may take nearly all memory there is.
+# Blocks filled at a time: the cache may leave little free memory.
 _BLOCKS_AT_ONCE = 4096
 
 
 class RunnerSubject:
-    """Compares hidden states, logits, sampled tokens, and the keys and values written, of a replay with an eager run.
+    """Collects hidden states, logits, sampled tokens and written keys and values of replays and eager runs.
 
     It overwrites the whole KV cache, so no request may be in flight.
     """
@@ -59,7 +59,7 @@ class RunnerSubject:
     def _results(
         self, key: GraphKey, run: Callable[[GraphKey], StepOutputs], *, poisons: bool
     ) -> dict[str, torch.Tensor]:
-        """Padded rows are compared too: they must be finite, or they could poison a real row some day."""
+        """Run the prepared batch and return all outputs, padded rows included: these must be finite too."""
         runner, common = self._runner, self._common
         assert common is not None, "prepare() comes first"
         with torch.inference_mode(), runner.runtime.scope():
@@ -74,6 +74,6 @@ class RunnerSubject:
             outputs = run(key)
             written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
             results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
-            # They are compared outside the runtime's scope, on another stream.
+            # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results

@@ -1,4 +1,4 @@
-"""A histogram to count in many thousand times a second, without the locks of a library that many threads may share."""
+"""Histogram for frequent updates from one thread, without the locks of a metrics library."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-"""Bounds in seconds for what happens in each step."""
+"""Bounds in seconds for durations of steps and tokens."""
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Bounds in seconds for what a request waits for."""
+"""Bounds in seconds for latencies of requests."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 """Bounds for lengths of requests."""
 
 
 class Histogram:
-    """Values counted by the smallest bound that is not below them; `total` is their sum."""
+    """Counts of values by the smallest bound at or above them; `total` is the sum of the values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.total = 0.0
@@ -22,12 +22,12 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Counts a value, as often as it occurred."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Each bound as text, then "+Inf", with the number of values up to it: what Prometheus wants."""
+        """Return each bound as text, then "+Inf", with the cumulative count, as Prometheus expects."""
         found: list[tuple[str, float]] = []
         below = 0
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]

@@ -1,4 +1,4 @@
-"""What requests had to wait for, and how they ended: counted where their tokens arrive."""
+"""Counts and latencies of requests, recorded as their tokens arrive."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from phonograph.engine.process.calls import Prompt, Sample
 
 
 class RequestLog:
-    """Counts since the start; a request is one sample of a prompt.
+    """Counts since the start. A request is one sample of a prompt.
 
-    first_token:  from when the server had the prompt's tokens until it had the first token of the answer
-    inter_token:  from token to token, by the clock of the engine
-    whole:        from the same beginning to the end of the answer
-    num_ended:    by finish reason; "abort" is everything that did not come to its end
-    prompt_lens, output_lens: tokens of requests that came to their end
+    first_token: seconds from the opening of the prompt to the first token of the answer
+    inter_token: seconds from token to token, by the clock of the engine
+    whole:       seconds from the opening of the prompt to the end of the answer
+    num_ended:   by finish reason; "abort" includes every request that did not complete
+    prompt_lens: tokens of the prompts of completed requests
+    output_lens: tokens of their outputs
     """
 
     def __init__(self) -> None:
@@ -28,9 +29,14 @@ class RequestLog:
         self.output_lens = Histogram(TOKENS)
 
     def grown(self, prompt: Prompt, sample: Sample, num_new: int, *, made: float, seen: float) -> None:
-        """A sample got tokens, its first or more, and may have ended by them.
+        """Record new tokens of a sample, and its end if it ended.
 
-        made, seen: when the engine had them, and when the server had their text
+        Args:
+            prompt: prompt of the sample.
+            sample: the sample, with its new tokens.
+            num_new: number of new tokens.
+            made: time at which the engine had them.
+            seen: time at which their text was assembled.
         """
         if num_new:
             self.num_output_tokens += num_new

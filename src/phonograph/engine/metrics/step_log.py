@@ -1,4 +1,4 @@
-"""The steps that the engine has run: the latest one by one, and all of them counted."""
+"""Log of the engine's steps: the latest ones, and counts of all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from phonograph.engine.metrics.histogram import MILLISECONDS, Histogram
 from phonograph.engine.metrics.step_record import BatchKind, StepRecord
 
 KEPT = 1024
-"""Latest steps that are kept."""
+"""Number of latest steps in the log."""
 
 
 @dataclass(slots=True)
 class StepTally:
-    """Steps of one mode, kind of batch and cause. `num_tokens` is without padding, `seconds` as in a record."""
+    """Counts of steps of one mode, kind of batch and cause.
+
+    num_tokens: without padding
+    seconds:    as in `StepRecord`
+    """
 
     mode: str
     kind: BatchKind
@@ -28,10 +32,10 @@ class StepTally:
 
 
 class StepLog:
-    """Takes the records of the engine's steps.
+    """Collects the records of the engine's steps.
 
-    latest:       the last of them, oldest first; the newest is number `num_steps`, counted from 1
-    epoch_offset: from the records' clock to seconds since the epoch
+    latest:       latest records, oldest first; the newest has number `num_steps`, counted from 1
+    epoch_offset: seconds from the records' clock to the Unix epoch
     """
 
     def __init__(self) -> None:
@@ -59,7 +63,7 @@ class StepLog:
             self.latest.append(record)
 
     def since(self, number: int, most: int) -> list[tuple[int, StepRecord]]:
-        """The steps after number `number` with their numbers, oldest first: the last `most` of those still kept."""
+        """Return steps after number `number` with their numbers, oldest first: the last `most` of those in the log."""
         first = max(number, self.num_steps - min(most, len(self.latest)))
         count = self.num_steps - first
         if count <= 0:

@@ -1,6 +1,6 @@
-"""What a step was, for those who watch: its batch, the decision it ran by, and how long it took.
+"""Record of one step: its batch, its decision, and its duration.
 
-Plain values in a tuple, because there is one for every step and a server's two processes pass them on.
+A tuple of plain values, because there is one per step and the engine's process sends them to the server's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ BatchKind = Literal["decode", "prefill", "mixed"]
 class StepRecord(NamedTuple):
     """One step whose results were taken.
 
-    ended:          seconds of `time.monotonic`, which all processes of a machine share
-    seconds:        from when the step had the device to itself until its results were taken
-    num_decodes:    sequences with a query of one token
-    prefill_lens:   tokens of each of the other sequences
-    graph:          short name of the decision, such as "full mixed" or "eager"
-    mode:           FULL, PIECEWISE or NONE
-    graph_tokens:   tokens after padding
-    graph_slots:    request slots of the graph; without a graph, the sequences
-    cause, reason:  why; see `Decision`
+    ended:        seconds of `time.monotonic`, which all processes of a machine share
+    seconds:      from the time the step had the device to itself until its results were taken
+    num_decodes:  sequences with a query of one token
+    prefill_lens: tokens of each of the other sequences
+    graph:        short name of the decision, such as "full mixed" or "eager"
+    mode:         FULL, PIECEWISE or NONE
+    graph_tokens: tokens after padding
+    graph_slots:  request slots of the graph; the number of sequences in an eager step
+    cause:        short reason, as in `Decision`
+    reason:       full reason, as in `Decision`
     """
 
     ended: float
@@ -40,7 +41,7 @@ class StepRecord(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Without padding."""
+        """Tokens without padding."""
         return self.num_decodes + sum(self.prefill_lens)
 
     @property
@@ -51,7 +52,7 @@ class StepRecord(NamedTuple):
 
 
 def record_of(batch: ScheduledBatch, decision: Decision, began: float, ended: float) -> StepRecord:
-    """The record of a step that ran by `decision` between two times."""
+    """Return the record of a step that ran by `decision` between two times."""
     return StepRecord(
         ended,
         ended - began,

@@ -1,4 +1,4 @@
-"""Batches of the offline API: queues the prompts of one call and steps until all of them are answered."""
+"""Runs one call of the offline API: queues its prompts and steps until all are answered."""
 
 from __future__ import annotations
 
@@ -29,14 +29,23 @@ def answer_inputs(
     priority: Sequence[int] | None,
     use_tqdm: bool,
 ) -> list[RequestOutput]:
-    """Answers inputs, each made a prompt by `encode`; returns one output for each, in their order.
+    """Answer inputs and return one output for each, in their order.
 
     However the call ends, none of its requests is left in the session.
 
+    Args:
+        session: the engine's requests.
+        inputs: prompts or conversations.
+        encode: turns an input into a prompt.
+        sampling_params: one for all inputs, or one for each.
+        priority: one for each input, or None.
+        use_tqdm: show a progress bar.
+
     Raises:
-        RequestError: the only input cannot be served, or a parameter fits none of them. Of several inputs, one that
-            cannot be served has its `error` set in its output.
-        KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session serves the next call.
+        RequestError: the only input cannot be served, or a parameter is wrong for all. Of several inputs, one that
+            cannot
+            be served has its `error` set in its output.
+        KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session can serve the next call.
     """
     params = _per_input("sampling_params", SamplingParams() if sampling_params is None else sampling_params, inputs)
     for value in params:
@@ -48,7 +57,7 @@ def answer_inputs(
     outputs: list[RequestOutput] = []
     queue = _queue(session, inputs, encode, params, priorities)
     scheduler = session.core.scheduler
-    # No step admits more requests than there are slots. By priority the last request may be the first to run.
+    # A step admits at most as many requests as there are slots. By priority, the last may run first.
     ahead = scheduler.limits.max_num_seqs if scheduler.limits.policy == "fcfs" else len(inputs)
     with (
         deferred_interrupts() as interrupted,
@@ -56,7 +65,7 @@ def answer_inputs(
         _progress_bar(len(inputs), use_tqdm) as report,
     ):
         while True:
-            # Prompts are encoded between steps: the first step need not wait for the last of thousands.
+            # Prompts are encoded between steps, so that the first step does not wait for the last prompt.
             while scheduler.num_waiting < ahead and not interrupted() and (output := next(queue, None)) is not None:
                 outputs.append(output)
                 # No effect on an answered request. If the call fails, each abort runs, even after one that raises.
@@ -82,7 +91,7 @@ def _queue(
     params: Sequence[SamplingParams],
     priorities: Sequence[int],
 ) -> Iterator[RequestOutput]:
-    """Queues one request for each output that is taken; the output of a refused one has its error."""
+    """Queue one request for each output that is taken. The output of a refused request has its error."""
     for index, (item, one, rank) in enumerate(zip(inputs, params, priorities, strict=True)):
         prompt: Prompt = []
         try:
@@ -98,9 +107,10 @@ def _queue(
 
 @contextmanager
 def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[list[RequestOutput], int], None]]:
-    """Shows answered requests and tokens a second on stderr, if that is a terminal.
+    """Show the number of answered requests and tokens per second on stderr, if that is a terminal.
 
-    Yields a function that takes the outputs that changed, and the number of their new tokens.
+    Yields:
+        A function that takes the changed outputs and the number of their new tokens.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

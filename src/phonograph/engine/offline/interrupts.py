@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps: a step that is cut in its middle leaves cache and slots that nothing can go on from."""
+"""Ctrl-C between two steps: an interrupted step would leave cache and slots in an unknown state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def deferred_interrupts() -> Generator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a question to ask between steps; the second one interrupts as usual.
+    """Defer the first Ctrl-C until the caller asks for it; the second interrupts as usual.
 
-    Yields a function that returns True once Ctrl-C was pressed. Has no effect where Python would not raise
-    KeyboardInterrupt: outside the main thread, and where the program handles SIGINT itself.
+    It has no effect where Python would not raise KeyboardInterrupt: outside the main thread, and if the program handles
+    SIGINT itself.
+
+    Yields:
+        A function that returns True after Ctrl-C was pressed.
     """
     seen: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()

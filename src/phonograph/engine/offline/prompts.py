@@ -1,4 +1,4 @@
-"""Prompts and conversations of the offline API, in the shapes that vLLM takes, reduced to text or token ids."""
+"""Prompts and conversations of the offline API, in the forms that vLLM accepts, reduced to text or token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORKS = "must be text, a list of token ids, a mapping with prompt or prompt_tok
 
 
 def prompt_list(prompts: object) -> list[PromptInput]:
-    """Makes a list of one prompt or of several.
+    """Return a list of prompts from one prompt or several.
 
     Raises:
         RequestError: the value is neither.
@@ -32,7 +32,7 @@ def prompt_list(prompts: object) -> list[PromptInput]:
 
 
 def conversation_list(messages: object) -> list[object]:
-    """Makes a list of one conversation or of several.
+    """Return a list of conversations from one conversation or several.
 
     Raises:
         RequestError: the value is neither.
@@ -43,10 +43,10 @@ def conversation_list(messages: object) -> list[object]:
 
 
 def plain_conversation(messages: object) -> Sequence[ChatMessage]:
-    """Returns one conversation.
+    """Return one conversation.
 
     Raises:
-        RequestError: it is no list of messages.
+        RequestError: the value is not a list of messages.
     """
     if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
         turns: list[object] = list(messages)
@@ -56,10 +56,10 @@ def plain_conversation(messages: object) -> Sequence[ChatMessage]:
 
 
 def plain_prompt(prompt: object) -> Prompt:
-    """Returns the text or the token ids of a prompt.
+    """Return the text or the token ids of a prompt.
 
     Raises:
-        RequestError: it is neither, or a mapping with other keys.
+        RequestError: the value is neither, or a mapping with other keys.
     """
     if not isinstance(prompt, Mapping):
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
@@ -79,10 +79,10 @@ def plain_prompt(prompt: object) -> Prompt:
 
 
 def refuse_unsupported(**arguments: object) -> None:
-    """Refuses arguments of vLLM's methods that have no effect here.
+    """Reject arguments of vLLM's methods that have no effect here.
 
     Raises:
-        RequestError: one is not None.
+        RequestError: an argument is not None.
     """
     for name, value in arguments.items():
         if value is not None:

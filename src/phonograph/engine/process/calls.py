@@ -1,7 +1,7 @@
-"""One call in progress: its prompts with their samples as they grow, and the task that waits for them.
+"""Calls in progress: prompts, their growing samples, and the task that waits for them.
 
-The engine's reports are taken in as they come, however slowly a client reads; what has come since the client's last
-turn is then one piece. So a slow client costs memory for its own answer, and nobody else anything.
+Reports of the engine are applied as they arrive, even if a client reads slowly. A client that falls behind gets
+everything since its last read in one piece, so it costs memory for its own answer only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phonograph.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """What a sample got since the last one was taken."""
+    """New text, tokens and log-probabilities of a sample since the last delta."""
 
     text: str
     token_ids: list[int]
@@ -29,9 +29,9 @@ class Delta:
 
 
 class Sample(CompletionOutput):
-    """One choice of an answer, which a stream takes piece by piece.
+    """One choice of an answer, which a stream reads in deltas.
 
-    last_token: when the engine made the latest one, in seconds of `time.monotonic`
+    last_token: time at which the engine made the latest token, in seconds of `time.monotonic`
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Sample(CompletionOutput):
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
     ) -> None:
-        """Take what the engine reported. A stop string in the text ends the sample, whatever the engine said."""
+        """Apply an update of the engine. A stop string in the text ends the sample, whatever the update says."""
         self.token_ids += token_ids
         if self.logprobs is not None:
             self.logprobs += logprobs or ()
@@ -66,9 +66,9 @@ class Sample(CompletionOutput):
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt and its samples. `num_cached_tokens`, `logprobs` and `warnings` are known once its first token has come.
+    """A prompt and its samples. The first token brings `num_cached_tokens`, `logprobs` and `warnings`.
 
-    opened: when it was asked for, in seconds of `time.monotonic`
+    opened: time of the request, in seconds of `time.monotonic`
     """
 
     key: int
@@ -82,11 +82,12 @@ class Prompt:
 
 
 class Call:
-    """Prompts that were opened together. The caller that opened it closes it, whatever happened.
+    """Prompts that were opened together. The caller that opened a call also closes it.
 
-    streams:   whether its owner wants to know of every change, or of the end only
-    end:       tells the engine that nobody waits any more
-    on_change: where set, is called once for what a round of reports brought; `wait` returns for the end and errors
+    streams:   wake the caller at every change, not only at the end
+    end:       called when the call closes
+    on_change: if set, called once for the changes of a round of reports; `wait` then returns only for the end and
+        errors
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Call:
 
     @property
     def samples(self) -> list[Sample]:
-        """The choices of the answer, in their order."""
+        """The choices of the answer, in order."""
         return [sample for prompt in self.prompts for sample in prompt.samples]
 
     @property
@@ -120,10 +121,11 @@ class Call:
     async def wait(self, *, peek: bool = False) -> None:
         """Wait until samples have changed since the last wait; without `streams`, until all have ended.
 
-        peek: the next wait returns at once for the same change
+        Args:
+            peek: do not consume the change; the next wait returns at once.
 
         Raises:
-            Exception: the call has failed, with the error that `fail` was given.
+            Exception: the error passed to `fail`.
         """
         await self._event.wait()
         if self._error is not None:
@@ -132,7 +134,7 @@ class Call:
             self._event.clear()
 
     def take_changed(self) -> list[Sample]:
-        """The samples that changed since the last call of this."""
+        """Return the samples that changed since the last call of this method."""
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
@@ -141,7 +143,7 @@ class Call:
         self._event.set()
 
     def touch(self, prompt: Prompt, sample: Sample) -> None:
-        """A sample has grown, and may have ended by it. Whoever calls this calls `on_change` later, where it is set."""
+        """Record that a sample has grown, and may have ended. The caller then calls `on_change` if it is set."""
         if sample.finish_reason is not None:
             prompt.num_growing -= 1
             self._num_growing -= 1
@@ -151,18 +153,18 @@ class Call:
             self._event.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the call; whoever waits for it is told why. The first error stays, and after the end there is none."""
+        """End the call with an error, which `wait` raises. Later errors, and errors after the end, are ignored."""
         if not self._closed:
             self._error = error
             self.close()
             self._event.set()
 
     def limit(self, seconds: float, error: Exception) -> None:
-        """Fails the call with `error` unless it is closed in time."""
+        """Fail the call with `error` after `seconds`, unless it has closed."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
     def watch(self, client_gone: Awaitable[object], error: Exception) -> None:
-        """Fails the call with `error` once `client_gone` is done."""
+        """Fail the call with `error` when `client_gone` completes."""
 
         async def fail_when_gone() -> None:
             await client_gone
@@ -171,7 +173,7 @@ class Call:
         self._watcher = asyncio.create_task(fail_when_gone())
 
     def close(self) -> None:
-        """Ends what is still growing. Closing again does nothing."""
+        """Abort unfinished samples. Further calls have no effect."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""`EngineClient`: the connection between an event loop and an engine, wherever the engine runs."""
+"""`EngineClient`: connection between an event loop and an engine on a thread or in a process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from phonograph.engine.process.messages import Command, EngineFacts, Message, Pr
 
 REPORTS_AT_ONCE = 8
 STOP_SECONDS = 5.0
-"""Time that an engine has to end after it was told to."""
+"""Time that an engine has to end after `Stop`."""
 
 StartProgress = Callable[[str, int, int], None]
-"""Called with the phase of a start ("weights", on a GPU "kernels", "graphs"), the work done of it, and all of it."""
+"""Called with the phase of a start ("weights", on a GPU "kernels", "graphs"), the work done and the total work."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -20,10 +20,10 @@ def no_progress(phase: str, done: int, total: int) -> None:
 
 
 class EngineClient(Protocol):
-    """One engine. It is made, used and closed in one event loop, and starts when it is made."""
+    """Connection to one engine. It starts the engine when it is made; one event loop makes, uses and closes it."""
 
     async def ready(self, progress: StartProgress) -> EngineFacts:
-        """Wait until the engine has started. It takes requests once `Begin` was sent to it.
+        """Wait until the engine has started. It serves requests after `Begin` was sent.
 
         Raises:
             PhonographError: the engine could not start.
@@ -31,31 +31,31 @@ class EngineClient(Protocol):
         ...
 
     def send(self, command: Command) -> None:
-        """Send without waiting. What is sent to an engine that has ended is lost."""
+        """Send without waiting. Commands to an engine that has ended are lost."""
         ...
 
     async def receive(self) -> list[Report]:
-        """Return the next reports in their order, at least one and at most `REPORTS_AT_ONCE`.
+        """Wait for reports; return at least one and at most `REPORTS_AT_ONCE`, in order.
 
-        Waits for the first one, without end if the engine has ended.
+        If the engine has ended, it waits forever.
         """
         ...
 
     def on_death(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, in the event loop, when the engine has ended without being closed."""
+        """Call `callback` once, in the event loop, when the engine ends without having been closed."""
         ...
 
     def end(self) -> str:
-        """Return how the engine ended, in words."""
+        """Return a description of how the engine ended."""
         ...
 
     async def close(self) -> None:
-        """End the engine, whatever it is doing."""
+        """End the engine, whatever its state."""
         ...
 
 
 def started(message: Message, progress: StartProgress) -> EngineFacts | None:
-    """Take a message of an engine that starts; return its facts once it has started.
+    """Handle a message of a starting engine; return its facts once it has started.
 
     Raises:
         PhonographError: the engine could not start.

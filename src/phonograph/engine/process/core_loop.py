@@ -1,4 +1,4 @@
-"""What the engine's process does: obeys commands between steps, and reports what each step brought."""
+"""Loop of the engine's process: executes commands between steps, and reports the results of each step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phonograph.errors import RequestError, RequestFailure, cause_text
 log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 0.002
-"""Time that commands may take between two steps; a flood of new requests waits, those that run go on."""
+"""Time for commands between two steps, so that a burst of new requests does not delay running ones."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A prompt in progress: its output, and how many tokens of each sample have been reported."""
+    """A prompt in progress: its output, and the number of reported tokens of each sample."""
 
     key: int
     output: RequestOutput
@@ -30,7 +30,7 @@ class _Open:
 
 
 class CoreLoop:
-    """A session driven by commands. Its output is token ids; text is made, and stop strings found, by the server."""
+    """A session driven by commands. It reports token ids; the client makes text and finds stop strings."""
 
     def __init__(self, session: Session, channel: Channel) -> None:
         self._session = session
@@ -42,14 +42,15 @@ class CoreLoop:
         session.core.on_step = lambda record: self._steps.append(record)
 
     def run(self) -> None:
-        """Until told to stop."""
+        """Run until `Stop`."""
         while self.turn():
             pass
 
     def turn(self) -> bool:
-        """Obeys the commands that are there, waiting for one if there is nothing else to do, then runs a step.
+        """Execute pending commands, then run a step. Wait for a command if there is nothing else to do.
 
-        Returns whether to go on.
+        Returns:
+            False after `Stop`.
         """
         refused: dict[int, RequestError | RequestFailure] = {}
         aborted = False
@@ -68,7 +69,7 @@ class CoreLoop:
         if self._session.has_unfinished:
             changed = self._session.step()
             self._num_steps += 1
-        # Also of a step that brought no token, such as a part of a long prompt: it is shown while it is news.
+        # Steps without a token, such as a chunk of a long prompt, are reported too.
         if changed or refused or aborted or self._steps:
             self._report(changed, refused)
         return True
@@ -115,7 +116,7 @@ class CoreLoop:
 
     @staticmethod
     def _report_output(opened: _Open, report: Report) -> None:
-        """Adds what is new of one prompt to a report."""
+        """Add the new part of one prompt's output to a report."""
         output = opened.output
         if not opened.prompt_reported:
             opened.prompt_reported = True
@@ -135,7 +136,7 @@ class CoreLoop:
 
     @staticmethod
     def _error_of(name: str, error: Exception) -> RequestError | RequestFailure:
-        """Returns an error that the server can answer with, whatever was raised for a request."""
+        """Return an error that a client can be answered with, for any exception."""
         if isinstance(error, RequestError | RequestFailure):
             return error
         log.exception("%s: the engine's process could not serve it", name)

@@ -1,4 +1,4 @@
-"""The engine's process: starts the engine, then runs the loop until the server says stop, or is gone."""
+"""Entry point of the engine's process, which runs until `Stop` or until the server's process ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from phonograph.engine.process.messages import Command, Message
 from phonograph.engine.startup.early_start import start_early
 
 FAREWELL_MILLISECONDS = 2000
-"""How long the last messages may take to be sent when the process ends."""
+"""Time for the last messages to be sent when the process ends."""
 
 
 class _Channel:
-    """This process's ends of the sockets. ZeroMQ's own thread moves the bytes, so a slow server never delays a step."""
+    """The engine's ends of the sockets. ZeroMQ's thread moves the bytes, so a slow server does not delay a step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], commands: str, messages: str) -> None:
         self._commands = context.socket(zmq.PULL)
@@ -42,17 +42,20 @@ class _Channel:
 
 
 def run_core(config: EngineConfig, commands: str, messages: str) -> None:
-    """The process from its first line to its last. It ends with an exit code other than 0 only where a step failed.
+    """Run the engine's process. The exit code is not 0 only if a step failed.
 
-    commands, messages: addresses of the sockets
+    Args:
+        config: configuration of the engine.
+        commands: address of the socket from which commands come.
+        messages: address of the socket to which messages go.
     """
-    # The server decides when this process ends, on Ctrl-C too, which reaches both.
+    # Ctrl-C reaches both processes; the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
     if config.device != "cpu":
         start_early()
-    # Here, because the server's process has this module too and needs nothing of what the engine is made of.
+    # A late import: the server's process imports this module too, and must not import torch.
     from phonograph.engine.process.run_engine import run_engine
 
     with zmq.Context() as context:

@@ -1,4 +1,4 @@
-"""What the server's process and the engine's process say to each other, as pickles on a socket that only they have."""
+"""Messages between an event loop and its engine. Between processes they are pickles on private sockets."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
 from phonograph.scheduling.limits import SchedulerStats
 
-# -- to the engine -----------------------------------------------------------------------------------------------------
-
 
 @dataclass(slots=True)
 class Begin:
-    """First message to a started engine: the end-of-sequence token of the tokenizer, which the server has loaded."""
+    """First command to a started engine: the end-of-sequence token of the client's tokenizer."""
 
     eos_token_id: int | None
 
 
 @dataclass(slots=True)
 class Add:
-    """Prompts of one call to continue, by keys that the server gives them and never gives again.
+    """Prompts of one call, by unique keys that the client chooses.
 
     If one of them cannot be served, none is.
     """
@@ -39,7 +37,7 @@ class Add:
 
 @dataclass(slots=True)
 class Abort:
-    """Ends a prompt, or one of its samples. One that has ended already is fine."""
+    """Ends a prompt, or one of its samples. It has no effect if that has ended."""
 
     key: int
     index: int | None = None
@@ -47,17 +45,15 @@ class Abort:
 
 @dataclass(slots=True)
 class Stop:
-    """Ends the process, with whatever is in progress."""
+    """Ends the engine and all requests in progress."""
 
 
 Command = Begin | Add | Abort | Stop
 
-# -- from the engine ---------------------------------------------------------------------------------------------------
-
 
 @dataclass(slots=True)
 class Progress:
-    """How far the start has come: `done` of `total` in a phase."""
+    """Progress of the start: `done` of `total` in a phase."""
 
     phase: str
     done: int
@@ -66,14 +62,14 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class EngineFacts:
-    """The engine is ready, and what the server has to know of it.
+    """Properties of an engine that has started.
 
-    context_len: tokens of prompt and output together that a request can have
-    resolution:  the graph mode that runs, with its reasons
-    captures:    the graphs that there are, their memory in bytes, and what capturing them took
-    capture_retries: graphs that were captured at the second try, with the reasons
-    notes:       decisions that the configuration left open, or that could not be met as asked
-    stats:       of the scheduler, before the first step
+    context_len: maximum tokens of prompt and output of a request
+    resolution:  graph mode with its reasons
+    captures:    list of the captured graphs; `graph_memory_bytes` and `capture_seconds` are their cost
+    capture_retries: graphs captured at the second attempt, with the reasons
+    notes:       decisions that the configuration left open, or that differ from it
+    stats:       scheduler statistics before the first step
     """
 
     context_len: int
@@ -95,19 +91,21 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class StartFailed:
-    """The engine could not start; the message of the error says why."""
+    """The engine could not start, for the reason in `error`."""
 
     error: PhonographError
 
 
 SampleUpdate = tuple[int, int, list[int], list[TokenLogprobs] | None, FinishReason | None, int | str | None]
-"""What one sample got: key, index, its new tokens, their log-probabilities where asked for, and where it has ended the
-finish reason and the stop reason. A plain tuple: there is one for each running sequence in each step."""
+"""New output of one sample: key, index, tokens, log-probabilities or None, finish reason and stop reason.
+
+A plain tuple, because there is one per running sequence and step.
+"""
 
 
 @dataclass(slots=True)
 class PromptFacts:
-    """What is known of a prompt once its first token has come; see `RequestOutput`."""
+    """Facts about a prompt that come with its first token; see `RequestOutput`."""
 
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
@@ -116,13 +114,13 @@ class PromptFacts:
 
 @dataclass(slots=True)
 class Report:
-    """What a step brought, or what commands changed.
+    """Results of a step, or of commands.
 
     prompts: by key, for prompts whose first token is among the updates
     refused: by key, prompts that cannot be served, or for which work failed
-    stats:   of the scheduler, after `num_steps` steps
-    steps:   those whose results were taken since the last report
-    time:    when it was made, in seconds of `time.monotonic`, which the processes of a machine share
+    stats:   scheduler statistics after `num_steps` steps
+    steps:   steps whose results were taken since the last report
+    time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
     stats: SchedulerStats
@@ -145,5 +143,5 @@ class Channel(Protocol):
         ...
 
     def receive(self, *, wait: bool) -> Command | None:
-        """Return the next command. With `wait` it is waited for; without, None where there is none yet."""
+        """Return the next command. If there is none, wait for one, or return None without `wait`."""
         ...

@@ -1,4 +1,4 @@
-"""`ProcessClient`: the engine in a process of its own, behind ZeroMQ. Needs the package zmq (the extra `server`)."""
+"""`ProcessClient`: an engine in a separate process, over ZeroMQ. Needs the package zmq (extra `server`)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from phonograph.engine.process.messages import Command, EngineFacts, Report, Sto
 from phonograph.errors import PhonographError
 
 POLL_MILLISECONDS = 200
-"""How often the start looks whether the process is still there."""
+"""Interval at which the start checks that the process is alive."""
 
 
 class ProcessClient:
-    """One engine in a process of its own. See `EngineClient`.
+    """Connection to an engine in a separate process. See `EngineClient`.
 
-    The process is spawned: a program that starts one guards its own start by `if __name__ == "__main__"`.
+    The process is spawned: the program must guard its entry point by `if __name__ == "__main__"`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # Whoever can write to these sockets can run code here: the folder is this user's alone.
+        # Messages are pickles, which can run code: the folder of the sockets is private to this user.
         self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
         addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")]
         self._context = zmq.Context()
@@ -64,12 +64,12 @@ class ProcessClient:
                 return facts
 
     def send(self, command: Command) -> None:
-        with suppress(zmq.Again):  # there is nobody at the other end
+        with suppress(zmq.Again):  # the process has ended
             self._commands.send(pickle.dumps(command, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK, copy=False)
 
     async def receive(self) -> list[Report]:
         reports: list[Report] = [pickle.loads(await self._messages.recv())]
-        with suppress(zmq.Again):  # there are no more
+        with suppress(zmq.Again):  # no further report has arrived
             while len(reports) < REPORTS_AT_ONCE:
                 reports.append(pickle.loads(await self._messages.recv(zmq.NOBLOCK)))
         return reports
@@ -91,7 +91,7 @@ class ProcessClient:
         return f"the engine's process ended {how}"
 
     async def close(self) -> None:
-        """End the process whatever it is doing; one that takes commands is asked first."""
+        """End the process: with `Stop` if it accepts commands, else by killing it."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self._started and self._process.is_alive():
             self.send(Stop())

@@ -1,4 +1,4 @@
-"""Start and service of an engine behind a channel: the same in a process of its own and on a thread."""
+"""Start and service of an engine behind a channel, in a separate process or on a thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from phonograph.text.tokenizer import load_tokenizer
 
 
 def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
-    """Start an engine, report how that goes, and obey commands until `Stop`.
+    """Start an engine, report its progress, and execute commands until `Stop`.
 
-    owns_process: True where nothing but the engine runs in this process
+    Args:
+        config: configuration of the engine.
+        channel: its end of the connection.
+        owns_process: True if only the engine runs in this process.
     """
     began = time.perf_counter()
     try:
@@ -28,7 +31,7 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
         return
     seconds = time.perf_counter() - began
     if owns_process:
-        # What exists now stays: the garbage collector need not look at it again, which takes as long as several steps.
+        # All present objects stay. Without them a collection is much shorter than a step.
         gc.collect()
         gc.freeze()
     channel.send(_facts(engine, seconds))

@@ -1,4 +1,4 @@
-"""`ThreadClient`: the engine on a thread of this process, without sockets and without copies of messages."""
+"""`ThreadClient`: an engine on a thread of this process, without sockets and copies of messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class _Closed(BaseException):
-    """Ends the engine's thread where it stands; no `except Exception` holds it up."""
+    """Ends the engine's thread at its next message. It is not an `Exception`, so that no handler stops it."""
 
 
 class _Channel:
-    """Ends of the two queues that the engine's thread has.
+    """The engine's ends of the two queues.
 
     closed: set by the event loop; the thread then ends at its next message
     """
@@ -38,7 +38,7 @@ class _Channel:
         """Call `callback` in the event loop.
 
         Raises:
-            _Closed: the client or the event loop is closed, so that the thread has nothing left to do.
+            _Closed: the client or the event loop is closed, so that the thread has no work left.
         """
         if self.closed:
             raise _Closed
@@ -59,7 +59,7 @@ class _Channel:
 
 
 class ThreadClient:
-    """One engine on a thread of this process. See `EngineClient`."""
+    """Connection to an engine on a thread of this process. See `EngineClient`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
@@ -67,7 +67,7 @@ class ThreadClient:
         self._cause: str | None = None
         self._dead = False
         self._callback: Callable[[], None] | None = None
-        # A daemon, so that a program which forgets to close it can end.
+        # A daemon, so that a program can end without closing the client.
         self._thread = threading.Thread(target=self._run, args=(config,), name="phonograph-engine", daemon=True)
         self._thread.start()
 
@@ -104,7 +104,7 @@ class ThreadClient:
         """Run the engine until it is closed or fails."""
         with suppress(_Closed):
             try:
-                # Imports torch, which takes seconds: the event loop goes on meanwhile.
+                # Imports torch, which takes seconds; the event loop must not wait for it.
                 from phonograph.engine.process.run_engine import run_engine
 
                 run_engine(config, self._channel, owns_process=False)

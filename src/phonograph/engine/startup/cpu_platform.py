@@ -1,4 +1,4 @@
-"""Parts of an engine on the CPU: the tape, inputs in host memory, torch's kernels, and sampling by the host."""
+"""Engine parts on the CPU: the tape, inputs in host memory, torch kernels, and sampling on the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CpuPlatform:
         return nullcontext()
 
     def compile(self, launch: Callable[[], None]) -> None:
-        """Do nothing: torch's operators are compiled."""
+        """Do nothing: torch has no kernels to compile."""
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -1,4 +1,4 @@
-"""Parts of an engine on a GPU: CUDA graphs, one static workspace, state and sampling on the device."""
+"""Engine parts on a GPU: CUDA graphs, one static workspace, state and sampling on the device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from phonograph.sampling.sampler import Sampler
 class CudaPlatform:
     """A GPU; see `Platform`.
 
-    make_runtime: called with the device and the static tensors that graphs use for intermediates
-    make_ring:    called with `depth` and `max_rows`
+    Args:
+        device: the GPU.
+        make_runtime: called with the device and the static tensors that graphs use for intermediates.
+        make_ring: called with `depth` and `max_rows`.
     """
 
     compiles = True
@@ -48,7 +50,7 @@ class CudaPlatform:
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """Begin what compiling kernels needs; see `Platform`."""
+        """Start the helper that compiles kernels; see `Platform`."""
         begin_hashing()
         compile_helper.start_early()
         try:

@@ -1,8 +1,8 @@
-"""What an engine's start waits for and needs no import: begun beside the imports, which take seconds.
+"""Work of a start that needs no imports and runs beside them, because they take seconds.
 
-The process that compiles kernels, if any may be missing; and the device's context, in a thread, which holds no lock of
-Python's while the driver makes it. Where either fails nothing is said: whoever needs it finds out, and has the error.
-The garbage collector pauses until the engine is ready, as next to nothing of what a start makes is garbage.
+A process compiles kernels if some may be missing. A thread makes the device's context; the driver does not hold
+Python's lock meanwhile. Failures are ignored here, because the later use of either reports them. The garbage collector
+pauses until the engine is ready, because a start creates little garbage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _paused = False
 
 
 def start_early() -> None:
-    """To be called before the imports of a process that will start an engine on a GPU, if one is here."""
+    """Start compiling and the device's context, if there is a GPU. Call it before the imports of an engine."""
     pause_collector()
     if Path("/dev/nvidiactl").exists():
         threading.Thread(target=make_context, name="device-context", daemon=True).start()
@@ -27,7 +27,7 @@ def start_early() -> None:
 
 
 def pause_collector() -> None:
-    """Until `resume_collector`. Nothing happens where it is off already."""
+    """Pause the garbage collector until `resume_collector`. It has no effect if the collector is off."""
     global _paused
     if gc.isenabled():
         _paused = True
@@ -35,7 +35,7 @@ def pause_collector() -> None:
 
 
 def resume_collector() -> None:
-    """Ends a pause, if there is one."""
+    """End the pause, if there is one."""
     global _paused
     if _paused:
         _paused = False
@@ -43,7 +43,7 @@ def resume_collector() -> None:
 
 
 def make_context() -> bool:
-    """The context of the first device that this process sees, which torch then finds; whether it could be made."""
+    """Make the context of the first visible device, which torch then uses. Return True if it was made."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

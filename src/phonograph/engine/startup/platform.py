@@ -1,4 +1,4 @@
-"""The protocol by which an engine is made on one kind of device; tests hand in platforms of their own."""
+"""Protocol that makes the parts of an engine for one kind of device. Tests pass their own platforms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phonograph.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Weights, attention, and the KV cache of each layer."""
+    """Model, attention backend and layers, and the KV cache of each layer."""
 
     model: Transformer
     backend: AnyBackend
@@ -31,7 +31,7 @@ class ModelParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """The parts of a runner that a kind of device has of its own."""
+    """Parts of a runner that depend on the kind of device."""
 
     runtime: GraphRuntime
     inputs: Inputs
@@ -40,22 +40,22 @@ class DeviceParts:
 
 
 class Platform(Protocol):
-    """A device, and the parts of an engine that suit it.
+    """A device, and the engine parts for it.
 
-    compiles: True where kernels are compiled at the start, which is reported as a phase of its own
+    compiles: True if the start compiles kernels and reports this as a phase
     """
 
     device: torch.device
     compiles: bool
 
     def starting(self) -> AbstractContextManager[object]:
-        """Return what surrounds a start: it begins what weights are not needed for, and leaves no process behind."""
+        """Return a context for the start. It begins work that needs no weights, and ends every helper process."""
         ...
 
     def compile(self, launch: Callable[[], None]) -> None:
-        """Compile and load every kernel that `launch` launches, where kernels have to be compiled, and run none."""
+        """Compile and load every kernel that `launch` launches, without running one."""
         ...
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
-        """Bind the model to its kernels and make the parts, within the plan's limits."""
+        """Bind the model to its kernels, and make the parts within the plan's limits."""
         ...

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready: the same start for the offline API and for a server's process."""
+"""Start of an engine from a configuration, for the offline API and for servers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from phonograph.models.weights.model_files import model_folder
 
 
 def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:
-    """Reads the model, captures its graphs, and compares each with eager where `verify_graphs` is set.
+    """Load the model and capture its graphs. With `verify_graphs`, compare each graph with eager.
 
-    With it, a graph that was captured at the second try only is an error too.
+    With `verify_graphs`, a graph that was captured at the second attempt is an error too.
 
     Raises:
-        PhonographError: the configuration, the model or the machine does not allow it; the message says what would.
+        PhonographError: the configuration, the model or the machine does not allow it; the message says what would
+            work.
     """
     pause_collector()
     try:
@@ -41,7 +42,7 @@ def start_engine(config: EngineConfig, progress: StartProgress = no_progress) ->
 
 
 def _plan(config: EngineConfig) -> EnginePlan:
-    """Plan from config.json, and once more if the weights turn out to need more memory than it says."""
+    """Plan from config.json, and again if the weights need more memory than it says."""
     model = read_configured_model(config, config_only=config.load_format == "dummy")
     device = this_device(config.device)
     plan = make_plan(config, model, device)
@@ -55,7 +56,7 @@ def _plan(config: EngineConfig) -> EnginePlan:
 def verify_engine(
     engine: Engine, *, num_replays: int, seed: int = 0, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Compares replays of every captured graph on random batches with eager runs. No request may be in flight.
+    """Compare replays of every captured graph on random batches with eager runs. No request may be in flight.
 
     Raises:
         ConfigError: the mode has no graphs, or no capture size is left.

@@ -1,4 +1,4 @@
-"""Number of threads that the operators of a CPU engine take, with its reason."""
+"""Number of operator threads of a CPU engine, with its reason."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from phonograph.models.spec import ModelSpec
 
 _MIB = 1024**2
 _BYTES_PER_THREAD = 2 * _MIB
-"""Weights of an average product for each thread (docs/performance.md)."""
+"""Weight bytes of an average product per thread (docs/performance.md)."""
 _VARIABLES = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """A number of threads, and why."""
+    """A number of threads with its reason."""
 
     count: int
     reason: str
 
 
 def plan_threads(model: ModelSpec, dtype: str, environment: Mapping[str, str] = os.environ) -> Threads:
-    """Returns the caller's number of threads where there is one, else a number by the size of the model.
+    """Return the caller's number of threads if one is set, else a number by the size of the model.
 
-    Threads of one operator wait for each other in a loop. Where another program has one of their cores, each operator
-    waits until that core is free, which can take a hundred times as long as the operator. So a model whose products
-    are too short to gain from threads takes one. torch does not say whether its number was set: one that is neither
-    the number of cores nor half of it (two hardware threads to a core) was.
+    Threads of one operator spin while they wait for each other. If another program occupies the core of one thread,
+    each operator waits for that core, which can take a hundred times as long as the operator. A model whose products
+    are too short for several threads therefore gets one. torch does not tell whether its number was set: a number that
+    is neither the number of cores nor half of it (two hardware threads per core) is taken as set.
     """
     count = torch.get_num_threads()
     for name in _VARIABLES:
@@ -39,7 +39,7 @@ def plan_threads(model: ModelSpec, dtype: str, environment: Mapping[str, str] = 
             return Threads(count, f"{name}={environment[name]}")
     if count not in (num_cores(), num_cores() // 2):
         return Threads(count, "set by torch.set_num_threads")
-    # Of each layer QKV, output, gate-up and down, and the logits.
+    # Products: QKV, output, gate-up and down of each layer, and the logits.
     average = model.weight_bytes(dtype) / (4 * model.num_layers + 1)
     gaining = max(1, int(average / _BYTES_PER_THREAD))
     least = _BYTES_PER_THREAD // _MIB

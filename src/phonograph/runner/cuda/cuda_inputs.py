@@ -1,8 +1,8 @@
-"""The inputs of a step on a GPU: state that lives there by slot, and one pinned buffer of changes a step.
+"""Inputs of a step on a GPU: request state in device slots, and one pinned buffer of changes per step.
 
-The device keeps of each sequence its last token and its blocks. What the host sends is a few numbers for each sequence,
-the tokens of prefills and the blocks that were added; the prepare kernel at the head of every graph makes the step's
-tensors out of both. The tensors here are what every graph froze, so they are made once.
+The device keeps the last token and the block table row of each sequence. The host sends a few numbers per sequence, the
+tokens of prefills and the appended blocks. The prepare kernel at the head of every graph derives the step's tensors
+from both. Graphs freeze the addresses of these tensors, so they are allocated once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
 
 _MAX_APPENDS = 4096
-"""Blocks that one upload can append; a step with more sends the rest ahead."""
+"""Blocks that one upload can append. A step with more sends the rest before it."""
 _UPLOADS = 4
-"""Pinned buffers in turn: more than steps can be in flight."""
+"""Pinned buffers, used in turn: more than there can be steps in flight."""
 
 
 class CudaInputs:
-    """Device state by slot, inputs of a step, and the uploads that change them.
+    """Device state by slot, the inputs of a step, and the uploads that change them.
 
-    Shapes, with T = max_num_tokens, R = max_num_seqs and NB the blocks of the longest sequence; what the prepare kernel
-    writes: input_ids [T] int32, positions [T] and slot_mapping [T] int64, query_start_loc [R+1], seq_lens [R] and
-    block_table [R, NB] int32, logits_rows [R] int64. Sampling reads `sampling` and writes tokens [R] and last_token [R]
-    (by slot), int32.
+    The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs and NB the blocks of the longest sequence:
+    input_ids [T] int32, positions [T] and slot_mapping [T] int64, query_start_loc [R+1], seq_lens [R] and block_table
+    [R, NB] int32, logits_rows [R] int64.
+
+    Sampling reads `sampling`, and writes tokens [R] and last_token [R] (by slot), both int32.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class CudaInputs:
         self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
-        # By slot: tokens that the host knows, and how many.
+        # By slot: token ids that the host has, and their number.
         self._tokens: dict[int, np.ndarray] = {}
         self._num_known = np.zeros(max_num_seqs, np.int64)
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
-        """Take over the token ids of sequences that start; blocks travel with the step."""
+        """Keep the token ids of sequences that start; appended blocks travel with the step."""
         for new in batch.new:
             self._num_known[new.slot] = len(new.token_ids)
             if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids):
@@ -89,17 +90,17 @@ class CudaInputs:
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
     ) -> CommonMetadata:
-        """Send one step, and return the metadata that views its inputs; see `Inputs.write`."""
+        """Send one step and return its metadata; see `Inputs.write`."""
         slots, context_lens, query_lens = rows.batch.slots, rows.context_lens, rows.query_lens
-        # A row without given tokens is one token, the slot's last one.
-        given = {
+        # Other rows are one token each: the last token of the slot.
+        known = {
             int(row): self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
             for row in np.flatnonzero(context_lens < self._num_known[rows.slots])
         }
-        return self._send(rows, key, given, prefix_len, sampling)
+        return self._send(rows, key, known, prefix_len, sampling)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
-        """Send a batch that no sequence stands behind, greedy, and prepare it, so that its slots are known."""
+        """Send a synthetic batch with greedy sampling, and prepare it, so that its slot mapping is on the device."""
         rows = batch.rows()
         num_reqs = rows.batch.num_reqs
         starts = np.cumsum([0, *batch.query_lens])
@@ -110,13 +111,13 @@ class CudaInputs:
             min_p_N=np.zeros(num_reqs),
             draw_keys_N=np.zeros(num_reqs, np.int64),
         )
-        given = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
-        common = self._send(rows, key, given, batch.prefix_len, KernelRows(rows.samples, greedy))
+        known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
+        common = self._send(rows, key, known, batch.prefix_len, KernelRows(rows.samples, greedy))
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
-        """Launch the prepare kernel for a padded shape: the head of every step."""
+        """Launch the prepare kernel for a padded shape; it is the head of every step."""
         prepare(
             self._staging,
             self._layout,
@@ -138,11 +139,11 @@ class CudaInputs:
         self,
         rows: StepRows,
         key: GraphKey | None,
-        given: dict[int, np.ndarray],
+        known: dict[int, np.ndarray],
         prefix_len: int | None,
         sampling: KernelRows | None,
     ) -> CommonMetadata:
-        """Upload a step; `given` has the tokens that the host knows, by row, and the rest is as in `write`."""
+        """Upload a step; `known` has the token ids of rows that do not continue from their slot's last token."""
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
@@ -161,24 +162,24 @@ class CudaInputs:
             upload.views.sample_slots[:num_reqs] = np.where(sampling.samples, rows.slots, -1)
             for name, values in sampling.parameters._asdict().items():
                 getattr(upload.views, name.removesuffix("_N"))[:num_reqs] = values
-        num_given = self._give_tokens(upload, given, num_reqs)
+        num_known = self._copy_tokens(upload, known, num_reqs)
         num_appended = self._append(upload, rows)
-        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_given)
+        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_known)
         upload.send(self._staging, used)
         return self._metadata(rows, key, prefix_len, num_tokens, query_starts, seq_lens)
 
-    def _give_tokens(self, upload: _Upload, given: dict[int, np.ndarray], num_reqs: int) -> int:
+    def _copy_tokens(self, upload: _Upload, known: dict[int, np.ndarray], num_reqs: int) -> int:
         token_starts, tokens = upload.views.token_starts, upload.views.tokens
         token_starts[:num_reqs] = -1
-        num_given = 0
-        for row, token_ids in given.items():
-            token_starts[row] = num_given
-            tokens[num_given : num_given + len(token_ids)] = token_ids
-            num_given += len(token_ids)
-        return num_given
+        num_known = 0
+        for row, token_ids in known.items():
+            token_starts[row] = num_known
+            tokens[num_known : num_known + len(token_ids)] = token_ids
+            num_known += len(token_ids)
+        return num_known
 
     def _append(self, upload: _Upload, rows: StepRows) -> int:
-        """Write the blocks added to rows' slots; returns how many of them travel in the upload."""
+        """Write the appended blocks of the rows. Return the number of blocks that travel in this upload."""
         views, most, num_reqs = upload.views, self._layout.max_appends, len(rows.slots)
         views.append_starts[: num_reqs + 1] = 0
         num_appended = 0
@@ -197,7 +198,7 @@ class CudaInputs:
         return num_appended
 
     def _append_ahead(self, append: BlockAppend) -> None:
-        """Sends blocks that the step's upload has no room for, in a launch of their own."""
+        """Send blocks that do not fit the step's upload, in a launch of their own."""
         count = len(append.block_ids)
         triples = torch.empty((3, count), dtype=torch.int32, pin_memory=True)
         triples[0] = append.slot
@@ -228,14 +229,14 @@ class CudaInputs:
                 self.block_table[:padded_reqs],
                 self.slot_mapping[:padded_tokens],
             )
-            if key is not None:  # eager shapes are without number
+            if key is not None:  # eager shapes are too many to keep
                 self._views[padded_reqs, padded_tokens] = views
         prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len)
         return metadata_of(rows, views, starts_cpu, lens_cpu, prefix)
 
 
 class _Upload(PinnedWords):
-    """A step's words, and their named fields."""
+    """The words of one step, with views of their fields."""
 
     def __init__(self, layout: StepLayout, device: torch.device) -> None:
         super().__init__(layout.num_words, device)

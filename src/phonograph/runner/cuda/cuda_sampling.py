@@ -1,8 +1,9 @@
-"""Sampling on a GPU: in the step, behind it, or by the host; the tokens are read when the next step has been sent.
+"""Sampling on a GPU: in the step, behind the step, or on the host.
 
-Kernels of the step sample most rows. Two kinds of rows make the host wait for the device, and only in steps that have
-them. Masks of rows with a grammar need the tokens of the step before, and are filled while the device is in this one.
-Rows that no kernel can sample (penalties, bias, min_tokens, log-probabilities) need this step's logits.
+Kernels of the step sample most rows, and their tokens are read after the next step has been sent. Two kinds of rows
+make the host wait for the device. The mask of a row with a grammar needs the token of the step before; it is filled
+while the device runs this step. A row that no kernel can sample (penalties, bias, min_tokens, log-probabilities) needs
+this step's logits.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from phonograph.sampling.sampler import Sampler
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
-"""Steps whose tokens a ring holds: those in flight, and the one that is being sent."""
+"""Steps whose tokens the ring holds: those in flight, and the one being sent."""
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step on the device. `output` has what was known when it was sent; `result` adds the tokens."""
+    """A step on the device. `output` has what is known at submission; `result` adds the tokens."""
 
     output: StepOutput
     decision: Decision
@@ -42,7 +43,7 @@ class StepInFlight:
     vocab_size: int
 
     def result(self) -> StepOutput:
-        """Wait until the device has come to the end of the step."""
+        """Wait until the device has finished the step, and return its output."""
         output, batch = self.output, self.batch
         tokens: list[int] = self.ring.read(self.ticket)[: batch.num_reqs].tolist()
         slots = batch.slots
@@ -54,10 +55,10 @@ class StepInFlight:
 
 
 class CudaSampling:
-    """Leaves rows to the step where its kernels can sample them, and hands out steps in flight.
+    """Assigns rows to the step's kernels where these can sample them, and returns steps in flight.
 
-    masked: samples the rows with a grammar, behind the step
-    ring:   brings tokens to the host; of RING_DEPTH steps
+    masked: samples rows with a grammar behind the step
+    ring:   copies tokens to the host; of RING_DEPTH steps
     """
 
     def __init__(self, sampler: Sampler, inputs: CudaInputs, masked: MaskedSampling, ring: TokenRing) -> None:
@@ -68,7 +69,7 @@ class CudaSampling:
         self._ring = ring
 
     def plan(self, rows: StepRows) -> SamplingPlan:
-        """Divide the rows among the step's kernels, those behind the step, and the host."""
+        """Divide the rows among the step's kernels, the kernels behind it, and the host."""
         slots, draws = rows.slots, rows.draws
         needs_host = self._sampler.needs_logits(slots, draws) & rows.samples
         on_host: list[int] = np.flatnonzero(needs_host).tolist() if needs_host.any() else []
@@ -84,7 +85,7 @@ class CudaSampling:
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> StepInFlight:
-        """Sample behind the step, and send its tokens on their way to the host."""
+        """Sample behind the step, and start the copy of its tokens to the host."""
         batch = rows.batch
         self._masked.follow(self._ring, failures)
         if plan.masked:
@@ -97,7 +98,7 @@ class CudaSampling:
         return StepInFlight(output, decision, batch, self._ring, ticket, self._sampler.vocab_size)
 
     def launch(self) -> None:
-        """Launch masked sampling of each size that has a graph."""
+        """Launch masked sampling for each size that has a graph."""
         for size in self._masked.sizes:
             self._masked.run(size)
 

@@ -1,4 +1,4 @@
-"""Sampling on the device, as the last part of a step and behind it."""
+"""Sampling kernels over the inputs of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from phonograph.runner.cuda.cuda_inputs import CudaInputs
 
 
 class DeviceSampler:
-    """Samples rows of logits into the step's tokens and the slots' last ones.
+    """Samples rows of logits into the step's tokens and the slots' last tokens.
 
-    logits_RV: static, where steps leave their logits
+    logits_RV: static tensor in which steps leave their logits
     """
 
     def __init__(self, inputs: CudaInputs, logits_RV: torch.Tensor, *, batch_invariant: bool = False) -> None:
@@ -21,13 +21,18 @@ class DeviceSampler:
         self._batch_invariant = batch_invariant
 
     def sample(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return the tokens int32 [N] of the step's rows of logits."""
+        """Sample the step's rows of logits [N, V]; return the tokens int32 [N]."""
         num_logits = len(logits_NV)
         self._sample(logits_NV, self._inputs.sampling.sample_slots, num_logits)
         return self._inputs.tokens[:num_logits]
 
     def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
-        """Mask the logits of these rows of the last step in place, and choose their tokens; rows below 0 are none."""
+        """Mask rows of the last step's logits in place, and sample them.
+
+        Args:
+            rows_G: int32 row numbers; entries below 0 are padding.
+            bitmask_GW: int32 words with one bit per token; 1 allows it.
+        """
         mask_logits(self._logits_RV, rows_G, bitmask_GW)
         self._sample(self._logits_RV, self._inputs.sampling.slots, None, rows_G)
 

@@ -1,12 +1,12 @@
-"""Sampling of rows with a grammar on the device: mask and sample, in a small graph behind the step's own.
+"""Masked sampling of rows with a grammar, in a small graph behind the step's own graph.
 
-The step's graph leaves these rows out. Their masks need the tokens of the step before, which the host has once that is
-over; by then the device is in this step's forward pass, beside which the host fills the masks. So the device does not
-wait unless filling takes longer than that, and steps without such rows have nothing to do with any of this.
+The step's graph skips these rows. Their masks need the tokens of the step before, which the host has when that step
+ends. By then the device runs this step's forward pass, and the host fills the masks beside it. The device waits only if
+filling the masks takes longer than the forward pass.
 
-There is a graph for each power of two of rows. Rows that pad it cost next to nothing, but a kernel cuts each row of
-logits into as many parts as fill the device, by the rows there could be: in one graph for all, a single row would be
-read by few programs. All are captured at the start, as a step is no place to compile and capture: three kernels each.
+There is one graph for each power of two of rows. The kernel splits each row of logits into as many parts as fill the
+device with the graph's number of rows, so a single graph of maximal size would read one row with few programs. All
+graphs are captured at the start, because a step must not compile or capture; each has three kernels.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks, bitmask_words
 
 _UPLOADS = 2
-"""Pinned buffers in turn: a step's is read until its forward pass is over, when the next step's is being written."""
+"""Pinned buffers, used in turn. One is read until the forward pass of its step ends, while the next one is written."""
 _ALIGN = 4
-"""Words to which the bitmask is aligned behind the rows: 16 bytes."""
+"""Alignment of the bitmask behind the row numbers, in words: 16 bytes."""
 
 
 class MaskedSampling:
-    """Masks of a step's rows on their way to the device, and the graphs that sample with them.
+    """Uploads of row masks, and the graphs that sample with them.
 
-    sample_masked: called with rows int32 [G] and bitmask int32 [G, words], views of static tensors: masks the logits of
-        these rows (below 0: none) and samples them, into the step's tokens and the slots' last ones. What is captured.
-
-    sizes: the numbers of rows that there are graphs for, rising
+    sample_masked: called with rows int32 [G] and bitmask int32 [G, words], views of static tensors; see
+        `DeviceSampler.sample_masked`. This call is captured.
+    sizes:         numbers of rows that have a graph, rising
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class MaskedSampling:
         self._uploads = [PinnedWords(staging.shape[0], device) for _ in range(_UPLOADS)]
         self._next = 0
         self._graphs: dict[int, CapturedGraph] = {}
-        self._owed: list[tuple[int, int, Matcher]] = []
+        self._unfed: list[tuple[int, int, Matcher]] = []
 
     def run(self, size: int) -> tuple[torch.Tensor, ...]:
         """Launch masking and sampling of the first `size` rows of what was uploaded; return no tensors."""
@@ -69,31 +68,32 @@ class MaskedSampling:
         return ()
 
     def capture(self, runtime: GraphRuntime) -> int:
-        """Captures the graphs, largest first, whose kernels must have been compiled; returns how many."""
+        """Capture the graphs, largest first, with kernels that are loaded. Return their number."""
         for size in reversed(self.sizes):
             self._graphs[size] = runtime.capture(functools.partial(self.run, size))
         return len(self._graphs)
 
     def follow(self, ring: TokenRing, failures: SlotFailures) -> None:
-        """Gives matchers the tokens that the last `sample` chose for them, and waits for that step if there are any.
+        """Advance matchers by the tokens that the last `sample` chose for them.
 
-        To be called when the step after it has been sent to the device, which is busy then, and before that samples.
-        Requests that have left their slots meanwhile are not waited for.
+        Call it after the next step was sent to the device and before that step samples. It waits for the tokens of the
+        last step if a matcher needs one; requests that have left their slots are skipped.
         """
-        owed = [(row, slot) for row, slot, matcher in self._owed if self._masks.matcher(slot) is matcher]
-        self._owed = []
-        if not owed:
+        unfed = [(row, slot) for row, slot, matcher in self._unfed if self._masks.matcher(slot) is matcher]
+        self._unfed = []
+        if not unfed:
             return
         tokens = ring.read(ring.latest)
-        for row, slot in owed:
+        for row, slot in unfed:
             token_id = int(tokens[row])
             if 0 <= token_id < self._vocab_size:
                 self._masks.accept(slot, token_id, failures)
 
     def sample(self, rows: Sequence[int], slots: Sequence[int], decision: Decision, failures: SlotFailures) -> Decision:
-        """Fills, uploads and applies the masks of these rows of logits, and samples them, behind the step.
+        """Fill, upload and apply the masks of rows of logits, and sample these rows behind the step.
 
-        Returns the step's decision, with word of it.
+        Returns:
+            The step's decision, with the masked sampling added to its cause and reason.
         """
         num_rows = len(rows)
         size = self.sizes[min((num_rows - 1).bit_length(), len(self.sizes) - 1)]
@@ -107,18 +107,18 @@ class MaskedSampling:
         upload.send(self._staging, end)
         for row, slot in zip(rows, slots, strict=True):
             matcher = self._masks.matcher(slot)
-            if matcher is not None:  # it has not failed
-                self._owed.append((row, slot, matcher))
+            if matcher is not None:  # None if its mask failed
+                self._unfed.append((row, slot, matcher))
         graph = self._graphs.get(size)
         if graph is None:
             self.run(size)
         else:
             graph.replay()
-        return _told(decision, num_rows, None if graph is None else size)
+        return _with_masked_rows(decision, num_rows, None if graph is None else size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _told(decision: Decision, num_rows: int, size: int | None) -> Decision:
+def _with_masked_rows(decision: Decision, num_rows: int, size: int | None) -> Decision:
     where = "eagerly" if size is None else f"in a graph of {size}"
     noun = "row" if num_rows == 1 else "rows"
     return replace(

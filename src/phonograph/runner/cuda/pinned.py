@@ -1,4 +1,4 @@
-"""Host memory on its way to the device: pinned, so that the copy does not stop the host, marked until it is over."""
+"""Pinned host memory for copies that do not block the host, with an event that marks the end of each copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phonograph.kernels.triton.step.pinned_words import copy_words
 
 
 class PinnedWords:
-    """A buffer of int32 words and the event after which it may be written again; ordinary memory without a GPU."""
+    """A buffer of int32 words, and the event after which it may be rewritten. Pageable memory without a GPU."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -16,12 +16,12 @@ class PinnedWords:
         self._sent = torch.cuda.Event() if on_gpu else None
 
     def send(self, target: torch.Tensor, num_words: int) -> None:
-        """Starts the copy of the first words on the current stream."""
+        """Start to copy the first `num_words` words on the current stream."""
         copy_words(self.words, target, num_words)
         if self._sent is not None:
             self._sent.record()
 
     def wait(self) -> None:
-        """Steps ahead are bounded, so that the copy is long done: this is a check, not a wait."""
+        """Wait until the last copy has ended. It has, as a rule, because the number of steps in flight is bounded."""
         if self._sent is not None and not self._sent.query():
             self._sent.synchronize()

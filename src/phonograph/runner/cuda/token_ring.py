@@ -1,4 +1,4 @@
-"""Sampled tokens on their way to the host: pinned rows with an event each, read a step after they were sent."""
+"""Ring of pinned rows that carries sampled tokens to the host, with one event per row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phonograph.kernels.triton.step.pinned_words import copy_words
 
 
 class TokenRing:
-    """Room for `depth` steps of at most `max_rows` tokens. A row is overwritten `depth` sends later."""
+    """Holds the tokens of `depth` steps, `max_rows` tokens each. A row is overwritten `depth` sends later."""
 
     def __init__(self, *, depth: int, max_rows: int) -> None:
         self._pinned = torch.zeros((depth, max_rows), dtype=torch.int32, pin_memory=True)
@@ -18,7 +18,7 @@ class TokenRing:
         self._sent = 0
 
     def send(self, tokens_N: torch.Tensor) -> int:
-        """Starts the copy of int32 tokens on the current stream; returns the ticket to read them by."""
+        """Start to copy int32 tokens [N] on the current stream; return the ticket to read them by."""
         ticket = self._sent
         self._sent += 1
         place = ticket % len(self._events)
@@ -28,11 +28,11 @@ class TokenRing:
 
     @property
     def latest(self) -> int:
-        """The ticket of what was sent last."""
+        """Ticket of the last send."""
         return self._sent - 1
 
     def read(self, ticket: int) -> np.ndarray:
-        """The tokens sent under `ticket`, waiting for them if need be; copy what is to be kept."""
+        """Wait for the tokens sent under `ticket` and return them. The row is reused, so copy what must be kept."""
         assert self._sent - len(self._events) <= ticket < self._sent, "these tokens are overwritten"
         place = ticket % len(self._events)
         self._events[place].synchronize()
