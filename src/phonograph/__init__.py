@@ -1,6 +1,6 @@
-"""Phonograph, an LLM inference engine whose heart is attention backends x CUDA graphs.
+"""Phonograph, an LLM inference engine for attention backends inside CUDA graphs.
 
-The public names are loaded when they are first used, so that `import phonograph` costs nothing.
+Public names are imported at first use, so that `import phonograph` is fast.
 """
 
 from __future__ import annotations

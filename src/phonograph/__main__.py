@@ -1,4 +1,4 @@
-"""`python -m phonograph` does what the `phonograph` command does."""
+"""Entry point of `python -m phonograph`, the same as the `phonograph` command."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""The exceptions a user can meet, in one tree, so that a caller can catch as widely or as narrowly as it wants.
+"""Exceptions of the package, in one tree.
 
-`assert` is kept for our own bugs; whatever a user, a file or a machine can cause raises one of these.
+Errors that a user, a file or a machine can cause raise one of these. `assert` is for errors in Phonograph itself.
 
     PhonographError
     ├── ConfigError            a setting of the engine is unknown, out of range or contradicts another
     ├── ModelError             a model folder cannot be used
     │   ├── UnsupportedModelError   its architecture, or a feature of it, is not implemented
     │   └── WeightError             a weight file or tensor is missing, truncated, corrupt or of the wrong shape
-    ├── RequestError           one request is refused; the others go on
-    ├── RequestFailure         one request could not be completed, by no fault of its own; the others go on
-    ├── EngineUnavailable      the engine takes no requests: it has not started, has ended, or shuts down
-    ├── BackendError           an attention backend cannot serve this configuration, or is not there
-    ├── CaptureError           something a graph capture cannot hold was done while capturing
-    ├── ReplayError            a graph was asked to replay with inputs that it was not captured for
-    ├── MemoryLimitError       the memory granted is too small for what was asked
-    └── EndpointError          a server that is to be measured is not there, or refuses what a benchmark sends
+    ├── RequestError           one request is refused; the others continue
+    ├── RequestFailure         one request failed without a fault of its own; the others continue
+    ├── EngineUnavailable      the engine takes no requests: it has not started, has ended, or is shutting down
+    ├── BackendError           an attention backend is missing or does not support this configuration
+    ├── CaptureError           an operation that a graph cannot record was called inside a capture
+    ├── ReplayError            a graph was replayed with inputs unlike the captured ones
+    ├── MemoryLimitError       the available memory is too small
+    └── EndpointError          a server to be measured cannot be reached or refuses the benchmark's requests
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _SHOWN = 200
 
 
 class PhonographError(Exception):
-    """Base of every error that Phonograph raises on purpose."""
+    """Base of every exception of the package."""
 
     def __reduce__(self) -> tuple[Callable[..., PhonographError], tuple[type[PhonographError], str], dict[str, object]]:
         return _unpickled, (type(self), str(self)), vars(self)
 
 
 class ConfigError(PhonographError):
-    """A setting is wrong; the message names it, its value and what would work."""
+    """A setting is invalid; the message names it, its value and what would work."""
 
     def __init__(self, setting: str, value: object, problem: str) -> None:
         self.setting = setting
@@ -45,7 +45,7 @@ class ConfigError(PhonographError):
 
 
 class ModelError(PhonographError):
-    """A model folder cannot be used as it is."""
+    """A model folder cannot be used."""
 
 
 class UnsupportedModelError(ModelError):
@@ -67,9 +67,9 @@ class RequestError(PhonographError):
 
 
 class RequestFailure(PhonographError):
-    """One request ended because work for it failed; the message names the request, the work and the cause.
+    """One request failed because of an error in its work; the message names the request, the work and the cause.
 
-    part: the work that failed, such as "grammar"
+    `part` is the failed work, such as "grammar".
     """
 
     def __init__(self, request_id: str, part: str, problem: str) -> None:
@@ -80,10 +80,7 @@ class RequestFailure(PhonographError):
 
 
 class EngineUnavailable(PhonographError):
-    """The engine takes no requests.
-
-    code: `not_started`, `engine_died` or `shutting_down`
-    """
+    """The engine takes no requests. `code` is `not_started`, `engine_died` or `shutting_down`."""
 
     def __init__(self, problem: str, code: str) -> None:
         self.problem = problem
@@ -92,42 +89,42 @@ class EngineUnavailable(PhonographError):
 
 
 class BackendError(PhonographError):
-    """An attention backend cannot serve this configuration, or is not there."""
+    """An attention backend is missing or does not support this configuration."""
 
 
 class CaptureError(PhonographError):
-    """Something that a graph cannot hold was done inside a capture."""
+    """An operation that a graph cannot record was called inside a capture."""
 
 
 class ReplayError(PhonographError):
-    """A graph was asked to replay with inputs unlike those it was captured for."""
+    """A graph was replayed with inputs unlike those of its capture."""
 
 
 class MemoryLimitError(PhonographError):
-    """The memory granted is too small for what was asked."""
+    """The available memory is too small."""
 
 
 class EndpointError(PhonographError):
-    """A server that is to be measured is not there, or refuses what a benchmark sends."""
+    """A server to be measured cannot be reached or refuses the benchmark's requests."""
 
 
 def _unpickled(kind: type[PhonographError], message: str) -> PhonographError:
-    """Return an error with its message; pickle sets its attributes. The constructor would make another message."""
+    """Return an error with its message; pickle restores its attributes. The constructor would format another one."""
     return kind.__new__(kind, message)
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception as a message can show it: its type and a shortened text."""
+    """Return an exception's type and shortened text, for a message."""
     return f"{type(error).__name__}: {shortened(str(error), 300)}"
 
 
 def shortened(text: str, limit: int = 100) -> str:
-    """Cut a text that a user gave to what a message can show."""
+    """Return the beginning of a text, for a message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def quoted(value: object, limit: int = _SHOWN) -> str:
-    """Write a value as `repr` does, cut to about `limit` characters. No more of a long value is read than is shown."""
+    """Return the `repr` of a value, cut to about `limit` characters. Only the shown part of a long value is read."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= limit else f"{value[:limit]!r}..."
     if isinstance(value, int) and value.bit_length() > 10_000:  # Python refuses to write longer ones

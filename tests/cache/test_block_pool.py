@@ -57,8 +57,8 @@ def test_pool_agrees_with_its_model(num_blocks: int, operations: list[tuple[str,
         for name in range(5):
             assert pool.find(bytes([name])) == names.get(bytes([name]))
         held = {block for one in tables for block in one}
-        assert pool.num_held == len(held) and pool.num_free == num_blocks - len(held)
-        assert all(pool.is_held(block) == (block in held) for block in range(num_blocks))
+        assert pool.num_used == len(held) and pool.num_free == num_blocks - len(held)
+        assert all(pool.is_used(block) == (block in held) for block in range(num_blocks))
         check_pool(pool, [(one, len(one)) for one in tables])
 
 

@@ -123,7 +123,7 @@ def test_an_unknown_setting_suggests_the_nearest() -> None:
 
 
 def test_the_model_must_be_given() -> None:
-    assert "model=None: must be given" in str(refusal())
+    assert "model=None: is required" in str(refusal())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_model_must_be_given() -> None:
         ),
         (
             {"cascade_attention": True, "enable_prefix_caching": False},
-            ("cascade_attention=True", "enable_prefix_caching=False", "prefix cache only"),
+            ("cascade_attention=True", "enable_prefix_caching=False", "through the prefix cache"),
         ),
         (
             {"cascade_attention": True, "batch_invariant": True},
@@ -197,7 +197,7 @@ def test_compilation_config_may_repeat_a_setting_but_not_contradict_it() -> None
     [
         ({"level": 3}, "known keys are cudagraph_mode"),
         ('{"cudagraph_mode": ', "must be a JSON object such as"),
-        ('{"cudagraph_mode": "FULL", "cudagraph_mode": "NONE"}', "cudagraph_mode is given twice"),
+        ('{"cudagraph_mode": "FULL", "cudagraph_mode": "NONE"}', "cudagraph_mode is set twice"),
         ("[1]", "must be an object with cudagraph_mode"),
         (3, "must be an object with cudagraph_mode"),
     ],

@@ -162,7 +162,7 @@ def test_null_is_the_default_of_every_setting_in_every_source(null: str, tmp_pat
     assert load("model: demo\n", tmp_path, **{f"PHONOGRAPH_{name.upper()}": null for name in names}) == default
     file = "model: demo\ndtype: float16\nenable_prefix_caching: false\n"
     assert load(file, tmp_path, flags={"dtype": null}, PHONOGRAPH_ENABLE_PREFIX_CACHING=null) == default
-    with pytest.raises(ConfigError, match="model=None: must be given"):
+    with pytest.raises(ConfigError, match="model=None: is required"):
         load(f"model: {null}\n", tmp_path)
     with pytest.raises(ConfigError, match="dtypo=.*did you mean dtype"):
         load(f"model: demo\ndtypo: {null}\n", tmp_path)
@@ -205,8 +205,8 @@ def test_each_value_remembers_its_source(tmp_path: Path) -> None:
         ("model: demo", {"PHONOGRAPH_MAX_SEQS": "8"}, "max_seqs", "PHONOGRAPH_MAX_SEQS"),
         ("model: demo", {"PHONOGRAPH_SEED": ""}, "seed", "PHONOGRAPH_SEED"),
         ("model: demo", {"PHONOGRAPH_COMPILATION_CONFIG": "{"}, "compilation_config", "PHONOGRAPH_COMPILATION_CONFIG"),
-        ("model: demo\nmodel: other", {}, "config", "model is given twice"),
-        ("compilation_config: {cudagraph_mode: FULL, cudagraph_mode: NONE}", {}, "config", "is given twice"),
+        ("model: demo\nmodel: other", {}, "config", "model is set twice"),
+        ("compilation_config: {cudagraph_mode: FULL, cudagraph_mode: NONE}", {}, "config", "is set twice"),
         ("model: [demo", {}, "config", "is not valid YAML"),
         ("- model", {}, "config", "one mapping of settings"),
         ("model: &a [*a]", {}, "config", "is not valid YAML"),

@@ -277,7 +277,11 @@ PLACES: dict[str, tuple[dict[str, Any], Patch, str]] = {
     "token below 0": ({}, returns(-2), "returned -2"),
     "text": ({}, raises_for_victim(TextBuilder, "push", of_victim, when=4), "output"),
     "end of the text": ({}, raises_for_victim(TextBuilder, "finish", of_victim), "output"),
-    "text with stop strings": (STOPPED, raises_for_victim(TextBuilder, "_held_back", of_victim, when=3), "output"),
+    "text with stop strings": (
+        STOPPED,
+        raises_for_victim(TextBuilder, "_stop_prefix_length", of_victim, when=3),
+        "output",
+    ),
     "facts of the prompt": ({}, raises_for_victim(Session, "_close", samples_victim), "output"),
 }
 

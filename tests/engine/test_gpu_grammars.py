@@ -221,6 +221,6 @@ def test_a_grammar_without_a_way_on_fails_its_request_only(full: LLM) -> None:
     asked = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True) for _ in range(3)]
     asked.insert(1, SamplingParams(temperature=0, max_tokens=20, n=2, structured_outputs=dead))
     outputs = full.generate(["Tom has"] * 4, asked)
-    assert "nothing can come next" in str(outputs[1].error) and outputs[1].outputs == []
+    assert "no token can follow" in str(outputs[1].error) and outputs[1].outputs == []
     assert [len(output.outputs[0].token_ids) for output in (*outputs[:1], *outputs[2:])] == [20] * 3
     assert not full.session.has_unfinished and full.engine.core.scheduler.stats.blocks_used == 0

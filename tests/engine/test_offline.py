@@ -156,7 +156,7 @@ def test_the_model_is_the_first_argument(llm: LLM, tmp_path: Path) -> None:
     assert llm.config.model == "demo"
     with pytest.raises(ConfigError, match="model='demo': give settings or config, not both"):
         LLM("demo", config=EngineConfig(model="demo"))
-    with pytest.raises(ConfigError, match="model=None: must be given"):
+    with pytest.raises(ConfigError, match="model=None: is required"):
         LLM()
     with pytest.raises(TypeError, match="multiple values for argument 'model'"):
         LLM("demo", model="demo")  # pyright: ignore[reportCallIssue]

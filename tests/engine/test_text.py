@@ -96,5 +96,5 @@ def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: l
 def test_tokenizer_errors_say_what_would_work(tmp_path) -> None:
     with pytest.raises(ModelError, match="(?s)no usable tokenizer.*--tokenizer"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(RequestError, match="chat template refuses"):
+    with pytest.raises(RequestError, match="chat template rejects"):
         TOKENIZER.encode_chat([{"content": "no role"}])

@@ -30,9 +30,9 @@ CASES: list[tuple[BaseException, str]] = [
     (_http(errors.RepositoryNotFoundError, 401), f"is not on the hub, or is private; check the name, or {LOG_IN}"),
     (_http(errors.RevisionNotFoundError, 404), "has no such revision on the hub; give a branch, tag or commit of it"),
     (_http(errors.DisabledRepoError, 403), "has been disabled on the hub; choose another"),
-    (_http(errors.HfHubHTTPError, 401), f"may not be read with this token (HTTP 401); {LOG_IN}"),
+    (_http(errors.HfHubHTTPError, 401), f"cannot be read with this token (HTTP 401); {LOG_IN}"),
     (_http(errors.HfHubHTTPError, 503), "could not be read, the hub answered HTTP 503; try again later"),
-    (errors.HFValidationError("Repo id must be " + "x" * 500), "is no name that the hub takes; give owner/name"),
+    (errors.HFValidationError("Repo id must be " + "x" * 500), "is not a valid name on the hub; give owner/name"),
     (errors.LocalEntryNotFoundError("An error happened. " * 50), "could not be read: the hub cannot be reached"),
     (errors.OfflineModeIsEnabled("offline mode is enabled " * 20), "could not be read: the hub cannot be reached"),
     (httpx.ConnectError("[Errno -2] Name or service not known"), "could not be read: the hub cannot be reached"),
@@ -60,7 +60,7 @@ def test_errors_of_the_hub_are_one_short_line(
     with pytest.raises(ModelError) as caught:
         model_folder("owner/name", revision="v2")
     message = str(caught.value)
-    assert message.startswith(f"model 'owner/name' at revision 'v2' is no local folder and {said}")
+    assert message.startswith(f"model 'owner/name' at revision 'v2' is not a local folder and {said}")
     assert len(message) < 220 and "\n" not in message
 
     class Unreachable:
@@ -70,7 +70,7 @@ def test_errors_of_the_hub_are_one_short_line(
     with pytest.raises(ModelError) as caught:
         Tokenizer.load("owner/name")
     message = str(caught.value)
-    assert message.startswith(f"tokenizer 'owner/name' is no local folder and {said}")
+    assert message.startswith(f"tokenizer 'owner/name' is not a local folder and {said}")
     assert len(message) < 220 and "\n" not in message
 
 

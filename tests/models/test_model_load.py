@@ -433,7 +433,7 @@ def test_scales_of_probabilities_have_no_use_here(name: str, tmp_path: Path) -> 
     with load_module.begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU) as loading:
         loading.finish()
     (note,) = loading.notes
-    assert f"no use for: model.layers.0.self_attn.{name}" in note
+    assert f"does not use: model.layers.0.self_attn.{name}" in note
     assert not loading.model.kv_scales.sources
 
 

@@ -111,8 +111,11 @@ def test_samples_have_their_own_matchers_and_preemption_changes_nothing(llm: LLM
         ({"json": {"type": "nope"}}, "nope"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": {"enum": []}}, "empty"),
-        ({"json": {"type": "array", "items": {"uniqueItems": True}}}, "uniqueItems is not held; strictness='relaxed'"),
-        ({"json": {"properties": {"a": {"not": {}}}}}, "not is not held"),
+        (
+            {"json": {"type": "array", "items": {"uniqueItems": True}}},
+            "uniqueItems cannot be enforced; strictness='relaxed'",
+        ),
+        ({"json": {"properties": {"a": {"not": {}}}}}, "not cannot be enforced"),
         ({"json": {"properties": {"a": {"$ref": "http://example.org/a"}}}}, "leads elsewhere"),
         ({"json": {"required": [[]]}}, "Expected string for 'required'"),
         ({"json": {"type": "integer", "enum": ["a", 2.5]}}, "Unsatisfiable schema"),
@@ -132,7 +135,7 @@ def test_what_cannot_be_a_grammar_is_refused(llm: LLM, structured: dict[str, Any
 def test_a_one_of_whose_branches_overlap_is_taken_for_any_of_and_says_so(llm: LLM) -> None:
     kinds = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("a", "b")]
     overlapping = {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}
-    for schema, warnings in (({"oneOf": kinds}, ()), (overlapping, ("oneOf is taken as anyOf",))):
+    for schema, warnings in (({"oneOf": kinds}, ()), (overlapping, ("oneOf is treated as anyOf",))):
         params = SamplingParams(structured_outputs=StructuredOutputs(json=schema), max_tokens=200, seed=3)
         (output,) = llm.generate("Answer:", params)
         assert json.loads(output.outputs[0].text) in ({"kind": "a"}, {"kind": "b"}, 1, 2, 3)
@@ -143,7 +146,7 @@ def test_what_is_not_held_can_be_left_out(llm: LLM) -> None:
     schema = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 4, "maxItems": 4}
     structured = StructuredOutputs(json=schema, strictness="relaxed", disable_any_whitespace=True)
     (output,) = llm.generate("Answer:", SamplingParams(structured_outputs=structured, max_tokens=100))
-    assert len(json.loads(output.outputs[0].text)) == 4 and output.warnings == ("uniqueItems is not held",)
+    assert len(json.loads(output.outputs[0].text)) == 4 and output.warnings == ("uniqueItems cannot be enforced",)
 
 
 def test_objects_are_closed_unless_asked(llm: LLM) -> None:
@@ -178,11 +181,14 @@ EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
         ({"structured_outputs": {"grammar": "root ::= root"}}, "grammar='root ::= root': "),
         (
             {"structured_outputs": {"grammar": NOTHING}, "n": 2},
-            "after 1 tokens nothing can come next: a rule that never ends",
+            "after 1 tokens no token can follow; check for rules that never end",
         ),
-        ({"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS}, "logit_bias='...': bans every token"),
-        ({"logit_bias": dict.fromkeys(range(2048), -1e300), "n": 3}, "logit_bias='...': bans every token"),
-        ({"stop_token_ids": range(2048), "min_tokens": 2}, "min_tokens=2: every token that could come next"),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS},
+            "logit_bias='...': bans every allowed token",
+        ),
+        ({"logit_bias": dict.fromkeys(range(2048), -1e300), "n": 3}, "logit_bias='...': bans every allowed token"),
+        ({"stop_token_ids": range(2048), "min_tokens": 2}, "min_tokens=2: every allowed token"),
     ],
 )
 def test_parameters_that_leave_no_token_fail_their_request_only(llm: LLM, params: dict[str, Any], says: str) -> None:

@@ -410,7 +410,7 @@ def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
     ("prompt", "changes", "message"),
     [
         (0, {}, "prompt=.*empty"),
-        (64, {}, "prompt length=64.*max_model_len.*at most 63"),
+        (64, {}, "prompt length=64.*max_model_len.*maximum is 63"),
         (12, {"num_blocks": 2}, "prompt length=12.*KV cache.*holds 8"),
     ],
 )

@@ -14,7 +14,7 @@ from phonograph.core.grammar import Grammar
 from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.structured import compiler as compiler_module
-from phonograph.structured.compiler import KEPT, THREADS, GrammarCompiler
+from phonograph.structured.compiler import CACHE_SIZE, THREADS, GrammarCompiler
 from phonograph.structured.matcher import Library
 from phonograph.structured.vocabulary import Vocabulary
 
@@ -44,10 +44,10 @@ def test_the_same_request_has_the_same_grammar() -> None:
 
 def test_so_many_grammars_are_kept_and_the_last_used_longest() -> None:
     compiler = byte_compiler()
-    grammars = [grammar_of(compiler, regex=f"a{{{count}}}") for count in range(1, KEPT + 1)]
+    grammars = [grammar_of(compiler, regex=f"a{{{count}}}") for count in range(1, CACHE_SIZE + 1)]
     assert grammar_of(compiler, regex="a{1}") is grammars[0]
     grammar_of(compiler, regex="b")
-    assert len(compiler._kept) == KEPT
+    assert len(compiler._cache) == CACHE_SIZE
     assert grammar_of(compiler, regex="a{1}") is grammars[0] and grammar_of(compiler, regex="a{3}") is grammars[2]
     assert grammar_of(compiler, regex="a{2}") is not grammars[1]
     assert takes(grammars[1], "aa"), "what is kept no longer is used on"
@@ -69,7 +69,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     assert all(future.result(60) for future in (*busy, last))
     with pytest.raises(CancelledError):
         gone.result(60)
-    assert "gone" not in {job.source for job in compiler._kept} and len(compiler._kept) == THREADS + 1
+    assert "gone" not in {job.source for job in compiler._cache} and len(compiler._cache) == THREADS + 1
     assert takes(grammar_of(compiler, regex="gone"), "gone")
     compiler.close()
 
@@ -90,7 +90,7 @@ def test_any_failure_is_the_requests_alone(monkeypatch: pytest.MonkeyPatch, erro
     failures = [future.exception(60) for future in futures[1:-1]]
     assert all(isinstance(one, RequestError) and "regex='bad'" in str(one) for one in failures)
     assert len({id(one) for one in failures}) == 2 * THREADS, "a shared exception gathers tracebacks"
-    assert len(compiler._kept) == 2
+    assert len(compiler._cache) == 2
     compiler.close()
 
 
@@ -112,9 +112,9 @@ def test_a_request_has_its_own_strictness_or_the_engines(engine: Strictness) -> 
     for asked in (None, "strict", "relaxed"):
         future = compiler.request(StructuredOutputs(json=UNIQUE, strictness=asked))
         if (asked or engine) == "strict":
-            assert "uniqueItems is not held; strictness='relaxed' may take it" in str(future.exception(60))
+            assert "uniqueItems cannot be enforced; strictness='relaxed' may accept it" in str(future.exception(60))
         else:
-            assert future.result(60).warnings == ("uniqueItems is not held",)
+            assert future.result(60).warnings == ("uniqueItems cannot be enforced",)
     compiler.close()
 
 

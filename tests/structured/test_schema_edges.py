@@ -57,36 +57,36 @@ def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) 
 @pytest.mark.parametrize(
     ("schema", "warning", "text"),
     [
-        (UNIQUE, "uniqueItems is not held", "[1, 1]"),
-        ({"contains": {"const": 1}, "type": "array"}, "contains is not held", "[2]"),
-        ({"not": {"const": 1}}, "not is not held", "1"),
-        ({"if": {"const": 1}, "then": False}, "if, then is not held", "1"),
-        ({"type": "string", "pattern": "^(?=a)"}, "the pattern ^(?=a) is not held", '"b"'),
-        ({"patternProperties": {"(?!a)": {"const": 1}}}, "the pattern (?!a) of names is not held", '{"b": 2}'),
+        (UNIQUE, "uniqueItems cannot be enforced", "[1, 1]"),
+        ({"contains": {"const": 1}, "type": "array"}, "contains cannot be enforced", "[2]"),
+        ({"not": {"const": 1}}, "not cannot be enforced", "1"),
+        ({"if": {"const": 1}, "then": False}, "if, then cannot be enforced", "1"),
+        ({"type": "string", "pattern": "^(?=a)"}, "the pattern ^(?=a) cannot be enforced", '"b"'),
+        ({"patternProperties": {"(?!a)": {"const": 1}}}, "the pattern (?!a) of names cannot be enforced", '{"b": 2}'),
         (
             {"$ref": "http://example.org/a"},
-            "the reference http://example.org/a, which leads elsewhere, is not held",
+            "the reference http://example.org/a, which leads elsewhere, cannot be enforced",
             "1",
         ),
-        ({"$ref": "other.json#/a"}, "the reference other.json#/a, which leads elsewhere, is not held", "1"),
-        ({"multipleOf": 1025}, "multipleOf 1025, above 1024, is not held", "1"),
-        ({"multipleOf": 10.27}, "multipleOf 10.27, above 1024, is not held", "1"),
-        ({"minimum": 2**53 + 2}, "minimum beyond 2^53 is not held", "1"),
-        ({"exclusiveMaximum": -(2**70)}, "exclusiveMaximum beyond 2^53 is not held", "1"),
-        ({"type": "object", "minProperties": 2}, "minProperties where names are open is not held", "{}"),
+        ({"$ref": "other.json#/a"}, "the reference other.json#/a, which leads elsewhere, cannot be enforced", "1"),
+        ({"multipleOf": 1025}, "multipleOf 1025, above 1024, cannot be enforced", "1"),
+        ({"multipleOf": 10.27}, "multipleOf 10.27, above 1024, cannot be enforced", "1"),
+        ({"minimum": 2**53 + 2}, "minimum beyond 2^53 cannot be enforced", "1"),
+        ({"exclusiveMaximum": -(2**70)}, "exclusiveMaximum beyond 2^53 cannot be enforced", "1"),
+        ({"type": "object", "minProperties": 2}, "minProperties where names are open cannot be enforced", "{}"),
         (
             {"properties": {"a": {}, "b": {}}, "minProperties": 2, "type": "object"},
-            "minProperties where names are optional is not held",
+            "minProperties where names are optional cannot be enforced",
             '{"a": 1}',
         ),
         ({"propertyNames": {"not": {}}, "type": "object"}, "propertyNames", "{}"),
-        ({"unevaluatedProperties": False, "type": "object"}, "unevaluatedProperties is not held", '{"a": 1}'),
+        ({"unevaluatedProperties": False, "type": "object"}, "unevaluatedProperties cannot be enforced", '{"a": 1}'),
     ],
 )
 def test_relaxed_leaves_out_with_a_warning(compiler: GrammarCompiler, schema: Any, warning: str, text: str) -> None:
     nested = {"type": "array", "items": schema}
     for whole, written in ((schema, text), (nested, f"[{text}]")):
-        with pytest.raises(RequestError, match="cannot be held.*strictness='relaxed' may take it"):
+        with pytest.raises(RequestError, match="cannot be compiled.*strictness='relaxed' may accept it"):
             compiled(compiler, json=deepcopy(whole))
         relaxed = compiled(compiler, json=deepcopy(whole), strictness="relaxed")
         assert any(warning in one for one in relaxed.warnings), relaxed.warnings
@@ -239,7 +239,7 @@ def test_schemas_of_wrong_types_are_a_request_error_or_taken(compiler: GrammarCo
 def test_patterns_that_meet_are_bounded() -> None:
     merged = {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}c"} for count in range(3, 17)]}
     compiler = byte_compiler()
-    with pytest.raises(RequestError, match="more than 10 patterns in schemas that are merged is not held"):
+    with pytest.raises(RequestError, match="more than 10 patterns in schemas that are merged cannot be enforced"):
         compiled(compiler, json=merged)
     assert "more than 10 patterns" in compiled(compiler, json=merged, strictness="relaxed").warnings[0]
     compiler.close()
@@ -249,6 +249,6 @@ def test_a_one_of_that_is_disjoint_only_because_it_was_closed_says_so() -> None:
     compiler = byte_compiler()
     kinds = [{"type": "object", "properties": {"k": {"const": kind}}, "required": ["k"]} for kind in "ab"]
     overlapping = [{"type": "object", "properties": {"a": {}}}, {"required": ["b"]}]
-    for branches, warnings in ((kinds, ()), (overlapping, ("oneOf is taken as anyOf",))):
+    for branches, warnings in ((kinds, ()), (overlapping, ("oneOf is treated as anyOf",))):
         assert compiled(compiler, json={"oneOf": branches}).warnings == warnings
     compiler.close()

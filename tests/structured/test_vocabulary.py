@@ -66,5 +66,5 @@ def test_tokens_have_their_bytes(kind: str) -> None:
 def test_a_tokenizer_whose_tokens_are_not_its_text_is_refused() -> None:
     """A decoder that changes what several tokens say together, which no token does by itself."""
     tokenizer = with_decoder_sequence(decoders.ByteLevel(), decoders.Replace("1.5", "2"))
-    with pytest.raises(RequestError, match=r"the tokenizer's tokens, read one by one, say 'The .* --tokenizer"):
+    with pytest.raises(RequestError, match=r"the tokenizer's tokens, decoded one by one, give 'The .* --tokenizer"):
         Vocabulary.of_tokenizer(tokenizer, tokenizer.vocab_size, [0])

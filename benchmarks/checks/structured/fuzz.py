@@ -134,7 +134,7 @@ def _smaller(value: Any) -> Iterator[Any]:
 
 
 def _serve(vocabulary: Vocabulary, pipe: Any) -> None:
-    compiler.KEPT = 0  # else the memory of one case would be counted for others
+    compiler.CACHE_SIZE = 0  # else the memory of one case would be counted for others
     made = compiler.GrammarCompiler(lambda: vocabulary, vocabulary.eos)
     made.request(StructuredOutputs(regex="a")).result()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -145,6 +145,6 @@ def keywords_in(texts: Collection[str]) -> frozenset[str]:
     found: set[str] = set()
     for text in texts:
         phrase = next(filter(text.startswith, _PHRASES), None)
-        words = re.findall(r"[$\w]+", text.removesuffix(" is not held").removesuffix(" is taken as anyOf"))
+        words = re.findall(r"[$\w]+", text.removesuffix(" cannot be enforced").removesuffix(" is treated as anyOf"))
         found |= _KEYWORDS.intersection(words if phrase is None else _PHRASES[phrase])
     return frozenset(found)

@@ -60,12 +60,12 @@ def _texts(walks: Sequence[Record]) -> Record:
 
 
 def grouped(refusals: Sequence[str]) -> dict[str, int]:
-    """Count refusals by what is not held, the most frequent first."""
+    """Count refusals by what cannot be enforced, the most frequent first."""
     return dict(Counter(map(_cause, refusals)).most_common())
 
 
 def _cause(refusal: str) -> str:
-    text = refusal.removeprefix("cannot be held: ").partition("; strictness=")[0]
+    text = refusal.removeprefix("cannot be compiled: ").partition("; strictness=")[0]
     for words in ("the reference", "characters", "regex parse error", "circular references", "min/maxProperties"):
         if words in text:
             return words

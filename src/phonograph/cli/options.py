@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
-from phonograph.config.sources import Given, read_environment, read_file, read_flags
+from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import Kind
 from phonograph.errors import ConfigError
 from phonograph.models.weights.model_files import names_model
@@ -128,7 +128,7 @@ def takes_engine_config(command: Callable[Concatenate[EngineConfig, P], R]) -> C
 
 
 def takes_engine_settings(
-    command: Callable[Concatenate[tuple[EngineConfig, dict[str, Given]], P], R],
+    command: Callable[Concatenate[tuple[EngineConfig, dict[str, SourcedValue]], P], R],
 ) -> Callable[..., R]:
     """The same for a command that also wants to know which source gave what."""
     return _with_engine_flags(command, EngineConfig.load_with_sources)

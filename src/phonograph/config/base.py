@@ -1,4 +1,4 @@
-"""What all settings objects have in common: frozen, strict, read by their `Kind`, and errors in our words."""
+"""Base of the settings objects: frozen, strict, with values read by their `Kind` and errors that name the setting."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from phonograph.config.sources import Given, read_environment, read_file, read_flags
+from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import Kind, unless_null
 from phonograph.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """Base of the settings objects; every field has a `Kind` or reads its value in a validator.
+    """Base of the settings objects. Every field has a `Kind` or reads its value in a validator.
 
     Raises:
-        ConfigError: a setting is unknown, is missing, or has a value that does not work.
+        ConfigError: a setting is unknown or missing, or its value is invalid.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    if not TYPE_CHECKING:  # a type checker keeps the keywords that pydantic derives from the fields
+    if not TYPE_CHECKING:  # for type checkers, pydantic derives the keywords from the fields
 
         def __init__(self, **settings: object) -> None:
             try:
@@ -45,67 +45,66 @@ class Settings(BaseModel):
     @classmethod
     def load_with_sources(
         cls, *, flags: Mapping[str, object], config_file: Path | None, environ: Mapping[str, str]
-    ) -> tuple[Self, dict[str, Given]]:
-        """Return the settings as `load` does, and the source of each value that is not a default."""
-        given: dict[str, Given] = {}
+    ) -> tuple[Self, dict[str, SourcedValue]]:
+        """Return the settings as `load` does, and the source of each setting that is not a default."""
+        sources: dict[str, SourcedValue] = {}
         for source in (read_file(config_file), read_environment(environ), read_flags(flags)):
-            given |= cls.select(source)
-        given = cls.without_nulls(given)
+            sources |= cls.select(source)
+        sources = cls.without_nulls(sources)
         try:
-            return cls(**{name: setting.value for name, setting in given.items()}), given
+            return cls(**{name: setting.value for name, setting in sources.items()}), sources
         except ConfigError as error:
-            raise located(error, given) from None
+            raise located(error, sources) from None
 
     @classmethod
-    def select(cls, source: Mapping[str, Given]) -> dict[str, Given]:
-        """Return the values of a source that are for this object: one file and one environment serve all commands."""
+    def select(cls, source: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
+        """Return the settings of a source that are for this object. One file and one environment serve all commands."""
         return {name: setting for name, setting in source.items() if name in cls.model_fields}
 
     @classmethod
     def kind(cls, setting: str) -> Kind:
-        """How values of a setting are read."""
+        """Return the kind of a setting's values."""
         return next(kind for kind in cls.model_fields[setting].metadata if isinstance(kind, Kind))
 
     @classmethod
     def bad_value(cls, setting: str, value: object) -> ConfigError:
-        """The error of a value that does not work."""
+        """Return the error of an invalid value."""
         return ConfigError(setting, value, f"must be {cls.kind(setting).works}")
 
     @classmethod
     def _explained(cls, error: ValidationError, settings: Mapping[str, object]) -> ConfigError:
-        """The first thing that pydantic found."""
+        """Return the first error that pydantic found as a ConfigError."""
         first = error.errors()[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             return ConfigError(name, settings[name], f"is not a setting; {nearest(name, cls.known_names())}")
         if first["type"] == "missing":
-            return ConfigError(name, None, f"must be given: {cls.model_fields[name].description}")
+            return ConfigError(name, None, f"is required: {cls.model_fields[name].description}")
         return cls.bad_value(name, first["input"])
 
     @classmethod
-    def without_nulls(cls, given: Mapping[str, Given]) -> dict[str, Given]:
-        """What is left once the sources are laid over each other: null takes back what those below gave, so that the
-        default holds, whether or not that is None."""
+    def without_nulls(cls, sources: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
+        """Drop settings whose value is null. A null overrides lower sources, so that the default applies."""
         return {
             name: setting
-            for name, setting in given.items()
+            for name, setting in sources.items()
             if name not in cls.model_fields or unless_null(setting.value) is not None
         }
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """The names that a user may have meant by one that is no setting."""
+        """Return the names to suggest for an unknown setting."""
         return list(cls.model_fields)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known."""
+    """Return a hint for an unknown name."""
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     return f"did you mean {near[0]}?" if near else f"settings are {', '.join(known)}"
 
 
-def located(error: ConfigError, given: Mapping[str, Given]) -> ConfigError:
-    """The error with the place that gave the value, where one did."""
-    if error.setting not in given:
+def located(error: ConfigError, sources: Mapping[str, SourcedValue]) -> ConfigError:
+    """Return the error with the source of the value, if it has one."""
+    if error.setting not in sources:
         return error
-    return ConfigError(error.setting, error.value, f"{error.problem} (given by {given[error.setting].where})")
+    return ConfigError(error.setting, error.value, f"{error.problem} (set by {sources[error.setting].where})")

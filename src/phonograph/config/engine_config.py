@@ -1,7 +1,6 @@
-"""The engine's configuration: one frozen object, the same from Python, flags, YAML and the environment.
+"""Configuration of the engine: one frozen object, the same from Python, flags, YAML and the environment.
 
-None means that the engine decides when it knows the model and the device. Whatever is wrong or contradicts itself is a
-ConfigError that names the setting, its value and what would work.
+None leaves the choice to the engine, which makes it when it knows the model and the device.
 """
 
 from __future__ import annotations
@@ -16,110 +15,118 @@ from pydantic import Field, model_validator
 from phonograph.config import values
 from phonograph.config.base import Settings, located
 from phonograph.config.server_config import ServerConfig
-from phonograph.config.sources import Given
+from phonograph.config.sources import SourcedValue
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
-"""The keys of `compilation_config` that mean something here; each is a setting of its own too."""
+"""Supported keys of `compilation_config`; each is also a setting."""
 
 
 class EngineConfig(Settings):
     """Every setting of the engine.
 
     Raises:
-        ConfigError: a setting is unknown, has a value that does not work, or contradicts another.
+        ConfigError: a setting is unknown, has an invalid value, or contradicts another.
     """
 
-    model: values.Text = Field(description="Hugging Face name or folder of the model; demo is the one in the package.")
-    tokenizer: values.OptionalText = Field(
-        default=None, description="Name or folder of the tokenizer, if not the model's own."
+    model: values.Text = Field(
+        description="Hugging Face name or folder of the model; demo is the model in the package."
     )
-    revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model that has a name.")
+    tokenizer: values.OptionalText = Field(
+        default=None, description="Name or folder of the tokenizer; default: the model's."
+    )
+    revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     trust_remote_code: values.Flag = Field(
-        default=False, description="Run code that comes with the tokenizer; that of the model is not run."
+        default=False, description="Run code that comes with the tokenizer; code of the model is never run."
     )
     hf_overrides: values.OptionalObject = Field(
-        default=None, description="Fields of the model's config.json to replace, as a JSON object."
+        default=None, description="Fields that replace those of the model's config.json, as a JSON object."
     )
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
-        default="auto", description="Where weights come from; dummy makes random ones."
+        default="auto", description="Source of the weights; dummy draws random ones."
     )
     dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
-        default="auto", description="Type of weights and activations; auto takes the model's own."
+        default="auto", description="Type of weights and activations; auto is the model's."
     )
     device: Annotated[values.DeviceKind, values.one_of(values.DeviceKind)] = Field(
-        default="auto", description="Where the model runs; auto takes a GPU where there is one."
+        default="auto", description="Device of the model; auto is a GPU if there is one."
     )
-    seed: values.OptionalSeed = Field(default=None, description="Seed of the requests that bring none.")
+    seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 
-    max_model_len: values.OptionalSize = Field(default=None, description="Tokens of prompt and output together.")
-    max_num_seqs: values.OptionalSeqs = Field(default=None, description="Requests that run in one step, at most.")
-    max_num_batched_tokens: values.OptionalStepTokens = Field(default=None, description="Tokens of one step, at most.")
+    max_model_len: values.OptionalSize = Field(
+        default=None, description="Maximum tokens of prompt and output together."
+    )
+    max_num_seqs: values.OptionalSeqs = Field(default=None, description="Maximum requests in one step.")
+    max_num_batched_tokens: values.OptionalStepTokens = Field(default=None, description="Maximum tokens in one step.")
     scheduling_policy: Annotated[values.SchedulingPolicy, values.one_of(values.SchedulingPolicy)] = Field(
-        default="fcfs", description="Who goes first: first come, or the lowest priority number."
+        default="fcfs", description="Order of requests: by arrival, or lowest priority number first."
     )
     structured_outputs_strictness: Annotated[values.Strictness, values.one_of(values.Strictness)] = Field(
         default="strict",
-        description="What of a JSON schema no grammar can hold: strict refuses it, relaxed leaves it out and warns.",
+        description="JSON Schema keywords that cannot be enforced: strict rejects them, relaxed warns and drops them.",
     )
     num_speculative_tokens: values.Count = Field(default=0, description="Draft tokens of each decode step.")
 
     block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")
     kv_cache_dtype: Annotated[values.KVCacheDType, values.one_of(values.KVCacheDType)] = Field(
-        default="auto", description="Type of the KV cache; auto takes that of the model."
+        default="auto", description="Type of the KV cache; auto is the model's."
     )
     kv_cache_layout: Annotated[values.KVCacheLayout, values.one_of(values.KVCacheLayout)] = Field(
-        default="NHD", description="Order inside one block: tokens then heads, or heads then tokens."
+        default="NHD", description="Order of dimensions in a block: tokens then heads, or heads then tokens."
     )
-    kv_cache_memory_bytes: values.OptionalSize = Field(default=None, description="Bytes of the KV cache.")
-    num_kv_blocks: values.OptionalSize = Field(default=None, description="Blocks of the KV cache, instead of bytes.")
+    kv_cache_memory_bytes: values.OptionalSize = Field(default=None, description="Size of the KV cache in bytes.")
+    num_kv_blocks: values.OptionalSize = Field(
+        default=None, description="Size of the KV cache in blocks, instead of bytes."
+    )
     gpu_memory_utilization: values.Fraction = Field(
-        default=0.9, description="Share of the GPU's memory to use; the CUDA context comes on top."
+        default=0.9, description="Fraction of the GPU's memory to use, without the CUDA context."
     )
-    enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of a prefix seen before.")
+    enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of known prefixes.")
 
     attention_backend: values.OptionalText = Field(
         default=None,
-        description="Attention backend by name, prefill=NAME,decode=NAME for one each, or auto for the best that fits.",
+        description="Attention backend by name; prefill=NAME,decode=NAME for two; auto for the best supported one.",
     )
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
     )
     cascade_attention: values.Flag = Field(
-        default=False, description="Attend a prefix that a whole decode batch shares once, where that pays."
+        default=False, description="Read a prefix that a whole decode batch shares once, if that is faster."
     )
     batch_invariant: values.Flag = Field(
         default=False,
-        description="A request's tokens are the same, bit by bit, whatever runs beside it; slower, and on a GPU only.",
+        description="Make a request's tokens independent, bit by bit, of other requests; slower, and on a GPU only.",
     )
     cudagraph_mode: values.OptionalMode = Field(
-        default=None, description=f"Which batches run as CUDA graphs: {', '.join(GraphMode.__members__)}."
+        default=None, description=f"Batches that run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )
     cudagraph_capture_sizes: values.OptionalSizes = Field(
-        default=None, description="Numbers of tokens to capture graphs for: one, or several as 1,2,4."
+        default=None, description="Numbers of tokens to capture graphs for, such as 1,2,4."
     )
     max_cudagraph_capture_size: values.OptionalSize = Field(
         default=None, description="Largest number of tokens to capture a graph for."
     )
-    enforce_eager: values.Flag = Field(default=False, description="No graphs; the same as cudagraph_mode NONE.")
-    verify_graphs: values.Flag = Field(default=False, description="Compare each graph with eager before serving.")
+    enforce_eager: values.Flag = Field(default=False, description="Run without graphs, as cudagraph_mode NONE.")
+    verify_graphs: values.Flag = Field(
+        default=False, description="Compare each graph with eager execution before serving."
+    )
     compilation_config: Mapping[str, object] | str | None = Field(
         default=None,
         exclude=True,
         repr=False,
-        description=f"For compatibility: JSON with {', '.join(COMPILATION_KEYS)}.",
+        description=f"JSON with {', '.join(COMPILATION_KEYS)}, for compatibility with vLLM.",
     )
 
     @classmethod
-    def select(cls, source: Mapping[str, Given]) -> dict[str, Given]:
-        # An unknown setting is an error here, and no other setting of the server is.
+    def select(cls, source: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
+        # Unknown settings pass, so that they raise an error.
         engine = {name: setting for name, setting in source.items() if name not in ServerConfig.model_fields}
         try:
             unfolded = _unfolded({name: setting.value for name, setting in engine.items()})
         except ConfigError as error:
             raise located(error, engine) from None
-        # Unfolded source by source, so that precedence holds for each setting in compilation_config.
+        # Each source is unfolded alone, so that precedence applies to each setting in compilation_config.
         return {
             name: engine[name]
             if name in engine and engine[name].value is value
@@ -140,25 +147,28 @@ class EngineConfig(Settings):
     def _check_contradictions(self) -> Self:
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
-        # A choice of its own for each part is for selection to read.
+        # Backend selection reads prefill=NAME,decode=NAME.
         backend = (self.attention_backend or "flash_attn").lower()
         if self.flash_attn_version is not None and "flash_attn" not in backend and backend != "auto":
             raise _contradiction(
-                self, "flash_attn_version", "attention_backend", "works with attention_backend flash_attn or none given"
+                self,
+                "flash_attn_version",
+                "attention_backend",
+                "works with attention_backend flash_attn or auto, or without one",
             )
         if self.cascade_attention and not self.enable_prefix_caching:
             raise _contradiction(
                 self,
                 "cascade_attention",
                 "enable_prefix_caching",
-                "requests share blocks through the prefix cache only",
+                "requests only share blocks through the prefix cache",
             )
         if self.cascade_attention and self.batch_invariant:
             raise _contradiction(
                 self,
                 "cascade_attention",
                 "batch_invariant",
-                "a cascade is there for what requests share; give one of them",
+                "cascade attention depends on the other requests of the batch; give one of them",
             )
         if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
             raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")
@@ -179,10 +189,10 @@ class EngineConfig(Settings):
 
 
 def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with what `compilation_config` holds as settings of their own, and itself gone.
+    """Return the settings with the keys of `compilation_config` as settings, and without itself.
 
     Raises:
-        ConfigError: it is not an object of known keys, or says otherwise than the setting it stands for.
+        ConfigError: it is not an object of known keys, or contradicts a setting.
     """
     unfolded = dict(settings)
     folded = values.unless_null(unfolded.pop("compilation_config", None))
@@ -219,12 +229,12 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{twice[0]} is given twice")
+        raise ValueError(f"{twice[0]} is set twice")
     return dict(pairs)
 
 
 def _read(setting: str, value: object) -> object:
-    """The value as the setting would store it."""
+    """Return the value as the setting stores it."""
     try:
         return EngineConfig.kind(setting).read(value)
     except ValueError:

@@ -1,7 +1,4 @@
-"""The settings of `phonograph serve` beside the engine's, from the same sources by the same words.
-
-Names and meanings are vLLM's where it has them.
-"""
+"""Settings of `phonograph serve` apart from the engine's. Names and meanings are vLLM's where it has them."""
 
 from __future__ import annotations
 
@@ -21,72 +18,77 @@ class ServerConfig(Settings):
     """Every setting of the server.
 
     Raises:
-        ConfigError: a setting is unknown or has a value that does not work.
+        ConfigError: a setting is unknown or has an invalid value.
     """
 
-    host: values.Text = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 is all of the machine's.")
-    port: Annotated[int, values.whole(0, 65535)] = Field(
-        default=8000, description="TCP port to listen on; 0 takes a free one."
+    host: values.Text = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of the machine."
     )
-    api_key: values.Texts = Field(default=(), description="Keys, one of which a client has to send; none: no check.")
+    port: Annotated[int, values.whole(0, 65535)] = Field(
+        default=8000, description="TCP port to listen on; 0 selects a free one."
+    )
+    api_key: values.Texts = Field(default=(), description="Valid API keys; without any, requests are not checked.")
     served_model_name: values.Texts = Field(
-        default=(), description="Names that clients may use for the model, the first in answers; else the model's own."
+        default=(), description="Names of the model in requests, the first one also in answers; default: the model's."
     )
     chat_template: values.OptionalText = Field(
-        default=None, description="File of a chat template, or the template itself, if not the model's own."
+        default=None, description="Chat template, or its file; default: the model's."
     )
     generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
-        default="auto", description="Whether the sampling defaults that come with the model are used."
+        default="auto", description="Use the sampling defaults of the model: auto, or none."
     )
     enable_auto_tool_choice: values.Flag = Field(
-        default=False, description="Whether the model may decide to call tools; needs tool_call_parser."
+        default=False, description="Let the model decide to call tools; needs tool_call_parser."
     )
     tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
-        default=None, description="Form in which the model writes tool calls."
+        default=None, description="Format of the model's tool calls."
     )
-    max_logprobs: values.Count = Field(default=20, description="Likely tokens that a request may ask for at most.")
+    max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
 
-    allowed_origins: values.Texts = Field(default=(), description="Origins of web pages that may call; * is any.")
+    allowed_origins: values.Texts = Field(
+        default=(), description="Origins of web pages that may send requests; * is any."
+    )
     allowed_methods: values.Texts = Field(default=("*",), description="HTTP methods that these pages may use.")
     allowed_headers: values.Texts = Field(default=("*",), description="HTTP headers that these pages may send.")
-    allow_credentials: values.Flag = Field(default=False, description="Whether these pages may send credentials.")
-    root_path: values.OptionalText = Field(default=None, description="Path under which a proxy shows the server.")
+    allow_credentials: values.Flag = Field(default=False, description="Let these pages send credentials.")
+    root_path: values.OptionalText = Field(default=None, description="Path of the server behind a proxy.")
 
     max_queued_requests: values.Count = Field(
-        default=4096, description="Prompts that may wait beside those that run, samples counted; more are refused."
+        default=4096, description="Maximum waiting prompts, times their samples; more are refused."
     )
     max_queued_bytes: values.Size = Field(
-        default=256 * 2**20, description="Bytes of request bodies that may be read or wait to be tokenized at one time."
+        default=256 * 2**20,
+        description="Maximum bytes of request bodies that are read or wait for tokenization at one time.",
     )
-    max_request_bytes: values.Size = Field(default=16 * 2**20, description="Bytes of a request's body at most.")
+    max_request_bytes: values.Size = Field(default=16 * 2**20, description="Maximum bytes of a request body.")
     max_request_fields: values.Size = Field(
-        default=131_072, description="Texts, field names, lists and objects in a request's body at most, all counted."
+        default=131_072, description="Maximum strings, field names, lists and objects of a request body together."
     )
     max_request_token_ids: values.Size = Field(
-        default=524_288, description="Token ids of a request's prompts together, and numbers in its body, at most."
+        default=524_288, description="Maximum token ids of a request's prompts together, and numbers in its body."
     )
     max_request_depth: Annotated[int, values.whole(8, 512)] = Field(
-        default=512, description="Levels of lists and objects within each other in a request's body at most."
+        default=512, description="Maximum nesting of lists and objects in a request body."
     )
-    max_request_prompts: values.Size = Field(default=2048, description="Prompts of a completion request at most.")
-    max_request_messages: values.Size = Field(default=16_384, description="Messages of a chat request at most.")
-    max_request_tools: values.Count = Field(default=128, description="Tools of a chat request at most.")
-    max_request_stops: values.Count = Field(default=64, description="Stop strings of a request at most.")
-    max_request_stop_token_ids: values.Count = Field(default=1024, description="Stop token ids of a request at most.")
+    max_request_prompts: values.Size = Field(default=2048, description="Maximum prompts of a completion request.")
+    max_request_messages: values.Size = Field(default=16_384, description="Maximum messages of a chat request.")
+    max_request_tools: values.Count = Field(default=128, description="Maximum tools of a chat request.")
+    max_request_stops: values.Count = Field(default=64, description="Maximum stop strings of a request.")
+    max_request_stop_token_ids: values.Count = Field(default=1024, description="Maximum stop token ids of a request.")
     max_request_biases: values.Count = Field(
-        default=16_384, description="Token ids in the logit_bias of a request at most."
+        default=16_384, description="Maximum token ids in the logit_bias of a request."
     )
-    header_timeout: values.Duration = Field(default=20.0, description="Seconds that a request's headers may take.")
+    header_timeout: values.Duration = Field(default=20.0, description="Timeout in seconds for a request's headers.")
     body_timeout: values.Duration = Field(
-        default=10.0, description="Seconds that a request's body may take, beside one for each 128 KiB that came."
+        default=10.0, description="Timeout in seconds for a request's body, plus one second for each 128 KiB received."
     )
     request_timeout: values.OptionalDuration = Field(
-        default=None, description="Seconds that an answer may take from its request to its end."
+        default=None, description="Timeout in seconds from a request to the end of its answer."
     )
     shutdown_timeout: values.Seconds = Field(
-        default=20.0, description="Seconds that answers in progress are given after SIGTERM."
+        default=20.0, description="Grace period in seconds for running requests after SIGTERM."
     )
     uvicorn_log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
-        default="info", description="What the HTTP server logs."
+        default="info", description="Log level of the HTTP server."
     )
-    disable_uvicorn_access_log: values.Flag = Field(default=False, description="No line in the log for each request.")
+    disable_uvicorn_access_log: values.Flag = Field(default=False, description="Do not log each request.")

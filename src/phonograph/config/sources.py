@@ -1,7 +1,7 @@
-"""Where settings come from besides Python, each read as text and remembered with its place for the messages.
+"""Sources of settings: flags, environment and YAML file. Each value keeps its source for messages.
 
-YAML scalars are taken as the text they are written as, so that `010`, `1e3` or `no` mean in a file what they mean in a
-flag or in the environment.
+YAML scalars are read as the text in the file, so that `010`, `1e3` and `no` mean the same in a file, a flag and the
+environment.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from phonograph.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PHONOGRAPH_"
 OTHER_VARIABLES = {"PHONOGRAPH_VENV": "the virtual environment that scripts/demo and scripts/test use"}
-"""Environment variables with our prefix that are no settings of the engine."""
+"""Environment variables with the prefix that are not settings."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A value as it was given.
+class SourcedValue:
+    """Value of a setting with its source.
 
-    source: "flag", "environment" or "file"
-    where:  the flag, the variable, or the file with its line
+    Attributes:
+        source: "flag", "environment" or "file".
+        where: the flag, the variable, or the file with the line.
     """
 
     value: object
@@ -34,41 +35,41 @@ class Given:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Every scalar as text; a key that comes twice is an error rather than lost."""
+    """YAML loader that reads scalars as text and rejects duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is set twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def read_flags(flags: Mapping[str, object]) -> dict[str, Given]:
-    """Flags by the name of their setting; None is a flag that was not given."""
+def read_flags(flags: Mapping[str, object]) -> dict[str, SourcedValue]:
+    """Return the flags by setting; a flag that is None is not set."""
     return {
-        name: Given(value, "flag", ("--no-" if value is False else "--") + name.replace("_", "-"))
+        name: SourcedValue(value, "flag", ("--no-" if value is False else "--") + name.replace("_", "-"))
         for name, value in flags.items()
         if value is not None
     }
 
 
-def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """PHONOGRAPH_<SETTING> of the environment. Whether such a setting exists is for the configuration to say."""
+def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Return the variables PHONOGRAPH_<SETTING> by setting. The names are not checked."""
     return {
-        variable.removeprefix(ENVIRONMENT_PREFIX).lower(): Given(value, "environment", variable)
+        variable.removeprefix(ENVIRONMENT_PREFIX).lower(): SourcedValue(value, "environment", variable)
         for variable, value in environ.items()
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES
     }
 
 
-def read_file(path: Path | None) -> dict[str, Given]:
-    """The top-level mapping of a YAML file.
+def read_file(path: Path | None) -> dict[str, SourcedValue]:
+    """Return the top-level mapping of a YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds something else than one mapping.
+        ConfigError: the file cannot be read, is not YAML, or does not hold one mapping.
     """
     if path is None:
         return {}
@@ -85,4 +86,4 @@ def read_file(path: Path | None) -> dict[str, Given]:
     if not isinstance(settings, dict):
         raise ConfigError("config", str(path), "must hold one mapping of settings, such as `max_num_seqs: 64`")
     lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
-    return {name: Given(value, "file", f"{path}:{lines[name]}") for name, value in settings.items()}
+    return {name: SourcedValue(value, "file", f"{path}:{lines[name]}") for name, value in settings.items()}

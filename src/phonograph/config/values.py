@@ -1,8 +1,4 @@
-"""How the value of a setting is read, so that Python, flags, YAML and the environment mean the same by the same words.
-
-Flags, YAML and the environment only have text; Python has objects. Each kind of value accepts both and knows in words
-what would work, which is what an error says.
-"""
+"""Kinds of setting values. Each reads text (flags, YAML, environment) and Python objects."""
 
 from __future__ import annotations
 
@@ -26,17 +22,18 @@ _NULL = frozenset({"null", "~"})
 
 
 def unless_null(value: object) -> object:
-    """None for the text that means null; every other value as it is."""
+    """Return None for text that means null, and any other value unchanged."""
     return None if isinstance(value, str) and value.strip().lower() in _NULL else value
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value, as metadata of a pydantic field.
+    """Kind of a setting's values, as metadata of a pydantic field.
 
-    works:   what would work, in words that follow "must be"
-    parse:   from a value other than None to the stored one; raises TypeError or ValueError for anything else
-    metavar: how a flag's help names the value
+    Attributes:
+        works: valid values, in words that follow "must be".
+        parse: converts a value other than None; raises TypeError or ValueError for an invalid one.
+        metavar: name of the value in a flag's help.
     """
 
     works: str
@@ -47,10 +44,10 @@ class Kind:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
     def read(self, value: object) -> object:
-        """The value to store; None stays None, whether or not the setting may be unset.
+        """Return the value to store. None stays None.
 
         Raises:
-            ValueError: the value does not work.
+            ValueError: the value is invalid.
         """
         value = unless_null(value)
         if value is None:
@@ -62,7 +59,7 @@ class Kind:
 
 
 def whole(low: int, high: int | None = None) -> Kind:
-    """Whole numbers from `low` to `high`."""
+    """Return the kind of integers from `low` to `high`."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool):
@@ -76,7 +73,7 @@ def whole(low: int, high: int | None = None) -> Kind:
 
 
 def one_of(literal: object) -> Kind:
-    """The strings or numbers of a Literal; strings in any case."""
+    """Return the kind of a Literal's strings or numbers; case is ignored."""
     values = {str(value).lower(): value for value in get_args(literal)}
     words = [str(value) for value in values.values()]
 
@@ -119,7 +116,7 @@ def _number(accepts: Callable[[float], bool]) -> Callable[[Any], float]:
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
-        # A JSON list is how some write it: '["*"]'.
+        # vLLM takes JSON lists, such as '["*"]'.
         listed = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
         value = [item.strip() if isinstance(item, str) else item for item in listed]
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
@@ -159,7 +156,7 @@ def _parse_object(value: Any) -> dict[str, Any]:
 
 
 def _read_scalars(value: Any) -> Any:
-    """Reads texts that are a JSON number, true, false or null as that, since YAML's scalars are texts here."""
+    """Convert texts that are JSON numbers, true, false or null: YAML scalars arrive as text."""
     if isinstance(value, Mapping):
         return {str(name): _read_scalars(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -191,7 +188,7 @@ Fraction = Annotated[float, Kind("a number > 0 and <= 1", _number(lambda number:
 Count = Annotated[int, whole(0)]
 Size = Annotated[int, whole(1)]
 OptionalSize = Annotated[int | None, whole(1)]
-# Far more than any step has; tables and graphs are made for all of it at the start.
+# Bounds far above any useful value: tables and graphs are sized by them at the start.
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]

@@ -1,11 +1,11 @@
-"""Host-side types that pass between scheduler, runner and engine: plain integers and lists, no torch.
+"""Host-side types that pass between scheduler, runner and engine: plain integers and lists, without torch.
 
 Data flows one way: Request -> ScheduledBatch -> (runner: metadata, decision, logits) -> StepOutput. The scheduler knows
-requests and blocks; the runner knows *slots*, rows of persistent per-request state, and learns of requests only through
-these types. That is why neither imports the other.
+requests and blocks. The runner knows slots, the rows of its per-request state, and sees requests only through these
+types, so that neither imports the other.
 
-A batch is ordered decodes first (query length 1), then prefills, and `num_decodes` says where the border is. Kernels
-and graphs rely on that order.
+A batch is ordered decodes first (query length 1), then prefills; `num_decodes` is the boundary. Kernels and graphs
+depend on that order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from phonograph.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """Loads a runner slot: a request scheduled for the first time, or again after a preemption.
+    """Load of a runner slot: a request scheduled for the first time, or again after a preemption.
 
-    `token_ids` are all tokens known so far (prompt, then whatever was generated before a preemption);
-    `num_computed` of them already have their keys and values in the blocks (prefix cache).
+    Attributes:
+        token_ids: all known tokens: the prompt, then the output before a preemption.
+        num_computed: leading tokens whose keys and values are in the blocks already (prefix cache).
+        end_token_ids: tokens that end the request (end of sequence, stop tokens); masked until `min_tokens` are
+            generated.
+        sample_index: index of this sample among the request's `n`; part of its random seed.
+        grammar: constraint on the output, if any.
     """
 
     slot: int
@@ -32,16 +37,13 @@ class NewSequence:
     num_computed: int
     params: SamplingParams
     end_token_ids: tuple[int, ...] = ()
-    """Token ids that end this request (end of sequence, stop tokens); held back until `min_tokens` are out."""
     sample_index: int = 0
-    """Which of the request's `n` samples this is; part of its random seed."""
     grammar: Grammar | None = None
-    """What its output has to be, where that is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAppend:
-    """Blocks appended to the block table of a slot: `block_ids` go to rows `start`, `start + 1`, ..."""
+    """Blocks appended to a slot's block table: `block_ids` go to rows `start`, `start + 1`, ..."""
 
     slot: int
     start: int
@@ -50,13 +52,14 @@ class BlockAppend:
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledBatch:
-    """One step. The per-sequence lists run parallel, decodes first, then prefills.
+    """One step. The per-sequence lists are parallel, decodes first, then prefills.
 
-    slots:        runner slot of each sequence
-    query_lens:   tokens of it to compute in this step, >= 1
-    context_lens: tokens of it computed before this step; its seq_len is context + query
-    samples:      whether this step reaches its last known token, so that a next token is sampled
-    freed:        slots to clear *before* `new` is loaded (finished, aborted or preempted sequences)
+    Attributes:
+        slots: runner slot of each sequence.
+        query_lens: tokens to compute in this step, >= 1.
+        context_lens: tokens computed before this step; seq_len is context_len + query_len.
+        samples: True if the step reaches the last known token, so that a next token is sampled.
+        freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -77,8 +80,8 @@ class ScheduledBatch:
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: the token itself first, then the `top` most likely ones.
 
-    `ranks[i]` is 1 + the number of tokens more likely than `token_ids[i]`. A tuple, because there are many of them and
-    a server sends them from process to process.
+    `ranks[i]` is 1 + the number of tokens more likely than `token_ids[i]`. A tuple, because many are sent between
+    processes.
     """
 
     token_ids: list[int]
@@ -87,11 +90,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class SlotFailure(NamedTuple):
-    """The reason why one sequence of a step has to end.
+    """Reason why one sequence of a step must end.
 
-    part:     the work that failed, such as "grammar"
-    problem:  what went wrong in it
-    no_token: True if no token could be chosen for it, because of its logits or its grammar; its parameters may be why
+    Attributes:
+        part: the failed work, such as "grammar".
+        problem: description of the error.
+        no_token: True if no token could be chosen, because of the logits, the grammar or the sampling parameters.
     """
 
     part: str
@@ -103,11 +107,14 @@ class SlotFailure(NamedTuple):
 class StepOutput:
     """Result of a step. Only sequences with `samples` set have a token.
 
-    slots, token_ids:  sampled token of each such slot, in batch order
-    failures:          by slot, sequences of the step that have to end; a token of theirs means nothing
-    logprobs:          by slot, for requests that asked for them
-    prompt_logprobs:   by slot, the positions of this step's chunk, for requests that asked (first position of a prompt
-                       has none)
+    Attributes:
+        slots: slots with a sampled token, in batch order.
+        token_ids: the token of each of these slots.
+        failures: by slot, sequences that must end; their tokens are invalid.
+        logprobs: by slot, for requests with `logprobs`.
+        prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
+            position
+            of a prompt has none.
     """
 
     slots: list[int] = field(default_factory=list[int])

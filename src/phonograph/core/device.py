@@ -1,4 +1,4 @@
-"""What the engine needs to know about a device, also of one that is not in this machine (for `explain`)."""
+"""Devices as the engine plans for them. They need not be in this machine (for `explain`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ GIB = 1024**3
 
 
 def num_cores() -> int:
-    """Cores of this machine that this process may use, which may be fewer than there are."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """kind: "cpu" or "cuda"; capability: CUDA compute capability; num_sms: multiprocessors; memory: bytes.
+    """Properties of a device.
 
-    free: bytes of a GPU of this machine that an engine can have now; None for one that is not here
+    Attributes:
+        name: name of the card or of a known device.
+        kind: "cpu" or "cuda".
+        capability: CUDA compute capability.
+        num_sms: number of multiprocessors.
+        memory: bytes.
+        free: bytes that an engine can have now on a GPU of this machine; None for a device that is not here.
     """
 
     name: str
@@ -30,7 +36,7 @@ class DeviceSpec:
     free: int | None = None
 
 
-# Published figures of the cards people serve models on.
+# Published figures.
 KNOWN_DEVICES = {
     spec.name: spec
     for spec in (
@@ -51,10 +57,10 @@ KNOWN_DEVICES = {
 
 
 def known_device(name: str) -> DeviceSpec:
-    """The published figures of a device by its name.
+    """Return the published properties of a device by its name.
 
     Raises:
-        ConfigError: no such device is known.
+        ConfigError: the device is not known.
     """
     spec = KNOWN_DEVICES.get(name.lower())
     if spec is None:

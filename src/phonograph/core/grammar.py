@@ -1,4 +1,4 @@
-"""Interfaces between the engine and grammars, whatever library makes them: plain types, no torch."""
+"""Protocols of grammars, independent of the library and without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class GrammarError(Exception):
-    """A grammar that came to a limit of its library, or a token that it does not allow. It concerns one request."""
+    """A grammar reached a limit of its library, or does not allow a token. The error concerns one request."""
 
 
 class Matcher(Protocol):
@@ -16,37 +16,37 @@ class Matcher(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once it has accepted an end-of-sequence token: nothing can follow."""
+        """True after an end-of-sequence token: nothing can follow."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Takes the next token.
+        """Advance by one token.
 
         Raises:
-            GrammarError: the grammar does not allow the token, and nothing has changed; or it came to a limit.
+            GrammarError: the grammar does not allow the token, and the position is unchanged; or a limit is reached.
         """
         ...
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
-        """Writes which tokens may come next into a row: int32 [rows, words], token t is bit t % 32 of word t // 32.
+        """Write the mask of allowed tokens into a row: int32 [rows, words], token t is bit t % 32 of word t // 32.
 
-        Not to be called when it has ended.
+        Must not be called after the end.
 
         Raises:
-            GrammarError: it came to a limit.
+            GrammarError: a limit is reached.
         """
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar. Requests share it, and its matchers do not change it.
+    """A compiled grammar. Requests share it; its matchers do not change it.
 
-    warnings: what of the request it does not hold, each a short text
+    `warnings` lists the constraints that it does not enforce, each as a short text.
     """
 
     @property
     def warnings(self) -> tuple[str, ...]: ...
 
     def matcher(self) -> Matcher:
-        """Returns a matcher at the beginning of an output."""
+        """Return a matcher at the start of an output."""
         ...

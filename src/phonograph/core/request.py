@@ -1,7 +1,7 @@
-"""One request and where it stands: the state that scheduler and engine share, and nothing else.
+"""One request and its progress: the state that scheduler and engine share.
 
-The scheduler owns every field below "Progress"; the engine reads them. It is a leaf, so that the cache, which knows
-blocks and tokens only, and the runner, which knows slots only, need not import it.
+The scheduler writes every field below "Progress"; the engine reads them. The module imports neither, so that the cache,
+which knows blocks and tokens, and the runner, which knows slots, need not depend on it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Waiting again after it lost its blocks; it keeps its output and computes its keys and values anew."""
+    """Waiting again after losing its blocks. The output is kept; its keys and values are computed anew."""
     ENDING = "ending"
-    """Its last token is being computed. It has given its slot and blocks back, and waits for that token only."""
+    """Its last token is being computed. Slot and blocks are released already."""
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """A prompt being continued. Two requests are equal only if they are the same object.
+    """A prompt being continued. Compared by identity.
 
-    priority:      smaller is served earlier (policy "priority")
-    arrival:       any clock; earlier is served earlier
-    eos_token_ids: the model's end-of-sequence tokens
-    sample_index:  which of `params.n` samples of the prompt this is
-
-    Progress:
-    output_token_ids: tokens generated so far, and `logprobs` beside them where asked for
-    prompt_logprobs:  positions of the prompt computed so far, where asked for
-    finish_reason, stop_reason: set when FINISHED; stop_reason is the stop token or stop string that ended it
-    failure:       set when FINISHED because work for it failed
-    num_cached_tokens: prompt tokens found in the prefix cache when first admitted
-    num_computed:  tokens whose keys and values are, or are being, written
-    slot:          row of the runner's state while RUNNING, else -1
+    Attributes:
+        priority: smaller is served earlier (policy "priority").
+        arrival: time on any clock; earlier is served earlier.
+        eos_token_ids: the model's end-of-sequence tokens.
+        sample_index: index of this sample among `params.n`.
+        output_token_ids: generated tokens, with `logprobs` beside them if requested. Progress.
+        prompt_logprobs: computed positions of the prompt, if requested.
+        finish_reason: set when FINISHED.
+        stop_reason: stop token or stop string that ended the request.
+        failure: set when FINISHED because of an error.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_computed: tokens whose keys and values are written or being written.
+        slot: row of the runner's state while RUNNING, else -1.
+        end_token_ids: tokens that end the output: stop_token_ids, and end-of-sequence unless it is ignored.
+        rank: order of service, smallest first: priority, arrival, order of `Scheduler.add`, which sets it.
+        max_len: tokens of prompt and output at which the request ends, by max_tokens or the context; set by the
+            scheduler.
     """
 
     request_id: str
@@ -67,14 +71,10 @@ class Request:
     num_computed: int = 0
     slot: int = -1
 
-    # Set once: by the request itself, and by the scheduler when it is added.
     prompt_len: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)
-    """Tokens that end the output: stop_token_ids, and end-of-sequence unless it is ignored."""
     rank: tuple[int, float, int] = field(init=False)
-    """Order of service among requests, smallest first: priority, arrival, order of adding."""
     max_len: int = field(init=False)
-    """Tokens, prompt and output, at which it ends: by max_tokens, or where the context ends."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
+        """Number of known tokens: prompt and output."""
         return self.prompt_len + len(self.output_token_ids)
 
     @property
@@ -91,7 +91,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """A copy of the known tokens from `start` up to `stop`, prompt and output laid end to end."""
+        """Return a copy of the known tokens from `start` to `stop` of prompt and output concatenated."""
         if start >= self.prompt_len:
             return self.output_token_ids[start - self.prompt_len : stop - self.prompt_len]
         if stop <= self.prompt_len:

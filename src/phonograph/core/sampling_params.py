@@ -1,4 +1,4 @@
-"""Sampling parameters of one request, validated when they are made, so that a bad one never reaches a batch."""
+"""Sampling parameters of one request, validated at construction."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ MAX_N = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next tokens of a request, and when to stop.
-
-    n:                  samples of the same prompt
-    temperature:        0 is greedy
-    top_k:              keep the k most likely tokens; 0 (or -1) keeps all
-    top_p:              keep the smallest set of most likely tokens whose probability reaches p
-    min_p:              keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty: > 1 divides positive (multiplies negative) logits of tokens in prompt or output
-    presence_penalty, frequency_penalty: subtracted from logits of tokens in the output (once; for each occurrence)
-    logit_bias:         added to the logits of these token ids; -inf bans a token
-    seed:               makes the draws of this request repeatable, whatever else is in the batch
-    logprobs:           None, or how many most likely tokens to report beside each sampled one (0: just the sampled)
-    prompt_logprobs:    the same for the tokens of the prompt
-    max_tokens:         tokens to generate at most; None is up to the model's context
-    min_tokens:         neither end-of-sequence nor stop conditions before so many tokens
-    stop:               strings that end the output; they are cut from it unless include_stop_str_in_output
-    stop_token_ids:     token ids that end the output
-    ignore_eos:         do not end at the model's end-of-sequence tokens
-    skip_special_tokens: leave special tokens out of the text
-    structured_outputs: what the output has to be (a JSON schema, say); a mapping of its fields does too
-    detokenize:         make text of the output; without it there are token ids only, and no stop strings
+    """Parameters that choose the next tokens of a request and end it.
 
     Equally likely tokens rank by id, the lower one first: in greedy choice, top_k and top_p. Numbers of other libraries
-    (numpy's, say) become Python's, and collections are copied, so that nobody can change them after validation.
+    (numpy) become Python's. Collections are copied, so that they cannot change after validation.
+
+    Attributes:
+        n: samples of the prompt.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: > 1 divides positive (multiplies negative) logits of tokens in prompt or output.
+        presence_penalty: subtracted once from logits of tokens in the output.
+        frequency_penalty: subtracted from logits of tokens in the output for each occurrence.
+        logit_bias: added to the logits of these token ids; -inf bans a token.
+        seed: makes the draws of this request repeatable, independent of the rest of the batch.
+        logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
+        prompt_logprobs: the same for the tokens of the prompt.
+        max_tokens: maximum tokens to generate; None is up to the model's context.
+        min_tokens: tokens before which neither end-of-sequence nor stop conditions apply.
+        stop: strings that end the output; cut from it unless include_stop_str_in_output.
+        stop_token_ids: token ids that end the output.
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+        skip_special_tokens: omit special tokens from the text.
+        structured_outputs: constraint on the output, such as a JSON schema; also a mapping of its fields.
+        detokenize: produce text; False gives token ids only and allows no stop strings.
 
     Raises:
         RequestError: a value is out of range; the message names it and what would work.
@@ -70,12 +72,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_N))
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
-        # -1 is how much of the field writes "no limit".
+        # -1 means "no limit" in other engines.
         self._set("top_k", max(_integer("top_k", self.top_k, -1, None), 0))
-        # Below 2^-32 one token is kept of any vocabulary; float32, in which kernels compute, holds that number.
+        # At 2^-32 one token is kept of any vocabulary; kernels compute in float32, which represents that number.
         self._set("top_p", max(_number("top_p", self.top_p, 0.0, 1.0, low_open=True), 2.0**-32))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        # Beyond these bounds float32 logits overflow, and long before them a penalty stops making sense.
+        # Beyond these bounds float32 logits overflow.
         self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6))
         self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
         self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
@@ -99,11 +101,11 @@ class SamplingParams:
             if not isinstance(value, bool):
                 raise RequestError(name, value, "must be True or False")
         if stops and not self.detokenize:
-            raise RequestError("detokenize", False, "stop strings are found in the text; use stop_token_ids")
+            raise RequestError("detokenize", False, "stop strings need text; use stop_token_ids")
         self._set("structured_outputs", _structured(self.structured_outputs))
         if self.structured_outputs is not None:
-            # Where a grammar is complete, only the end can follow.
-            problem = "contradicts structured_outputs, which says where the output ends"
+            # After a complete grammar only the end can follow.
+            problem = "contradicts structured_outputs, which determines the end of the output"
             if self.ignore_eos:
                 raise RequestError("ignore_eos", True, problem)
             if self.min_tokens:
@@ -118,17 +120,17 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def with_checked(self, **values: object) -> SamplingParams:
-        """A copy with these values, which are known to be right: `replace` would check all others again."""
+        """Return a copy with these values, which are valid already: `replace` would validate all others again."""
         copied = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
             copied._set(name, values[name] if name in values else getattr(self, name))
         return copied
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuses token ids that the model does not have. To be called before the request is admitted.
+        """Check token ids against the vocabulary. To be called before the request is admitted.
 
         Raises:
-            RequestError: a key of logit_bias or one of stop_token_ids is not below `vocab_size`.
+            RequestError: a key of logit_bias or an item of stop_token_ids is not below `vocab_size`.
         """
         for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token_id in token_ids:
@@ -174,7 +176,7 @@ def _biases(biases: object) -> dict[int, float]:
         if math.isnan(number) or number > 1e30:
             problem = f"the bias of token {token_id!r} must be a number <= 1e30 (-inf bans the token)"
             raise RequestError("logit_bias", bias, problem)
-        # What float32 cannot hold is a ban too.
+        # Values below the range of float32 are bans too.
         checked[_integer("logit_bias key", token_id, 0, None)] = number if number > -3.4e38 else -math.inf
     return checked
 
@@ -187,7 +189,7 @@ def _structured(value: object) -> StructuredOutputs | None:
     known = [one.name for one in fields(StructuredOutputs)]
     for name in value:
         if name not in known:
-            raise RequestError("structured_outputs", name, f"is no field of it; {', '.join(known)} are")
+            raise RequestError("structured_outputs", name, f"is not a field; fields are {', '.join(known)}")
     return StructuredOutputs(**value)
 
 
@@ -198,7 +200,7 @@ def _items(name: str, value: object, expected: str) -> tuple[object, ...]:
 
 
 def _as_float(value: object) -> float:
-    """NaN for what is no number."""
+    """Return a float; NaN for what is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:

@@ -1,9 +1,9 @@
-"""Block tables of sequences over the block pool, and the prefix cache: equal prefixes share their full blocks.
+"""Block tables of sequences, and the prefix cache: equal prefixes share their full blocks.
 
-A full block is named by a digest over its tokens and the digest of the block before it, so that a name stands for
-everything from the first token on. SHA-256 makes two prefixes of one name infeasible to find even for a user who
-tries, which is why tokens are not compared again. (Hash chains over blocks: Kwon et al., "Efficient Memory Management
-for Large Language Model Serving with PagedAttention", 2023, and the systems after it.)
+A full block is named by a digest of its tokens and of the block before it, so that a digest identifies everything from
+the first token on. SHA-256 makes collisions infeasible even for a malicious user, so tokens are not compared again.
+(Hash chains over blocks: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", 2023.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from phonograph.kv_cache.block_pool import BlockPool
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one sequence, empty while it waits.
+    """Blocks of one sequence, empty while it waits.
 
-    tokens(start, stop): the sequence's known tokens in that range; asked for when blocks are named
-    digests:       names of its leading full blocks, as far as they were needed
-    num_published: leading blocks that are in the prefix cache
-    num_found:     leading blocks that other sequences computed: found whenever this one was admitted
+    Attributes:
+        tokens: returns the sequence's known tokens from start to stop; called when blocks are named.
+        digests: digests of the leading full blocks computed so far.
+        num_published: leading blocks that are in the prefix cache.
+        num_found: leading blocks that other sequences computed, at every admission.
     """
 
     tokens: Callable[[int, int], list[int]]
@@ -35,12 +36,13 @@ class BlockTable:
 
 
 class CacheManager:
-    """Gives blocks to sequences, and finds those that hold what a sequence would compute.
+    """Allocator of blocks for sequences, with the prefix cache.
 
-    A block is published when its last token is *scheduled*, and may be found by the next admission, even one into the
-    same step. It is read only after it is written because steps run in the order in which they were scheduled, and
-    because within a step each layer writes the keys and values of the whole batch before it attends. Therefore every
-    batch that was scheduled must be run, or else `reset` called.
+    A block is published when its last token is scheduled, and may be found by the next admission, even into the same
+    step.
+    It is read only after it is written, because steps run in the order of their schedules, and each layer writes the
+    keys
+    and values of the whole batch before it attends. Therefore every scheduled batch must be run, or `reset` called.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -49,13 +51,17 @@ class CacheManager:
         self._enable_prefix_caching = enable_prefix_caching
 
     def admit(self, table: BlockTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
-        """Fills an empty table with blocks for `num_tokens` tokens, or does nothing if too few blocks are free.
+        """Fill an empty table with blocks for `num_tokens` tokens, or do nothing if too few blocks are free.
 
-        reserve: blocks that must be left free
-        reuse:   whether cached blocks may be taken; never that of the last token, which is always computed, so that
-            there are logits to sample from
+        Args:
+            table: block table of the sequence.
+            num_tokens: known tokens.
+            reserve: blocks that must stay free.
+            reuse: take cached blocks. The last token's block is never taken, because sampling needs that token's
+                logits.
 
-        Returns how many of the tokens have their keys and values in the blocks already, or None.
+        Returns:
+            The number of tokens whose keys and values are in the blocks already, or None if blocks are short.
         """
         pool, size = self.pool, self._block_size
         if pool.num_free <= reserve:
@@ -70,23 +76,23 @@ class CacheManager:
                     break
                 found.append(block_id)
         num_fresh = -(-num_tokens // size) - len(found)
-        num_idle = sum(not pool.is_held(block_id) for block_id in found)
+        num_idle = sum(not pool.is_used(block_id) for block_id in found)
         if num_fresh + num_idle + reserve > pool.num_free:
             return None
-        pool.share(found)  # first, because allocating may evict what was found
+        pool.share(found)  # before allocation, which may evict found blocks
         table.block_ids = found + [pool.allocate() for _ in range(num_fresh)]
         table.num_published = len(found)
         table.num_found = min(table.num_found, len(found))
         return len(found) * size
 
     def grow(self, table: BlockTable) -> int:
-        """Appends a block, which the caller knows to be free, and returns it."""
+        """Append a block and return it. The caller has checked that one is free."""
         block_id = self.pool.allocate()
         table.block_ids.append(block_id)
         return block_id
 
     def publish(self, table: BlockTable, num_tokens: int) -> None:
-        """Makes the full blocks of the leading `num_tokens` tokens findable: known tokens, scheduled to be computed."""
+        """Make the full blocks of the leading `num_tokens` tokens findable. The tokens are known and scheduled."""
         num_full = num_tokens // self._block_size
         if num_full <= table.num_published or not self._enable_prefix_caching:
             return
@@ -96,24 +102,26 @@ class CacheManager:
         table.num_published = num_full
 
     def free(self, table: BlockTable) -> None:
-        """Gives the blocks back; those published can be found until they are needed for something else."""
+        """Release the blocks; published ones can be found until they are evicted."""
         self.pool.release(table.block_ids)
         table.block_ids = []
 
     def forget(self, table: BlockTable) -> None:
-        """Makes the blocks that a sequence computed impossible to find, and publishes no more of them.
+        """Remove the blocks that a sequence computed from the prefix cache, and publish no more of them.
 
-        Blocks given back before count too. Sequences that share such a block keep it.
+        Includes blocks that it released before. Sequences that share such a block keep it.
         """
         for digest in table.digests[table.num_found : table.num_published]:
             self.pool.unname(digest)
         table.num_published = sys.maxsize
 
     def reset(self, tables: Iterable[BlockTable]) -> None:
-        """Forgets all cached prefixes, at any time.
+        """Forget all cached prefixes, at any time.
 
-        tables: all there are; those with blocks keep them, and publish nothing until they are admitted again, because
-            what they hold comes from before
+        Args:
+            tables: all block tables. Those with blocks keep them, and publish nothing until they are admitted again,
+                because
+                their contents are older than the reset.
         """
         self.pool.forget()
         for table in tables:

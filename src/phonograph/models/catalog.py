@@ -1,6 +1,6 @@
-"""Configurations of well-known models that ship with the package, so that `explain` needs neither network nor weights.
+"""Configurations of well-known models in the package, so that `explain` needs neither network nor weights.
 
-Each is `configs/NAME/config.json`: the fields of the published file that the model is built from.
+Each is `configs/NAME/config.json`, with the fields of the published file that define the model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ HUB_IDS = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
-"""The models by their names here, each with the hub id whose configuration it has."""
+"""Catalog names, each with the hub id of its configuration."""
 _NAMES_BY_HUB_ID = {hub_id.lower(): name for name, hub_id in HUB_IDS.items()}
 
 
 def catalog_name(model: str | Path, *, hub_ids: bool = False) -> str | None:
-    """Returns the name in the catalog of a model, None if it has none. Upper and lower case mean the same.
+    """Return the catalog name of a model, or None. Case is ignored.
 
-    hub_ids: a hub id in the catalog counts too
+    Args:
+        model: a name, a hub id or a path.
+        hub_ids: match hub ids of the catalog too.
     """
     text = str(model).lower()
     if text in HUB_IDS:

@@ -1,8 +1,8 @@
-"""Allow-list of config.json: the fields that each model type uses, and those that it may ignore, with the reason.
+"""Allow-list of config.json: the fields that each model type uses, and fields that may be ignored, with the reason.
 
-`settings.py` refuses every other field, so that a checkpoint never runs without a feature that its file asks for.
-Defaults are those of transformers' configuration classes; tests compare them. Importing those classes takes as long as
-the rest of a start, so they are not asked at run time.
+`hf_config.py` rejects every other field, so that no checkpoint runs without a feature that its file requires. Defaults
+are those of transformers' configuration classes, and tests compare them. Importing these classes would take as long as
+the rest of a start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import cast
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Values that a field takes; `works` describes them in words that follow "must be"."""
+    """Valid values of a field; `works` describes them in words that follow "must be"."""
 
     works: str
     accepts: Callable[[object], bool]
@@ -25,7 +25,7 @@ class Kind:
 
 
 def is_number(value: object) -> bool:
-    """Returns True for a finite int or float; JSON's true and false are no numbers."""
+    """Return True for a finite int or float; booleans are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -51,7 +51,7 @@ ANY = Kind("any value", lambda value: True)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field that the model is built from. default: the value of a file that leaves it out."""
+    """A field that defines the model, with the value it has if the file omits it."""
 
     default: object
     kind: Kind
@@ -66,7 +66,7 @@ LENGTH_FIELDS = (
     "seq_length",
     "seq_len",
 )
-"""Fields beside max_position_embeddings that limit the context, as in vLLM; transformers does not read them."""
+"""Fields apart from max_position_embeddings that limit the context, as in vLLM; transformers ignores them."""
 
 _COMMON: dict[str, Field] = {
     "model_type": Field(None, TEXT),
@@ -123,10 +123,10 @@ FIELDS: Mapping[str, Mapping[str, Field]] = {
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": Field(128, POSITIVE_INT), "attention_bias": Field(False, FLAG)},
 }
-"""The fields that are used, by model type."""
+"""Used fields by model type."""
 
 FIXED: Mapping[str, tuple[object, ...]] = {
-    # null is no True: transformers then attends in both directions.
+    # null is not True: transformers then attends in both directions.
     "is_causal": (True,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -138,13 +138,13 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "qk_layernorm": (False, None),
     "per_layer_config": ({}, None),
 }
-"""Fields of features that are not implemented, with the values that leave the feature out; the first is the default."""
+"""Fields of features that are not implemented, with the values that disable the feature; the first is the default."""
 
 _BOOKKEEPING = "bookkeeping of the tools that wrote the file"
 _TRAINING = "has an effect in training only"
-_HEADS = "describes classification heads, which a causal language model has not"
+_HEADS = "describes classification heads, which a causal language model does not have"
 _OUTPUTS = "chooses what a call of transformers returns"
-_GENERATION = "a default of generation, which generation_config.json gives"
+_GENERATION = "a default of generation, which generation_config.json sets"
 _KERNELS = "chooses among kernels that compute the same"
 _UNREAD = "not read by these architectures in transformers"
 _TENSORS = "fixed by the architecture; the tensors of the file must agree with it"
@@ -180,7 +180,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (_UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
 )
 IGNORED: Mapping[str, str] = {name: reason for reason, names in _GROUPS for name in names.split()}
-"""Fields without effect on any model here, each with the reason."""
+"""Fields without effect on any supported model, each with the reason."""
 
 IGNORED_BY_TYPE: Mapping[str, Mapping[str, str]] = {
     "llama": {"use_sliding_window": _UNREAD, "max_window_layers": _UNREAD},

@@ -1,4 +1,4 @@
-"""Context length of a model: the positions that it serves, lengthened by rope scaling, as vLLM derives them."""
+"""Context length of a model, as vLLM derives it: its positions, extended by rope scaling."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 
 
 def context_length(settings: Mapping[str, Any], rope: RopeParameters) -> tuple[int, str]:
-    """The number of positions, and the fields that it comes from, in words.
+    """Return the number of positions, and a description of the fields that determine it.
 
-    YaRN serves the original length times its factor, linear scaling max_position_embeddings times its factor. Llama 3's
-    scaling is in max_position_embeddings already.
+    YaRN serves the original length times its factor, linear scaling max_position_embeddings times its factor. For Llama
+    3's
+    scaling, max_position_embeddings includes the factor already.
     """
     lengths = {name: settings[name] for name in ("max_position_embeddings", *LENGTH_FIELDS) if settings[name]}
     name = min(lengths, key=lambda name: lengths[name])

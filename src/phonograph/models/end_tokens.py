@@ -1,7 +1,7 @@
-"""End-of-sequence tokens that configuration files name.
+"""End-of-sequence tokens in configuration files.
 
-A model's end-of-sequence tokens are the union of the `eos_token_id` of config.json, of generation_config.json and of
-the tokenizer, as in vLLM and SGLang: chat fine-tunes often name the token that ends a turn in one of the three only.
+A model's end-of-sequence tokens are the union of `eos_token_id` in config.json, in generation_config.json and in the
+tokenizer, as in vLLM and SGLang. Chat fine-tunes often name the token that ends a turn in only one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phonograph.errors import ModelError, shortened
 
 
 def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
-    """Read the value of `eos_token_id` in the file `path`: null, a token id or a list of token ids.
+    """Read `eos_token_id` of the file `path`: null, a token id or a list of token ids.
 
     Raises:
         ModelError: the value is something else.
@@ -30,9 +30,9 @@ def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
 
 
 def split_end_tokens(token_ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, ...], str | None]:
-    """Return the distinct ids that the vocabulary has, and a note about the others if there are any.
+    """Return the distinct ids within the vocabulary, and a note about the others, if any.
 
-    The model cannot generate a token outside its vocabulary, so such an id has no effect on the output.
+    The model cannot generate a token outside its vocabulary, so such an id has no effect.
     """
     distinct = list(dict.fromkeys(token_ids))
     known = tuple(token_id for token_id in distinct if 0 <= token_id < vocab_size)

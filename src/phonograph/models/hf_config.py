@@ -1,6 +1,6 @@
 """Settings of a model: config.json read through the allow-list of `config_fields.py`, with transformers' meaning.
 
-A field that is not in the list is refused by name. A field left out has the default of transformers' class.
+A field outside the list is rejected. An omitted field has the default of transformers' class.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_settings(raw: Mapping[str, Any], architecture: str, model_type: str) -> dict[str, Any]:
-    """Every field that a model of this type uses, by name. `raw` is the content of config.json.
+    """Return every field that a model of this type uses, by name.
 
-    Fields that follow from others are filled in: num_key_value_heads, layer_types, and sliding_window, which is None
-    where no layer has a window.
+    Derived fields are filled in: num_key_value_heads, layer_types, and sliding_window, which is None if no layer has a
+    window.
+
+    Args:
+        raw: content of config.json.
+        architecture: name of the architecture, for messages.
+        model_type: model type of the architecture.
 
     Raises:
-        UnsupportedModelError: model_type is another than the architecture's; a field is not in the allow-list, or asks
-            for a feature that is not implemented.
-        ModelError: a field has a value of the wrong kind.
+        UnsupportedModelError: model_type does not match the architecture; a field is not in the allow-list, or requires
+            a
+            feature that is not implemented.
+        ModelError: a value has the wrong type.
     """
     if raw.get("model_type") != model_type:
         raise UnsupportedModelError(
@@ -47,7 +53,7 @@ def read_settings(raw: Mapping[str, Any], architecture: str, model_type: str) ->
 
 
 def check_overrides(overrides: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    """Checks that each override names a field that is known, or that the file has.
+    """Check that each override names a field that is known or in the file.
 
     Raises:
         ConfigError: there is no such field.
@@ -77,7 +83,7 @@ def _check(name: str, value: Any, model_type: str) -> None:
 
 
 def _fill_layer_types(settings: dict[str, Any]) -> None:
-    """Names the kind of each layer. Mistral has the window on every layer, Qwen from max_window_layers on."""
+    """Set the kind of each layer. Mistral has the window on every layer, Qwen from max_window_layers on."""
     if not settings.get("use_sliding_window", True):
         settings["sliding_window"] = None
     window, num_layers = settings["sliding_window"], settings["num_hidden_layers"]

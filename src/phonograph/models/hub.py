@@ -1,4 +1,4 @@
-"""Errors of the Hugging Face hub as one short line with a hint."""
+"""Errors of the Hugging Face hub as one line with a hint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
 def hub_problem(error: BaseException) -> str | None:
-    """Returns what is wrong and what would work, for an error that the hub's client raised; None for another.
+    """Return problem and remedy for an error of the hub's client, or None for another error.
 
-    Libraries wrap the client's errors in their own, so causes and contexts are looked at too.
+    Libraries wrap the client's errors, so causes and contexts are examined too.
     """
     from huggingface_hub import errors
 
@@ -23,13 +23,13 @@ def hub_problem(error: BaseException) -> str | None:
         (errors.DisabledRepoError, "has been disabled on the hub; choose another"),
         (errors.RevisionNotFoundError, "has no such revision on the hub; give a branch, tag or commit of it"),
         (errors.RepositoryNotFoundError, f"is not on the hub, or is private; check the name, or {_LOG_IN}"),
-        (errors.HFValidationError, "is no name that the hub takes; give owner/name"),
+        (errors.HFValidationError, "is not a valid name on the hub; give owner/name"),
     ):
         if any(isinstance(one, kind) for one in chain):
             return problem
     status = next((_status(one) for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
     if status in (401, 403):
-        return f"may not be read with this token (HTTP {status}); {_LOG_IN}"
+        return f"cannot be read with this token (HTTP {status}); {_LOG_IN}"
     if status is not None:
         return f"could not be read, the hub answered HTTP {status}; try again later, or give a local folder"
     offline = errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError
@@ -43,7 +43,7 @@ def hub_problem(error: BaseException) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the beginning of an error's text that fits into a line."""
+    """Return the beginning of an error's text on one line."""
     return shortened(" ".join(str(error).split()) or type(error).__name__, _LONGEST)
 
 

@@ -1,7 +1,4 @@
-"""The architectures that the decoder implements, as the few facts in which they differ.
-
-A model that is the same decoder with other switches is one more row here.
-"""
+"""Supported architectures, described by the features in which they differ."""
 
 from __future__ import annotations
 
@@ -12,9 +9,14 @@ from phonograph.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """model_type: of config.json, which says how its fields are read
-    qkv_bias, o_bias, mlp_bias: fixed by the architecture, or the name of the setting in config.json that decides
-    qk_norm: an RMS norm over each query and key head before the rotary embedding
+    """Features of an architecture. A bias is a constant, or the name of the setting in config.json that enables it.
+
+    Attributes:
+        model_type: model type in config.json, which determines how its fields are read.
+        qkv_bias: biases of the query, key and value projections.
+        o_bias: bias of the output projection.
+        mlp_bias: biases of the MLP.
+        qk_norm: RMS norm of each query and key head before the rotary embedding.
     """
 
     model_type: str
@@ -37,10 +39,10 @@ ARCHITECTURES = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """The row of an architecture by the name that config.json gives it.
+    """Return an architecture by its name in config.json.
 
     Raises:
-        UnsupportedModelError: it is not implemented; the message lists what is.
+        UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
     found = ARCHITECTURES.get(name)
     if found is None:

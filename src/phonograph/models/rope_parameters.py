@@ -1,7 +1,8 @@
-"""Rotary parameters of config.json, in its older and newer spellings, checked key by key.
+"""Rotary parameters of config.json, in its older and newer spellings, validated key by key.
 
-`rope_scaling` goes before `rope_parameters`. Outside of both, `rope_theta` counts where the object has none, and
-`original_max_position_embeddings` in any case: transformers' model reads it so when it is built.
+`rope_scaling` takes precedence over `rope_parameters`. Outside of both, `rope_theta` applies if the object has none,
+and
+`original_max_position_embeddings` always, as in transformers.
 """
 
 from __future__ import annotations
@@ -35,57 +36,61 @@ _KEYS: dict[str, dict[str, Field]] = {
         "truncate": Field(True, FLAG),
     },
 }
-"""The keys that each type reads. The types left out choose their frequencies by the length of the sequence, so that
-keys in the cache would have to be rotated again, or rotate a part of the head."""
+"""Keys of each supported type. Other types choose frequencies by the sequence length, so that cached keys would have
+to be rotated again, or rotate a part of the head.
+"""
 _UNREAD = {ORIGINAL, "finetuned"}
-"""Keys that transformers passes over in the types that do not read them; files in use have them."""
+"""Keys that transformers ignores in types without them; published files have them."""
 _WHOLE_HEAD = Kind("1.0, as only whole heads can be rotated", lambda value: value is None or value == 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """kind:   default, linear, llama3 or yarn
-    values: every key that the kind reads; ORIGINAL and factor are filled in
-    field:  name of the field of config.json that they come from, for messages
-    given:  its content
+    """Rotary parameters.
+
+    Attributes:
+        kind: default, linear, llama3 or yarn.
+        values: every key of the kind; ORIGINAL and factor are filled in.
+        field: field of config.json with the parameters, for messages.
+        raw: content of that field.
     """
 
     kind: str
     theta: float
     values: dict[str, Any]
     field: str
-    given: dict[str, Any]
+    raw: dict[str, Any]
 
 
 def read_rope(settings: Mapping[str, Any]) -> RopeParameters:
-    """Reads the rotary parameters from the settings of a model.
+    """Read the rotary parameters from the settings of a model.
 
     Raises:
         UnsupportedModelError: the type, or a key, is not implemented.
-        ModelError: a key that the type needs is missing or has a value of the wrong kind.
+        ModelError: a required key is missing, or a value has the wrong type.
     """
     field = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
-    given = cast("dict[str, Any]", settings[field] or {})
-    kind = given.get("rope_type", given.get("type", "default"))
+    raw = cast("dict[str, Any]", settings[field] or {})
+    kind = raw.get("rope_type", raw.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS:
         raise UnsupportedModelError(
-            f"rope_type={kind!r} in {field}={shortened(repr(given))} is not supported; supported are {', '.join(_KEYS)}"
+            f"rope_type={kind!r} in {field}={shortened(repr(raw))} is not supported; supported are {', '.join(_KEYS)}"
         )
-    theta = given.get("rope_theta", settings["rope_theta"])
+    theta = raw.get("rope_theta", settings["rope_theta"])
     if not POSITIVE_NUMBER.accepts(theta):
         raise ModelError(f"rope_theta={theta!r} must be {POSITIVE_NUMBER.works}")
     keys = _KEYS[kind]
-    for name, value in given.items():
+    for name, value in raw.items():
         _check(name, value, keys.get(name), f"{field} of rope_type {kind!r}")
-    values = {name: given.get(name, key.default) for name, key in keys.items()}
+    values = {name: raw.get(name, key.default) for name, key in keys.items()}
     for name, value in values.items():
         if value is _REQUIRED:
-            raise ModelError(f"{field}={shortened(repr(given))} has no {name}, which rope_type {kind!r} needs")
+            raise ModelError(f"{field}={shortened(repr(raw))} has no {name}, which rope_type {kind!r} needs")
     if ORIGINAL in keys:
         values[ORIGINAL] = settings[ORIGINAL] or values[ORIGINAL] or settings["max_position_embeddings"]
         if values["factor"] is None:
             values["factor"] = settings["max_position_embeddings"] / values[ORIGINAL]
-    return RopeParameters(kind, theta, values, field, given)
+    return RopeParameters(kind, theta, values, field, raw)
 
 
 def _check(name: str, value: Any, key: Field | None, where: str) -> None:

@@ -1,6 +1,6 @@
-"""What a model is, as plain values: enough for weights, attention, memory and `explain`, without any weights.
+"""Specification of a model as plain values: enough for weights, attention, memory and `explain`, without the weights.
 
-Defaults and older spellings of config.json mean here what they mean to transformers (`settings.py`).
+Defaults and older spellings of config.json have transformers' meaning (`hf_config.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ UNLIMITED = (-1, -1)
 class ModelSpec:
     """One decoder-only model.
 
-    dtype:          what its configuration names, as torch writes it
-    windows:        of each layer, (left, right) keys beside the query itself; -1 is no limit, so that a
-                    `sliding_window` of W keys is (W - 1, 0)
-    context_length: positions that the model serves, with the fields that this follows from as `context_source`
-    rope_frequencies: angle per position of each of the head_size / 2 pairs
-    rope_factor:    on cos and sin
-    eos_token_ids:  of config.json and generation_config.json together, within the vocabulary
-    notes:          what was decided while reading, for `explain`
+    Attributes:
+        windows: by layer, (left, right) keys beside the query itself; -1 is unlimited. A `sliding_window` of W keys is
+            (W - 1, 0).
+        context_length: positions that the model serves; `context_source` describes the fields that determine it.
+        rope_frequencies: angle per position of each of the head_size / 2 pairs.
+        rope_factor: factor on cos and sin.
+        dtype: type in the configuration, as torch names it.
+        eos_token_ids: from config.json and generation_config.json, within the vocabulary.
+        notes: decisions while reading, for `explain`.
     """
 
     architecture: str
@@ -73,11 +74,11 @@ class ModelSpec:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in `dtype`, by its name."""
+        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
-        """Return this model with the tokenizer's end-of-sequence token among its own, if the vocabulary has it."""
+        """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
         if eos_token_id is None:
             return self
         token_ids, note = split_end_tokens((*self.eos_token_ids, eos_token_id), self.vocab_size)
@@ -86,7 +87,7 @@ class ModelSpec:
         return replace(self, eos_token_ids=token_ids)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a checkpoint of this model must hold."""
+        """Return name and shape of every tensor that a checkpoint of this model must have."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_rows, kv_rows = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -116,7 +117,7 @@ class ModelSpec:
 
 
 def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:
-    """The spec of the model that a configuration names, read with its settings; raises as `read_model_spec`."""
+    """Return the spec of the configured model; raises as `read_model_spec`."""
     return read_model_spec(
         config.model,
         trust_remote_code=config.trust_remote_code,
@@ -134,13 +135,17 @@ def read_model_spec(
     hf_overrides: Mapping[str, Any] | None = None,
     config_only: bool = False,
 ) -> ModelSpec:
-    """The spec of a local folder, a hub id or "demo". Needs config.json and nothing else of the model.
+    """Return the spec of a local folder, a hub id or "demo". Reads config.json and generation_config.json only.
 
-    hf_overrides: fields of config.json that are replaced before it is read
-    config_only:  names of the catalog are models too
+    Args:
+        model: folder, hub id or "demo".
+        trust_remote_code: reject models with code of their own, which does not run here.
+        revision: branch, tag or commit on the hub.
+        hf_overrides: fields that replace those of config.json.
+        config_only: allow names of the catalog.
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature that the configuration asks for, is not implemented.
+        UnsupportedModelError: the architecture, or a feature that the configuration requires, is not implemented.
         ModelError: there is no such model, or its config.json is missing or unusable.
         ConfigError: hf_overrides names no field.
     """
@@ -179,7 +184,7 @@ def read_model_spec(
 
 @contextmanager
 def _located(path: Path, overrides: Mapping[str, Any]) -> Generator[None]:
-    """Puts the file, and the overrides if there are any, before the message of a ModelError."""
+    """Prefix a ModelError's message with the file, and with the overrides if there are any."""
     try:
         yield
     except ModelError as error:

@@ -1,7 +1,7 @@
-"""Checkpoints whose configuration ties the embeddings to the head, held against the tensors that the files have.
+"""Tied embeddings: `tie_word_embeddings` of the configuration compared with the tensors of the files.
 
-Merged LoRAs often keep `tie_word_embeddings: true` beside a head of their own. As in transformers, a head that differs
-from the embeddings is used, an equal one is a copy, and one without embeddings beside it is both.
+Merged LoRAs often keep `tie_word_embeddings: true` with a separate head. As in transformers, a head that differs from
+the embeddings is used, an equal one is a copy, and one without embeddings is both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def match_tied_embeddings(spec: ModelSpec, files: Iterable[Path]) -> tuple[ModelSpec, dict[str, str]]:
-    """Return the model as the files have it, and the tensors that count by another name than their own.
+    """Return the model as the files have it, and a mapping of tensor names to the names that they stand for.
 
-    Of a damaged file nothing is said here; loading reads all of them.
+    Damaged files are skipped: loading reports them.
     """
     if not spec.tie_word_embeddings:
         return spec, {}

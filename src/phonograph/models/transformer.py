@@ -1,7 +1,7 @@
 """The decoder of every supported architecture: its weights, and the one forward loop.
 
-Nothing in the loop depends on the contents of a tensor or changes from step to step, so that a step can be captured: by
-a CUDA graph, or by the tape. What is fused with what is decided below the loop, by the kernel set.
+Control flow depends on no tensor's contents and is the same in every step, so that CUDA graphs and the tape can capture
+it. The kernel set below the loop decides which operations are fused.
 
 Shapes: T tokens, N rows that need logits, P rows that are kept in the last layer, E hidden size, V vocabulary.
 """
@@ -22,11 +22,12 @@ from phonograph.models.weights.kv_scales import KVScales
 
 
 class Transformer:
-    """Weights of a model, allocated once and without contents, and its forward pass on a kernel set.
+    """Weights of a model, allocated without contents, and its forward pass on a kernel set.
 
-    parameters: the weights as they lie in memory, all contiguous
-    kv_scales:  those of an FP8 KV cache
-    kernels:    set by `bind`, before the first step
+    Attributes:
+        parameters: the weights in memory layout, all contiguous.
+        kv_scales: scales of an FP8 KV cache.
+        kernels: set by `bind`, before the first step.
     """
 
     kernels: KernelSet
@@ -49,7 +50,7 @@ class Transformer:
         self._indices: Sequence[int] = range(spec.num_layers)
 
     def bind(self, kernels: KernelSet) -> None:
-        """Let the model run on a kernel set."""
+        """Set the kernel set."""
         self.kernels = kernels
 
     def forward(
@@ -65,8 +66,9 @@ class Transformer:
             input_ids_T: token ids.
             positions_T: int64, the position of each token in its sequence.
             attend: attention of this step.
-            rows_P: the only rows that the caller reads, int64; the last layer computes no others behind its attention.
-                For steps of `kernels.leaves_rows_out`.
+            rows_P: the only rows that the caller reads, int64. The last layer computes only these after its attention.
+                For
+                steps for which `kernels.leaves_rows_out` is True.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
@@ -83,18 +85,18 @@ class Transformer:
         return stream.hidden_TE
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of what `forward` returned, or of all."""
+        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
         return self.kernels.logits(hidden_TE, rows_N, self.final_norm, self.lm_head_EV)
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of any number of rows, by torch's operators, which allocate them."""
+        """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         return torch.mm(rms_norm(hidden_NE, self.final_norm, self._eps), self.lm_head_EV)
 
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
-        """Let `forward` run only these layers inside the context, for the kernels that it launches.
+        """Restrict `forward` to these layers inside the context, to compile its kernels.
 
-        All kernels are those of the first layer, the second, the last, and layers whose attention differs.
+        The first, second and last layer, and layers with different attention, launch all kernels.
         """
         every, self._indices = self._indices, indices
         try:
@@ -103,10 +105,11 @@ class Transformer:
             self._indices = every
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return where each tensor of a checkpoint goes, by its name: a view of the fused weights.
+        """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
 
-        Views have the shapes of `ModelSpec.tensor_shapes`, but for the norms of query and key heads, which are [H, D]
-        and [K, D] for a [D] in the checkpoint. Together they cover every weight.
+        Views have the shapes of `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
+        and [K, D]
+        for [D] in the checkpoint. Together they cover every weight.
         """
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
         if not self.spec.tie_word_embeddings:
@@ -116,7 +119,7 @@ class Transformer:
         return views
 
     def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
-        """Yield each layer with the product that reads the stream behind it, None behind the last layer."""
+        """Yield each layer with the product that reads the stream after it, None after the last layer."""
         last = len(self.layers) - 1
         for index in self._indices:
             yield self.layers[index], None if index == last else self.layers[index + 1].qkv

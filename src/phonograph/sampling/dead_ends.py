@@ -1,7 +1,7 @@
-"""Why there was no token to sample, where that is the request's doing and not the model's.
+"""Reasons why a request has no token to sample, if its own parameters are the cause.
 
-A grammar may have rules that never end, or that nothing in the vocabulary fits; biases may ban what is left. That shows
-only on the way, as a row without a token, and is looked into then: it costs nothing where all is well.
+A grammar may have rules that never end or match no token, and biases may ban the rest. This only appears during
+generation, as a row without a token, and is examined then, so that normal requests pay nothing.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from phonograph.sampling.grammar_masks import bitmask_words
 
 
 def dead_end(request: Request, vocab_size: int) -> RequestError | None:
-    """What of its parameters leaves a request no token after those it has; None where something is left."""
+    """Return the parameter that leaves a request no next token, as an error; None if some token is allowed."""
     params, num_tokens = request.params, len(request.output_token_ids)
     allowed_V = np.ones(vocab_size, dtype=bool)
     structured = params.structured_outputs
     if request.grammar is not None and structured is not None:
         allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
         if not allowed_V.any():
-            after = (
-                f"nothing can follow its first {num_tokens} tokens" if num_tokens else "nothing can be its beginning"
-            )
-            problem = f"{after}: a rule that never ends, or fits no token?"
+            after = f"no token can follow its first {num_tokens} tokens" if num_tokens else "no token can begin it"
+            problem = f"{after}; check for rules that never end or match no token"
             return RequestError(structured.kind, shortened(structured.source), problem)
     if num_tokens < params.min_tokens:
         allowed_V[list(request.end_token_ids)] = False
         if not allowed_V.any():
-            return RequestError(
-                "min_tokens", params.min_tokens, "every token that could come next would end the output"
-            )
+            return RequestError("min_tokens", params.min_tokens, "every allowed token would end the output")
     allowed_V[[token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]] = False
-    return None if allowed_V.any() else RequestError("logit_bias", "...", "bans every token that could come next")
+    return None if allowed_V.any() else RequestError("logit_bias", "...", "bans every allowed token")
 
 
 def _allowed(grammar: Grammar, output_token_ids: list[int], vocab_size: int) -> np.ndarray:
-    """By token, whether it may come next: bool [vocabulary]."""
+    """Return the allowed tokens: bool [vocabulary]."""
     matcher = grammar.matcher()
     for token_id in output_token_ids:
         matcher.accept(token_id)

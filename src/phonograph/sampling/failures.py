@@ -1,17 +1,8 @@
-"""Containment of work for single sequences: an exception in it fails one slot of the step, and the step goes on.
+"""Containment of errors: an exception in work for one sequence fails its slot, and the step continues.
 
-Work that a step does for one sequence runs through `SlotFailures`. It covers (tests/engine/test_containment.py injects
-an exception into each):
-
-- loading a slot: sampling parameters, penalties, bias, the matcher of a grammar and the replay of its output, token ids
-- masks of grammars, filled on the host for rows of the host's sampler and for rows that the device masks
-- matchers that take the sampled token
-- choosing a token on the host, for rows that no kernel samples
-- counting a token for penalties
-- log-probabilities of sampled tokens and of prompt tokens
-
-Work for the batch as a whole (inputs, attention metadata, the forward pass, sampling on the device) is not here: an
-exception there, and any error of the device, ends the engine.
+Covered are loading a slot, masks and matchers of grammars, choosing a token on the host, penalties and
+log-probabilities. Work for the whole batch (inputs, attention metadata, forward pass, sampling on the device) is not:
+an exception there, and any error of the device, ends the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +22,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class SlotFailures:
-    """The failures of one step, by slot. The first of a slot stays."""
+    """Failures of one step by slot. The first failure of a slot is kept."""
 
     def __init__(self) -> None:
         self.by_slot: dict[int, SlotFailure] = {}
@@ -39,7 +30,7 @@ class SlotFailures:
     def run(
         self, slot: int, part: str, work: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> bool:
-        """Calls `work` for the sequence in a slot; returns False if it raised.
+        """Call `work` for the sequence in a slot; return False if it raised.
 
         Raises:
             torch.AcceleratorError: the device failed, which concerns every sequence.
@@ -48,7 +39,7 @@ class SlotFailures:
             work(*args, **kwargs)
         except torch.AcceleratorError:
             raise
-        except GrammarError as error:  # the request's own doing
+        except GrammarError as error:  # caused by the request
             self.by_slot.setdefault(slot, SlotFailure("grammar", str(error), no_token=True))
             return False
         except Exception as error:
@@ -60,11 +51,13 @@ class SlotFailures:
     def run_rows(
         self, rows: Sequence[int], slots: Sequence[int], part: str, work: Callable[[Sequence[int]], object]
     ) -> None:
-        """Calls `work` with all rows at once or, if that raises, with each row alone.
+        """Call `work` with all rows at once or, if that raises, with each row alone.
 
-        rows:  rows of a batch, which `work` takes
-        slots: of the batch, by row
-        work:  changes nothing before it raises, so that it can run again
+        Args:
+            rows: rows of a batch, the argument of `work`.
+            slots: slots of the batch by row.
+            part: name of the work in messages.
+            work: changes nothing before it raises, so that it can be repeated.
 
         Raises:
             torch.AcceleratorError: the device failed, which concerns every sequence.
@@ -76,6 +69,6 @@ class SlotFailures:
             except torch.AcceleratorError:
                 raise
             except Exception as error:
-                log.warning("%s of %d rows failed (%s); it is done row by row", part, len(rows), cause_text(error))
+                log.warning("%s of %d rows failed (%s); repeating row by row", part, len(rows), cause_text(error))
         for row in rows:
             self.run(slots[row], part, work, [row])

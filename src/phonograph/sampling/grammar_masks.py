@@ -1,4 +1,4 @@
-"""Which tokens the rows with a grammar may get: a matcher for each slot, and the bitmasks of a step."""
+"""Token masks of rows with a grammar: a matcher for each slot, and the bitmasks of a step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from phonograph.core.grammar import Grammar, Matcher
 from phonograph.kernels.torch.sampling import mask_tokens
 from phonograph.sampling.failures import SlotFailures
 
-_ALONE_SECONDS = 2e-3
-"""Time in which bitmasks are filled one after another, 3 to 50 us each. Threads that wait for Python's lock cost more
-than the rows of most steps: with 64 rows of an 8B model on an H200, 2% of a step if they begin after 0.5 ms."""
+_SEQUENTIAL_SECONDS = 2e-3
+"""Time after which threads fill the remaining masks. Threads that start earlier mostly wait for Python's lock."""
 _THREADS = max(1, min(8, num_cores() // 2))
 
 
 class GrammarMasks:
     """Matchers of the slots 0 .. max_num_seqs - 1, and one bitmask [max_num_seqs, words] int32 on the host.
 
-    constrained: by slot, whether it has a grammar
+    `constrained` is True for slots with a grammar: bool [max_num_seqs].
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -31,18 +30,18 @@ class GrammarMasks:
         self._matchers: dict[int, Matcher] = {}
         self._device = device
         self._threads: ThreadPoolExecutor | None = None
-        # Pinned, so that the copy to a device does not stop the host.
+        # Pinned, so that the copy to the device does not block the host.
         self._bitmask = torch.full(
             (max_num_seqs, bitmask_words(vocab_size)), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
 
     @property
     def in_use(self) -> bool:
-        """Whether any slot has a grammar."""
+        """True if any slot has a grammar."""
         return bool(self._matchers)
 
     def load(self, slot: int, grammar: Grammar, output_token_ids: Sequence[int]) -> None:
-        """Takes a grammar into a slot; `output_token_ids` are those generated before a preemption."""
+        """Load a grammar into a slot; `output_token_ids` are those generated before a preemption."""
         matcher = grammar.matcher()
         for token_id in output_token_ids:
             matcher.accept(token_id)
@@ -54,21 +53,25 @@ class GrammarMasks:
         self.constrained[slot] = False
 
     def matcher(self, slot: int) -> Matcher | None:
-        """What follows the output in a slot now; a request that comes into the slot later has another one."""
+        """Return the matcher of a slot now. A later request in the slot has another one."""
         return self._matchers.get(slot)
 
     def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
-        """Writes what may come next in these slots into the first rows of a bitmask, int32 [rows, words].
+        """Write the masks of these slots into the first rows of a bitmask, int32 [rows, words].
 
-        A slot without a matcher, or whose output has ended, may have anything: its token is dropped. A row of an
-        expression with long repeats can take a millisecond. If the first rows take long, threads share the others.
+        A slot without a matcher, or whose output has ended, allows every token, and its token is dropped. If the first
+        rows
+        take long, threads share the others.
 
-        failures: receives the slots whose matcher raises; they have no grammar from then on
+        Args:
+            slots: the slots, by row.
+            bitmask_RW: destination.
+            failures: receives the slots whose matcher raises; they have no grammar from then on.
         """
         began = time.perf_counter()
         for row, slot in enumerate(slots):
             self._fill_row(row, slot, bitmask_RW, failures)
-            if time.perf_counter() - began > _ALONE_SECONDS and len(slots) - row > 2 and _THREADS > 1:
+            if time.perf_counter() - began > _SEQUENTIAL_SECONDS and len(slots) - row > 2 and _THREADS > 1:
                 self._fill_in_threads(slots, row + 1, bitmask_RW, failures)
                 return
 
@@ -78,10 +81,10 @@ class GrammarMasks:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS - 1, "masks")
         shares = [range(start, len(slots), _THREADS) for start in range(first, min(first + _THREADS, len(slots)))]
-        others = [self._threads.submit(self._fill_share, share, slots, bitmask_RW, failures) for share in shares[1:]]
+        futures = [self._threads.submit(self._fill_share, share, slots, bitmask_RW, failures) for share in shares[1:]]
         self._fill_share(shares[0], slots, bitmask_RW, failures)
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
     def _fill_share(self, rows: range, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
         for row in rows:
@@ -94,14 +97,14 @@ class GrammarMasks:
             bitmask_RW[row] = -1
 
     def apply(self, logits_NV: torch.Tensor, rows: np.ndarray, slots: Sequence[int], failures: SlotFailures) -> None:
-        """Sets to -inf, in the given rows of float logits, what cannot come next in their slots."""
+        """Set the logits of forbidden tokens to -inf, in these rows, whose slots are `slots`."""
         self.fill(slots, self._bitmask.numpy(), failures)
         bitmask = self._bitmask[: len(slots)].to(self._device, non_blocking=True)
         rows_G = torch.from_numpy(rows).to(self._device)
         logits_NV[rows_G] = mask_tokens(logits_NV[rows_G], bitmask)
 
     def accept(self, slot: int, token_id: int, failures: SlotFailures) -> None:
-        """Gives the token chosen for a slot to its matcher, if it has one."""
+        """Advance the matcher of a slot, if any, by the chosen token."""
         matcher = self._matchers.get(slot)
         if matcher is not None and not failures.run(slot, "grammar", _accept, matcher, token_id):
             self.clear(slot)
@@ -120,5 +123,5 @@ def _accept(matcher: Matcher, token_id: int) -> None:
 
 
 def bitmask_words(vocab_size: int) -> int:
-    """32-bit words that hold a bit for each token."""
+    """Return the number of 32-bit words with a bit for each token."""
     return -(-vocab_size // 32)

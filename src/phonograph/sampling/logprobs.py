@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens and of prompts.
 
-They are those of the model itself: log-softmax of its raw logits, before bias, penalties, temperature and filters. That
-is what scores and evaluations need, and what stays comparable between requests.
+They are the model's own: log-softmax of the raw logits, before bias, penalties, temperature and filters. Evaluations
+need these, and they are comparable between requests.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
 from phonograph.kernels.torch.sampling import ranked
 from phonograph.sampling.failures import SlotFailures
 
-# Float32 logits and their int64 sort keys, twice when they are sorted; for each token reported, several copies.
+# Float32 logits, their int64 sort keys and a sorted copy of both; several copies of each reported token.
 _BYTES_PER_LOGIT = 4 + 8 + 12
 _BYTES_PER_TOP = 32
 
 
 def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probability and rank of one token of each row, then of its `tops[i]` most likely tokens.
+    """Return log-probability and rank of one token of each row, then of its `tops[i]` most likely tokens.
 
-    logits_NV: any float dtype; token_ids_N: int64 on the same device.
+    Args:
+        logits_NV: any float dtype.
+        token_ids_N: int64 on the same device.
+        tops: most likely tokens to report, by row.
     """
     logits_NV = logits_NV.to(torch.float32)
     log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
@@ -40,7 +43,7 @@ def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Seq
 
 
 def _ranks_of_sorted(values_NK: torch.Tensor) -> torch.Tensor:
-    """1 + the number of greater values, for rows in descending order: equal values share the first one's rank."""
+    """Return 1 + the number of greater values, for rows in descending order. Equal values share a rank."""
     places_K = torch.arange(1, values_NK.shape[-1] + 1, device=values_NK.device)
     changes_NK = torch.ones_like(values_NK, dtype=torch.bool)
     changes_NK[:, 1:] = values_NK[:, 1:] != values_NK[:, :-1]
@@ -55,12 +58,14 @@ def prompt_logprobs(
     *,
     max_bytes: int = 64 * 1024**2,
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of prompt tokens, without ever holding the logits of a whole prompt.
+    """Return log-probabilities of prompt tokens, without materializing the logits of a whole prompt.
 
-    hidden_TE: hidden states that logits_fn takes; row t predicts target_token_ids[t], the prompt token after it
-    logits_fn: hidden states [rows, E] -> logits [rows, V]; called with one row first, to learn V
-    top:       most likely tokens to report beside each target
-    max_bytes: bound of the temporaries; one row is taken even where it needs more
+    Args:
+        hidden_TE: hidden states that logits_fn takes; row t predicts target_token_ids[t], the next prompt token.
+        logits_fn: hidden states [rows, E] -> logits [rows, V]; called with one row first, to learn V.
+        target_token_ids: the predicted tokens.
+        top: most likely tokens to report beside each target.
+        max_bytes: bound of the temporaries; one row is always computed.
     """
     assert len(target_token_ids) == hidden_TE.shape[0], (len(target_token_ids), hidden_TE.shape)
     targets_T = torch.tensor(target_token_ids, dtype=torch.int64, device=hidden_TE.device)
@@ -81,11 +86,14 @@ def step_prompt_logprobs(
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     failures: SlotFailures,
 ) -> dict[int, list[TokenLogprobs]]:
-    """By slot, those of the prompt tokens in a step's chunks, for the requests that asked.
+    """Return by slot the log-probabilities of the prompt tokens in a step's chunks, for requests that ask for them.
 
-    live:                 each slot's sequence
-    hidden_TE, logits_fn: as in `prompt_logprobs`, the rows of the whole batch
-    failures:             receives the slots for which the work raises
+    Args:
+        batch: the step.
+        live: sequence of each slot.
+        hidden_TE: as in `prompt_logprobs`, rows of the whole batch.
+        logits_fn: as in `prompt_logprobs`.
+        failures: receives the slots whose work raises.
     """
 
     def score(slot: int, hidden_TE: torch.Tensor, targets: list[int], top: int) -> None:

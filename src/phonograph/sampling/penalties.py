@@ -1,7 +1,7 @@
-"""Which tokens each slot has seen: the state behind repetition, presence and frequency penalties.
+"""Token counts by slot for repetition, presence and frequency penalties.
 
-It is dense, [slots, V] on the device, so that a batch is penalised in one go; most servers never see a penalty, so it
-is allocated by the first request that has one.
+Dense tensors [slots, V] on the device, so that one operation serves a batch. The first request with penalties allocates
+them, because few servers need them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phonograph.kernels.torch.sampling import penalize
 
 
 class Penalties:
-    """Token counts and penalty factors of the slots that have penalties; each must be loaded before its first use."""
+    """Token counts and penalty factors of slots with penalties. Each must be loaded before its first use."""
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
@@ -26,7 +26,7 @@ class Penalties:
 
     @staticmethod
     def nbytes(*, max_num_seqs: int, vocab_size: int) -> int:
-        """Memory of the counts and factors, once a request has penalties."""
+        """Return the memory of counts and factors, once a request has penalties."""
         return max_num_seqs * (vocab_size * (1 + 4) + 3 * 4)
 
     def load(
@@ -40,12 +40,12 @@ class Penalties:
         factors[slot] = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
 
     def apply(self, logits_NV: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
-        """Penalised copy of the logits, float32 [N, V], of these slots (int64 [N])."""
+        """Return a penalized copy of the logits, float32 [N, V], of these slots (int64 [N])."""
         in_prompt, counts, factors = self._tensors()
         return penalize(logits_NV, in_prompt[slots_N], counts[slots_N], *factors[slots_N].unbind(dim=-1))
 
     def record(self, slots_N: torch.Tensor, token_ids_N: torch.Tensor) -> None:
-        """Counts a sampled token of each slot; no slot may come twice."""
+        """Count a sampled token of each slot; slots must be distinct."""
         _, counts, _ = self._tensors()
         counts[slots_N, token_ids_N] += 1
 

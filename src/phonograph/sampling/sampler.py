@@ -1,12 +1,11 @@
-"""Chooses the next token of each sequence from its logits, by the sampling parameters loaded in its slot.
+"""Sampling: chooses the next token of each sequence from its logits, by the parameters loaded in its slot.
 
-Rows are grouped by what they need, and only they pay for it: a greedy batch is one argmax; top-k ranks k candidates and
-draws noise for those alone; top-p looks at the most likely tokens first and sorts a row only where these do not hold p;
-plain temperature sampling draws noise for the whole vocabulary, without sorting.
+Rows are grouped by their parameters. A greedy batch is one argmax. Top-k ranks k candidates and draws noise for those
+only. Top-p ranks the most likely tokens first and sorts a whole row only if these do not reach p. Plain temperature
+sampling draws noise for the whole vocabulary, without sorting.
 
-Order of processing, as is usual: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature,
-min-p, top-k, top-p.
-Which group a row is in follows from its own parameters and logits, so other rows cannot change its draws.
+Order of processing: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature, min-p, top-k,
+top-p. The group of a row depends only on its own parameters and logits, so other rows cannot change its draws.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from phonograph.sampling.grammar_masks import GrammarMasks
 from phonograph.sampling.logprobs import token_logprobs
 from phonograph.sampling.penalties import Penalties
 
-# Candidates that are ranked before a whole row is sorted.
+# Candidates to rank before a whole row is sorted.
 _HEAD = 1024
-# Logits worked on at once: on a CPU what its cache holds, on a GPU enough to fill it.
+# Logits per chunk: on a CPU what the cache holds, on a GPU enough to fill it.
 _CHUNK_LOGITS = {"cpu": 2**17, "cuda": 2**22}
 _BYTES_PER_LOGIT = 84
-"""Temporaries of choosing a token, at most. 64 were measured on a CPU (tests/sampling/test_memory.py), 82 on an H200,
-where sorting takes memory of its own."""
+"""Bytes per logit of the temporaries of choosing a token, at most (tests/sampling/test_memory.py)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """token_ids:  in the order of the slots given to `sample`; -1 for a slot that has no token to sample (NaN or +inf
-                among the logits, or all -inf), which does not concern the others
-    logprobs:   by slot, for requests that asked and have a token; of the model's raw logits
-    failures:   by slot, those for which work raised
+    """Result of sampling.
+
+    Attributes:
+        token_ids: in the order of the slots; -1 for a slot without a token (NaN or +inf among its logits, or all -inf).
+        logprobs: by slot, for requests with `logprobs` and a token; of the model's raw logits.
+        failures: by slot, errors of the work for it.
     """
 
     token_ids: list[int]
@@ -52,7 +52,7 @@ class Sampled:
 
 
 class KernelParameters(NamedTuple):
-    """By row: temperature (0 is greedy), top_k (0 keeps all), top_p, min_p, and the int64 key of the row's draw."""
+    """Parameters by row. Temperature 0 is greedy, top_k 0 keeps all; draw keys are int64."""
 
     temperature_N: np.ndarray
     top_k_N: np.ndarray
@@ -64,12 +64,15 @@ class KernelParameters(NamedTuple):
 class Sampler:
     """Sampling state of the runner's slots 0 .. max_num_seqs - 1.
 
-    `seed` makes an engine repeatable: requests without a seed of their own get one from it, in order of loading. None
-    takes the seeds from the operating system.
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: columns of the logits.
+        device: device of the logits.
+        seed: requests without a seed take one from it, in order of loading. None uses the operating system's entropy.
+        batch_invariant: process rows one by one, because torch's sums depend on their number.
 
-    batch_invariant: works on rows one by one, since torch sums in an order that depends on their number.
-
-    grammars: the masks of slots with a grammar
+    Attributes:
+        grammars: token masks of slots with a grammar.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Sampler:
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self._chunk_rows = 1 if batch_invariant else _chunk_rows(vocab_size, device.type)
-        # Host arrays by slot: what a step needs of them it takes with one index.
+        # Host arrays by slot, so that a step reads each with one index.
         self._temperature = np.zeros(max_num_seqs)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs)
@@ -103,9 +106,13 @@ class Sampler:
 
     @staticmethod
     def nbytes(*, max_num_seqs: int, vocab_size: int, device_type: str, logits_bytes: int) -> int:
-        """Device memory that sampling on the host's side takes at most, counts of penalties and temporaries included.
+        """Return the maximum device memory of sampling by the host, with counts of penalties and temporaries.
 
-        logits_bytes: of one logit as the model computes it; rows are copied before they are sampled
+        Args:
+            max_num_seqs: number of slots.
+            vocab_size: columns of the logits.
+            device_type: "cpu" or "cuda".
+            logits_bytes: bytes of one logit as the model computes it; rows are copied before they are sampled.
         """
         copied = max_num_seqs * vocab_size * logits_bytes
         chunk = min(max_num_seqs, _chunk_rows(vocab_size, device_type)) * vocab_size * _BYTES_PER_LOGIT
@@ -122,13 +129,16 @@ class Sampler:
         sample_index: int,
         grammar: Grammar | None = None,
     ) -> None:
-        """Takes a request into a slot, anew or after a preemption (then `output_token_ids` are those it generated).
+        """Load a request into a slot, anew or after a preemption. Its token ids must be in the vocabulary.
 
-        stop_token_ids: every token that would end the request; they cannot be sampled before its min_tokens are out
-        sample_index:   which of the request's n samples this is
-        grammar:        what the output has to be
-
-        All token ids, those of the logit bias too, must be in the vocabulary (`SamplingParams.check_vocabulary`).
+        Args:
+            slot: the slot.
+            params: sampling parameters, checked by `SamplingParams.check_vocabulary`.
+            prompt_token_ids: tokens of the prompt.
+            output_token_ids: tokens generated before a preemption.
+            stop_token_ids: every token that ends the request; masked before min_tokens are generated.
+            sample_index: index of this sample among the request's n.
+            grammar: constraint on the output.
         """
         self.clear(slot)
         # Bounds at which (logit - max) / temperature stays free of 0/0 and inf/inf in float32.
@@ -158,7 +168,7 @@ class Sampler:
         )
 
     def clear(self, slot: int) -> None:
-        """Forgets the request in a slot; an empty slot is fine."""
+        """Remove the request from a slot, if there is one."""
         self._temperature[slot] = 0.0
         self._logprobs[slot] = -1
         self._min_tokens[slot] = 0
@@ -170,9 +180,11 @@ class Sampler:
         self.grammars.clear(slot)
 
     def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
-        """Which rows no kernel can serve, with or without a mask (bool [N]): penalties, bias, min_tokens, logprobs.
+        """Return the rows that no kernel supports (penalties, bias, min_tokens, logprobs): bool [N].
 
-        slots_N, draws_N: as `sample`'s slots and output_lens, int64
+        Args:
+            slots_N: slots, int64.
+            draws_N: tokens that each request has generated, int64.
         """
         return (
             self._penalized[slots_N]
@@ -182,7 +194,7 @@ class Sampler:
         )
 
     def kernel_parameters(self, slots_N: np.ndarray, draws_N: np.ndarray) -> KernelParameters:
-        """What a kernel needs to draw for these rows as `sample` would."""
+        """Return the parameters with which a kernel draws for these rows as `sample` does."""
         temperature_N = self._temperature[slots_N]
         keys_N = self._stream_key[slots_N]
         if temperature_N.any():  # a greedy batch draws nothing
@@ -197,10 +209,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_NV: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int] | np.ndarray) -> Sampled:
-        """One token for each row, and a place in the counts of its slot. Reads the logits only.
+        """Choose a token for each row, and advance penalties and grammars of its slot. The logits are not changed.
 
-        logits_NV:   any float dtype; row i belongs to slots[i], and no slot comes twice
-        output_lens: tokens that each request has generated before, the index of this draw
+        Args:
+            logits_NV: any float dtype; row i belongs to slots[i].
+            slots: distinct slots.
+            output_lens: tokens that each request has generated, the index of this draw.
         """
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
         if not slots:
@@ -208,7 +222,7 @@ class Sampler:
         by_row = np.asarray(slots, dtype=np.int64)
         if self._plain[by_row].all():
             max_N, tokens_N = logits_NV.max(dim=-1)
-            # NaN, of which max makes the maximum, is not below infinity either.
+            # The maximum of a row with NaN is NaN, which the comparison excludes.
             pairs = zip(tokens_N.tolist(), max_N.tolist(), strict=True)
             return Sampled(token_ids=[token if -math.inf < value < math.inf else -1 for token, value in pairs])
         draws = np.asarray(output_lens, dtype=np.int64)
@@ -243,7 +257,7 @@ class Sampler:
     def _choose(
         self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray, failures: SlotFailures
     ) -> list[int]:
-        """Returns the tokens of a few rows, -1 where there is none, and changes nothing."""
+        """Return the tokens of a few rows, -1 for none, without changing any state."""
         edited_NV = self._edit(logits_NV, by_row, draws, failures)
         max_N, tokens_N = edited_NV.max(dim=-1)  # of equal maxima the first
         if (self._temperature[by_row] > 0.0).any():
@@ -253,7 +267,7 @@ class Sampler:
     def _edit(
         self, logits_NV: torch.Tensor, by_row: np.ndarray, draws: np.ndarray, failures: SlotFailures
     ) -> torch.Tensor:
-        """Bias, penalties, masks of min_tokens and grammars, in a float32 copy; the logits where no row has any."""
+        """Apply bias, penalties, and masks to a float32 copy; return the logits themselves if no row has any."""
         biased = np.flatnonzero(self._biased[by_row])
         short = np.flatnonzero(draws < self._min_tokens[by_row])
         ruled = np.flatnonzero(self.grammars.constrained[by_row])
@@ -282,7 +296,7 @@ class Sampler:
         draws: np.ndarray,
         tokens_N: torch.Tensor,
     ) -> None:
-        """Draws for the rows that are not greedy, into `tokens_N`."""
+        """Draw tokens for the rows that are not greedy, into `tokens_N`."""
         temperature, top_k, top_p = self._temperature[by_row], self._top_k[by_row], self._top_p[by_row]
         keys_N = sampling.draw_keys(torch.from_numpy(self._stream_key[by_row]), torch.from_numpy(draws))
         floats_3N = self._to_device(np.stack((temperature, self._min_p[by_row], top_p)))
@@ -319,7 +333,7 @@ class Sampler:
                 tokens_N[rows_G] = draw(batch.take(rows_G))
 
     def _scatter(self, rows: np.ndarray, ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index of the elements `ids[i]` of row `rows[i]`, for all i."""
+        """Return the index of the elements `ids[i]` of row `rows[i]`, for all i."""
         repeated = np.repeat(rows, [len(entry) for entry in ids])
         return self._to_device(repeated), self._to_device(np.concatenate(ids))
 

@@ -1,4 +1,4 @@
-"""How much the scheduler may run at once, and what it tells of itself."""
+"""Limits of the scheduler, and its statistics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from phonograph.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """How much may run at once.
+    """Limits of what runs at once.
 
-    max_num_seqs:           sequences running at a time, which is the number of runner slots
-    max_num_batched_tokens: tokens in one step; at least max_num_seqs, so that every decode fits
-    max_model_len:          tokens of prompt and output together
-    block_size, num_blocks: tokens in a KV block, and blocks
-    policy:                 "fcfs" serves by arrival; "priority" by priority, then arrival
+    Attributes:
+        max_num_seqs: sequences running at a time, which is the number of runner slots.
+        max_num_batched_tokens: tokens in one step; at least max_num_seqs, so that every decode fits.
+        max_model_len: tokens of prompt and output together.
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks.
+        policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
 
     Raises:
         ConfigError: a value is out of range or contradicts another.
@@ -42,7 +44,7 @@ class SchedulerLimits:
 
     @property
     def context_len(self) -> int:
-        """Tokens that a request can have: the model's context, or what the blocks hold (the last token needs none)."""
+        """Maximum tokens of a request: the model's context, or what the blocks hold (the last token needs no block)."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
 
@@ -50,8 +52,10 @@ class SchedulerLimits:
 class SchedulerStats:
     """Gauges of this moment, and counters since the start.
 
-    num_running: requests that have begun and are not waiting again
-    prefix_queries, prefix_hits: prompt tokens of admitted requests, and those of them found in the prefix cache
+    Attributes:
+        num_running: requests that have started and are not waiting again.
+        prefix_queries: prompt tokens of admitted requests.
+        prefix_hits: those of them found in the prefix cache.
     """
 
     num_running: int

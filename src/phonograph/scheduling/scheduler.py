@@ -1,19 +1,18 @@
-"""Which sequences run in the next step, with how many tokens, in which slots and blocks.
+"""The scheduler: selects the sequences of each step, their token counts, slots and blocks.
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
-prompt gets one token; then the prompt in progress gets a chunk of what is left of the budget; then waiting requests are
-admitted, in order of rank, as long as a slot, their blocks and some budget are there, so that at most the last of them
-is left in progress. A sequence gets the blocks of all its known tokens when it is admitted, so that only decodes ever
-ask for one more. When there are none left, the running sequence of the worst rank loses its blocks and waits again with
-its output (preemption by recompute).
+prompt gets one token. Then the prompt in progress gets a chunk of the remaining budget. Then waiting requests are
+admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. A sequence
+gets the blocks of all its known tokens at admission, so that only decodes need further blocks. If there are none left,
+the running sequence of the worst rank loses its blocks and waits again with its output (preemption by recompute).
 
-Every request ends: the best-ranked running sequence is never preempted unless it runs alone, alone it always fits (its
-length is bounded by the pool), and it computes at least one token in each step (budget >= sequences). When it ends the
-next one is the best; and a waiting request is overtaken only by better-ranked ones.
+Every request ends. The best-ranked running sequence is only preempted if it runs alone. Alone it always fits, because
+the pool bounds its length. It computes at least one token in each step (budget >= sequences). When it ends the next one
+is the best; a waiting request is only overtaken by better-ranked ones.
 
-Steps may overlap: `schedule` counts a step as computed at once, so it can be called again before `update` has brought
-that step's tokens, which then live on the device only. Updates come in the order of the schedules. A request whose last
-token is in flight needs nothing more: the next step may have its slot and blocks, because steps run in order.
+Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
+that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
+request whose last token is in flight are free for the next step, because steps run in order.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ _RANK = attrgetter("rank")
 
 
 class Scheduler:
-    """Owns the requests from `add` until they end. Not thread-safe: one thread drives it.
+    """Owner of the requests from `add` until they end. Not thread-safe: one thread drives it.
 
-    The batches it returns must be run in their order, and every batch with sequences in it given to `update`, also in
-    that order. One without sequences (nothing can run, or all that runs is in flight) needs neither.
+    The batches must be run in their order. Every batch with sequences must be passed to `update`, in the same order. A
+    batch
+    without sequences (nothing can run, or all that runs is in flight) needs neither.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -52,7 +52,7 @@ class Scheduler:
         # The running sequences: by slot those that decode, and the one whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
         self._prefilling: Request | None = None
-        self._last_scheduled: list[Request] = []  # those whose last token the latest batch computes
+        self._last_scheduled: list[Request] = []  # their last token is in the latest batch
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """Number of requests without a slot."""
         return len(self._waiting)
 
     @property
@@ -75,7 +75,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._requests) - self.num_waiting,
             num_waiting=self.num_waiting,
-            blocks_used=self._cache.pool.num_held,
+            blocks_used=self._cache.pool.num_used,
             num_blocks=self.limits.num_blocks,
             num_preemptions=self._num_preemptions,
             prefix_queries=self._prefix_queries,
@@ -87,7 +87,7 @@ class Scheduler:
         return [*self._decoding.values(), *([self._prefilling] if self._prefilling else [])]
 
     def add(self, request: Request) -> None:
-        """Queues a new request.
+        """Queue a new request.
 
         Raises:
             RequestError: as `check_request`.
@@ -103,10 +103,10 @@ class Scheduler:
         insort(self._waiting, request, key=_RANK)
 
     def check_request(self, request: Request) -> None:
-        """Whether a request could be added.
+        """Check that a request can be added.
 
         Raises:
-            RequestError: its prompt is empty or too long, or its id that of a request not yet ended.
+            RequestError: its prompt is empty or too long, or its id is in use.
         """
         limits = self.limits
         if request.request_id in self._requests:
@@ -115,19 +115,21 @@ class Scheduler:
             raise RequestError("prompt", [], "is empty; at least one token is needed")
         if request.prompt_len >= limits.max_model_len:
             problem = f"tokens leave no room to generate in a context (max_model_len) of {limits.max_model_len}"
-            raise RequestError("prompt length", request.prompt_len, f"{problem}; at most {limits.max_model_len - 1} do")
+            raise RequestError(
+                "prompt length", request.prompt_len, f"{problem}; the maximum is {limits.max_model_len - 1}"
+            )
         if request.prompt_len >= limits.context_len:
             problem = f"tokens do not fit in the KV cache, which holds {limits.num_blocks * limits.block_size}"
             raise RequestError(
-                "prompt length", request.prompt_len, f"{problem}; shorten the prompt or grant more memory"
+                "prompt length", request.prompt_len, f"{problem}; shorten the prompt or enlarge the KV cache"
             )
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request wherever it stands; False if there is none of this id (it has ended already)."""
+        """End a request in any state; return False if the id is unknown (it has ended already)."""
         return self.finish(request_id, "abort")
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
-        """Ends a request for a reason the scheduler cannot see, such as a stop string; False as in `abort`."""
+        """End a request for a reason outside the scheduler, such as a stop string; return False as `abort`."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -135,9 +137,9 @@ class Scheduler:
         return True
 
     def fail(self, request_id: str) -> bool:
-        """Ends a request for which work failed, wherever it stands; False as in `abort`.
+        """End a request whose work failed, in any state; return False as `abort`.
 
-        The blocks that it computed cannot be found in the prefix cache any more, as their contents are not trusted.
+        The blocks that it computed are removed from the prefix cache, because their contents may be wrong.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -146,11 +148,11 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes. Sequences that run go on, but nothing they compute is found by others."""
+        """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
         self._cache.reset(self._tables.values())
 
     def schedule(self) -> ScheduledBatch:
-        """The next step. Its cost for running decodes is a short loop, with more to do at block borders only."""
+        """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
         self._release_ending()
         may_admit = self._make_room()
         slots: list[int] = []
@@ -227,12 +229,12 @@ class Scheduler:
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
-        """Takes the tokens of the oldest batch in flight, and ends what they end.
+        """Take the tokens of the oldest batch in flight, and end the requests that they end.
 
         Tokens of requests that ended meanwhile are dropped.
 
-        Returns the requests that failed, then those that got a token, each in batch order; those that ended are
-        `finished`.
+        Returns:
+            The requests that failed, then those that got a token, each in batch order; those that ended are `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
@@ -259,9 +261,10 @@ class Scheduler:
         return news
 
     def _release_ending(self) -> None:
-        """Takes slot and blocks from those whose last token is in flight.
+        """Release slot and blocks of requests whose last token is in flight.
 
-        Not when that is scheduled but one step later: then, with one step in flight, all tokens that it computed are
+        This is done one step after that token was scheduled. Then, with one step in flight, all tokens that it computed
+        are
         known, and all its full blocks can be found.
         """
         for request in self._last_scheduled:
@@ -271,7 +274,7 @@ class Scheduler:
         self._last_scheduled.clear()
 
     def _make_room(self) -> bool:
-        """Preempts until every decode can have the block it needs; whether there are enough to think of admitting."""
+        """Preempt until every decode can have the block it needs; return True if no blocks were short."""
         block_size, pool = self.limits.block_size, self._cache.pool
         if pool.num_free >= len(self._decoding):
             return True
@@ -286,18 +289,18 @@ class Scheduler:
         return False
 
     def _admit(self) -> Request | None:
-        """Gives the first waiting request a slot and the blocks of all its tokens, if they are there."""
+        """Give the first waiting request a slot and the blocks of all its tokens, if they are free."""
         if not self._waiting or not self._free_slots:
             return None
         request = self._waiting[0]
         resumed = request.state is RequestState.PREEMPTED
         if resumed and any(request in requests for _, requests in self._in_flight):
-            return None  # its tokens are not all known
-        # Logprobs of the prompt need the logits of all its tokens; a preemption may have cut them short.
+            return None  # some of its tokens are still unknown
+        # Prompt logprobs need the logits of all prompt tokens; a preemption may have interrupted them.
         whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
         if whole:
             request.prompt_logprobs.clear()
-        # Each sequence may soon need one more block: without room for these, admitting would mean preempting.
+        # Each sequence may soon need another block. Without these in reserve, admission would cause preemption.
         reserve = len(self._decoding) + 1 if self._decoding else 0
         table = self._tables[request.request_id]
         num_cached = self._cache.admit(table, request.num_tokens, reserve=reserve, reuse=not whole)
@@ -329,13 +332,13 @@ class Scheduler:
         )
 
     def _publish(self, request: Request) -> BlockTable:
-        """Puts its full blocks into the prefix cache, as far as their tokens are scheduled and known."""
+        """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block table."""
         table = self._tables[request.request_id]
         self._cache.publish(table, min(request.num_computed, request.num_tokens))
         return table
 
     def _release(self, request: Request) -> None:
-        """Takes slot and blocks from a running request; its full blocks stay in the prefix cache."""
+        """Take slot and blocks from a running request; its full blocks stay in the prefix cache."""
         self._cache.free(self._publish(request))
         request.num_computed = 0
         if request is self._prefilling:
@@ -361,7 +364,7 @@ class Scheduler:
         self._finish(request, "abort", None)
 
     def _take_failures(self, batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
-        """Ends the requests that failed in a step and are still there; returns them."""
+        """End the requests that failed in a step and have not ended; return them."""
         failed: list[Request] = []
         for slot, request in zip(batch.slots, requests, strict=True):
             if slot in output.failures and not request.finished:
@@ -373,6 +376,6 @@ class Scheduler:
     @staticmethod
     def _take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
         for slot, request in zip(batch.slots, requests, strict=True):
-            # A request resumed after a preemption computes its prompt again; what is complete stays as it is.
+            # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
             if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
                 request.prompt_logprobs.extend(output.prompt_logprobs[slot])

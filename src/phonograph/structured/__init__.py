@@ -1,1 +1,1 @@
-"""Structured output: grammars that say which tokens may come next."""
+"""Structured output: grammars that constrain the next token."""

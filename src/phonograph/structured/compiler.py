@@ -1,4 +1,4 @@
-"""Grammars for requests: compiled in threads, kept by what they say."""
+"""Compilation of structured-output constraints in threads, with a cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from phonograph.structured.schema import prepared
 from phonograph.structured.vocabulary import Vocabulary
 
 THREADS = 2
-"""So that one large schema does not hold up all others. The library lets other threads run while it compiles."""
-KEPT = 128
-"""Grammars that are kept for requests to come."""
+"""Several, so that one large schema does not delay the others. The library releases Python's lock while it compiles."""
+CACHE_SIZE = 128
+"""Compiled grammars that are kept, the least recently used dropped first."""
 
 
 class _Job(NamedTuple):
-    """All that a grammar depends on beside the vocabulary."""
+    """Key of a compiled grammar: all that it depends on apart from the vocabulary."""
 
     kind: str
     source: str
@@ -34,11 +34,12 @@ class _Job(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles structured outputs for one vocabulary. Any thread may ask.
+    """Compiler of structured outputs for one vocabulary. Thread-safe.
 
-    load:       the vocabulary, asked for once, by a thread; None where there is no tokenizer
-    eos:        ids that end an output
-    strictness: of requests that do not say theirs
+    Args:
+        load: returns the vocabulary, or None if there is no tokenizer; called once, in a thread.
+        eos: token ids that end an output.
+        strictness: used for requests that set none.
     """
 
     def __init__(
@@ -49,66 +50,69 @@ class GrammarCompiler:
         self._strictness = strictness
         self._loading = threading.Lock()
         self._library: Library | None = None
-        self._keeping = threading.Lock()
-        self._kept: OrderedDict[_Job, LibraryGrammar] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._cache: OrderedDict[_Job, LibraryGrammar] = OrderedDict()
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
 
     def request(self, structured: StructuredOutputs) -> Future[Grammar]:
-        """Returns the grammar, now or later. The future fails with a RequestError where there cannot be one; whoever
-        no longer waits for it cancels it.
+        """Return a future of the grammar. The future fails with a RequestError if the grammar cannot be compiled.
+
+        Cancel the future if the grammar is no longer needed.
 
         Raises:
-            RequestError: there can be no grammar for this model at all.
+            RequestError: the model has no end-of-sequence token, so no grammar can end.
         """
         if not self._eos:
             raise RequestError("structured_outputs", structured.kind, "the model has no end-of-sequence token")
         strict = (structured.strictness or self._strictness) == "strict"
         closes = structured.disable_additional_properties
         job = _Job(structured.kind, structured.source, not structured.disable_any_whitespace, closes, strict)
-        with self._keeping:
-            kept = self._kept.get(job)
-            if kept is not None:
-                self._kept.move_to_end(job)
-        if kept is None:
-            # All of it in a thread, reading a schema too: whoever asks may have a step to run, and others' to lose.
+        with self._cache_lock:
+            cached = self._cache.get(job)
+            if cached is not None:
+                self._cache.move_to_end(job)
+        if cached is None:
+            # In a thread from the parsing of the schema on: the caller may be the thread that runs steps.
             return self._threads.submit(self._compile, job)
         done: Future[Grammar] = Future()
-        done.set_result(kept)
+        done.set_result(cached)
         return done
 
     def warm(self) -> None:
-        """Loads library and vocabulary in a thread, which takes a second, so that the first request need not wait."""
+        """Load library and vocabulary in a thread, so that the first request does not wait a second for them."""
         self._threads.submit(self._loaded)
 
     def close(self) -> None:
-        """Ends the threads; what is not compiled never will be."""
+        """Shut the threads down and cancel what has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, job: _Job) -> Grammar:
         try:
             grammar = self._grammar(self._loaded(), job)
         except (GrammarError, ValueError) as error:  # the conversion of GBNF raises ValueError
-            hint = "" if job.kind != "json" or not job.strict else "; strictness='relaxed' may take it, with a warning"
-            raise RequestError(job.kind, shortened(job.source), f"cannot be held: {error}{hint}") from None
+            hint = (
+                "" if job.kind != "json" or not job.strict else "; strictness='relaxed' may accept it, with a warning"
+            )
+            raise RequestError(job.kind, shortened(job.source), f"cannot be compiled: {error}{hint}") from None
         except RequestError:
             raise
-        except BaseException as error:  # a panic of the library is no Exception, and must not end whoever waits
+        except BaseException as error:  # a panic of the library is not an Exception
             raise RequestError(job.kind, shortened(job.source), f"could not be compiled: {error!r}") from None
-        with self._keeping:
-            self._kept[job] = grammar
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+        with self._cache_lock:
+            self._cache[job] = grammar
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
         return grammar
 
     @staticmethod
     def _grammar(library: Library, job: _Job) -> LibraryGrammar:
         if job.kind in ("json", "json_object"):
-            leaves_out = None if job.strict else library.refuses_regex
+            refuses_regex = None if job.strict else library.refuses_regex
             source = job.source or '{"type": "object"}'
-            schema, warnings = prepared(json.loads(source), closes=job.closes, leaves_out=leaves_out)
-            # Branches of a oneOf that overlap may look disjoint once they are closed.
+            schema, warnings = prepared(json.loads(source), closes=job.closes, refuses_regex=refuses_regex)
+            # Overlapping branches of a oneOf may look disjoint once they are closed.
             if job.closes and '"oneOf"' in source:
-                warnings += library.overlaps(prepared(json.loads(source), closes=False, leaves_out=leaves_out)[0])
+                warnings += library.overlaps(prepared(json.loads(source), closes=False, refuses_regex=refuses_regex)[0])
             grammar = library.of_json_schema(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
             grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
             return grammar

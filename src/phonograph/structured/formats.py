@@ -1,7 +1,7 @@
-r"""Patterns for formats of strings that the library lacks, or takes too widely (a second 60, 29 February 2023).
+"""Regular expressions of JSON Schema formats that the library lacks, or takes too widely (second 60, 29 February 2023).
 
-Each allows a part of what its RFC does: of `idn-email` and `idn-hostname` the names in ASCII, of dates the years from
-1000 on, of times seconds without the leap second, of `regex` expressions without groups.
+Each allows a part of what its RFC allows. `idn-email` and `idn-hostname` take ASCII names, dates take years from 1000
+on, times take no leap second, `regex` takes expressions without groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LEAP_YEAR = "([1-9][0-9](0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26
 _DATE = f"([1-9][0-9]{{3}}-({'|'.join(_DAYS)})|{_LEAP_YEAR}-02-29)"
 _MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_MINUTE}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_MINUTE})"
-# No label has two hyphens in a row, as those of other scripts have, which must be well-formed themselves.
+# Labels have no two hyphens in a row: those mark encoded names of other scripts, which have rules of their own.
 _HOSTNAME = r"[a-z0-9]([.\-]?[a-z0-9]){0,31}"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?\^_`{|}~\-]"
 _POINTER = "(/([^/~]|~[01])*)*"
@@ -23,7 +23,7 @@ _OTHER_SCRIPTS = r"\u{a0}-\u{d7ff}\u{f900}-\u{fdcf}\u{fdf0}-\u{ffef}\u{10000}-\u
 
 
 def _uri(more: str = "", *, relative: bool = False) -> str:
-    """RFC 3986, and RFC 3987 with `more` characters; hosts are names or IPv4 addresses."""
+    """Return a pattern of RFC 3986, or of RFC 3987 with the characters `more`. Hosts are names or IPv4 addresses."""
 
     def any_of(besides: str) -> str:
         return rf"([A-Za-z0-9\-._~!$&'()*+,;={besides}{more}]|%[0-9A-Fa-f]{{2}})"
@@ -58,4 +58,4 @@ PATTERNS = {
     "uri-template": _URI_TEMPLATE,
 }
 BY_LIBRARY = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-"""Formats that the library holds as their RFCs have them."""
+"""Formats that the library implements as their RFCs define them."""

@@ -1,8 +1,8 @@
-"""Conversion of GBNF, llama.cpp's grammar format, to llguidance's Lark without a change of the language.
+"""Conversion of GBNF, llama.cpp's grammar format, to an equivalent grammar in llguidance's Lark.
 
-llguidance matches lexemes greedily. UTF-8 is prefix-free, so a lexeme of one character cannot be extended to another:
-every terminal becomes such a lexeme, rules do the rest, and the Earley parser follows all alternatives. Classes that
-repeat become longer lexemes where that changes nothing (`runs.py`).
+llguidance matches lexemes greedily. UTF-8 is prefix-free, so a lexeme of one character cannot be extended to another.
+The conversion makes each terminal such a lexeme and leaves the rest to rules, whose alternatives the Earley parser
+follows in parallel. Repeated classes become longer lexemes where the language stays the same (`runs.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phonograph.errors import quoted
 from phonograph.structured.runs import Item, Rules, deriving, with_runs
 
 MAX_COUNT = 1_000_000
-"""The largest count of a repetition."""
+"""Largest count of a repetition."""
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n\r]*)+) |(?P<rule>[\w-]+)\s*::= |(?P<name>[\w-]+) |(?P<or>\|) |(?P<open>\() |(?P<close>\))
     |"(?P<literal>(?:[^"\\\n\r]|\\.)*)" |(?P<any>\.) |\[(?P<not>\^?)(?P<class>(?:[^\]\\\n\r]|\\.)*)\]
@@ -48,7 +48,7 @@ def _lark(item: Item, symbol: str) -> str:
 
 
 def _finite(rules: Rules) -> Rules:
-    """Leave out what derives no text, so that each prefix that the parser accepts can be completed."""
+    """Drop rules that derive no text, so that each prefix that the parser accepts can be completed."""
     finite = deriving(rules, empty=False)
     if "root" not in finite:
         raise ValueError("line 1: the rule 'root' derives no text, because its recursion has no end")
@@ -65,7 +65,7 @@ def _finite(rules: Rules) -> Rules:
 
 
 def _parse(source: str) -> Rules:
-    """Read the rules. A group, a literal or a repetition of a repetition becomes a rule; GBNF cannot spell its name."""
+    """Parse the rules. A group, a literal or a repeated repetition becomes a rule whose name GBNF cannot spell."""
     rules: Rules = {}
     uses = {"root": 1}
     stack: list[list[list[Item]]] = []
@@ -91,7 +91,7 @@ def _parse(source: str) -> Rules:
 
 
 def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[Item]]]) -> None:
-    """Add a token to the rules. The stack has the alternatives of the rule and of the groups that are open."""
+    """Add a token to the rules. The stack has the alternatives of the rule and of its open groups."""
     kind, text = token.lastgroup, token[0]
     if kind == "space":
         return
@@ -104,7 +104,7 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
         stack[:] = [rules[token["rule"]]]
         return
     if not stack:
-        raise ValueError(f"{quoted(text)} stands before the first rule; a rule begins with `name ::=`")
+        raise ValueError(f"{quoted(text)} comes before the first rule; a rule begins with `name ::=`")
     items = stack[-1][-1]
     if kind == "or":
         stack[-1].append([])
@@ -126,7 +126,7 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
         rules[place] = [[Item(rf"/[\u{{{code:x}}}-\u{{{code:x}}}]/") for code, _ in _characters(token["literal"])]]
         items.append(Item(place))
     elif not items:
-        raise ValueError(f"{text} follows nothing that it could repeat")
+        raise ValueError(f"{text} has nothing before it to repeat")
     else:
         low, high = _COUNTS.get(text, (int(token["low"] or 0), None if token["comma"] else int(token["low"] or 0)))
         high = int(token["high"]) if token["high"] else high
@@ -140,7 +140,7 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
 
 
 def _characters(text: str) -> Iterator[tuple[int, bool]]:
-    """Yield code points of a literal or class, and whether each was escaped."""
+    """Yield each code point of a literal or class, and True if it was escaped."""
     for match in _CHARACTER.finditer(text):
         digits = match[1] or match[2] or match[3]
         if match[6]:
@@ -152,7 +152,7 @@ def _characters(text: str) -> Iterator[tuple[int, bool]]:
 
 
 def _ranges(codes: list[tuple[int, bool]], text: str) -> Iterator[str]:
-    """Yield the ranges of a character class as a regular expression writes them."""
+    """Yield the ranges of a character class in regular-expression syntax."""
     if not codes:
         raise ValueError(f"the class {text} is empty")
     index = 0

@@ -1,8 +1,7 @@
-"""Grammars and matchers of llguidance. No other module names the library.
+"""Grammars and matchers of llguidance. No other module imports the library.
 
-A matcher of the library never raises: after an error its mask allows the end of the output and nothing else, which
-would cut answers off in silence. So its error is asked for after each call. A token that it refuses is an error for
-good too, so tokens are validated before it takes them.
+A matcher of the library never raises. After an error its mask allows only the end of the output, which would truncate
+answers silently, so each call is followed by a check for an error.
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from phonograph.core.grammar import GrammarError
 from phonograph.structured.vocabulary import Vocabulary
 
 MAX_ITEMS = 20_000
-"""Ways in which a grammar may go on at one point. The library's own 2,000 end an object of 2,000 optional names."""
+"""Parser items at one position of a JSON schema. The library's default of 2,000 fails on 2,000 optional properties."""
 GRAMMAR_ITEMS = 500
-"""The same of a user's grammar. An ambiguous one takes 60 ms a mask at 500 of 49,152 tokens, and 400 ms at 1,000."""
+"""Parser items at one position of a user's grammar: a bound on the time of a mask of an ambiguous grammar."""
 GRAMMAR_STEP_ITEMS = 200_000
-"""Those of all tokens together. Many terminals of one character need more than the library's 50,000."""
+"""Parser items of one mask. Grammars of single-character terminals need more than the library's default of 50,000."""
 MAX_LEXER_STATES = 50_000
-"""States of the automaton of a grammar's lexemes, 1 to 2 KiB each, which all matchers of a grammar share."""
+"""States of a grammar's lexer, 1 to 2 KiB each. All matchers of a grammar share them."""
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Else the library asks the tokenizer for the tokens of a text that must follow, and allows no others: at each mask,
-with Python's lock held, wrongly where the tokenizer puts a space before a text, and without an end for `/a+/ "a"`."""
+"""Disable forced tokens: they call the tokenizer at each mask, with Python's lock held. They are wrong if the tokenizer
+puts a space before a text, and do not terminate for `/a+/ "a"`.
+"""
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _UNKNOWN = "Unimplemented keys: "
-_ONE_OF = "oneOf is taken as anyOf"
+_ONE_OF = "oneOf is treated as anyOf"
 _ESCAPES = r"nrbtf\""
-r"""Characters after a backslash in a string, without `\u`: spelled with it, a listed name passes for another one."""
+r"""Characters after a backslash in a JSON string. Without `u`: a \u escape could spell the name of another property."""
 WHITESPACE = r"[ \n\r\t]{1,40}"
-"""White space between JSON tokens. Any indentation needs no more, and weak models would go on with it for ever."""
+"""White space between JSON tokens, bounded because weak models would otherwise generate it without end."""
 
 
 class Library:
-    """The library, for one vocabulary."""
+    """llguidance, bound to one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
@@ -57,12 +57,15 @@ class Library:
         )
 
     def of_json_schema(self, schema: Mapping[str, Any], *, any_whitespace: bool, lenient: bool) -> LibraryGrammar:
-        """Compiles a schema. A `oneOf` that the library cannot prove disjoint is taken as `anyOf`, with a warning.
+        """Compile a schema. A `oneOf` that the library cannot prove disjoint becomes `anyOf`, with a warning.
 
-        lenient: leaves out, with warnings, keywords that the library does not have
+        Args:
+            schema: JSON Schema.
+            any_whitespace: allow indentation; False is one line.
+            lenient: ignore keywords that the library does not support, with warnings.
 
         Raises:
-            GrammarError: the schema cannot be held.
+            GrammarError: the library cannot compile the schema.
         """
         options: dict[str, Any] = {"lenient": lenient, "json_allowed_escapes": _ESCAPES}
         if any_whitespace:
@@ -77,37 +80,37 @@ class Library:
         return self._compile(_json_lark(schema, {**options, "coerce_one_of": True}), self._limits)
 
     def of_regex(self, regex: str) -> LibraryGrammar:
-        r"""Compiles a regular expression that a whole output matches; `\d` and `\w` are ASCII's.
+        r"""Compile a regular expression that the whole output matches; `\d` and `\w` are ASCII.
 
         Raises:
-            GrammarError: the library does not take it.
+            GrammarError: the library cannot compile it.
         """
         return self._compile(f"start: /{self._for_lark(regex, use_ascii='dw')}/", self._limits)
 
     def of_lark(self, lark: str) -> LibraryGrammar:
-        """Compiles a grammar in the library's dialect of Lark.
+        """Compile a grammar in the library's dialect of Lark.
 
         Raises:
-            GrammarError: the library does not take it.
+            GrammarError: the library cannot compile it.
         """
         return self._compile(lark, self._grammar_limits)
 
     def overlaps(self, schema: Mapping[str, Any]) -> list[str]:
-        """Returns the warning of a schema with a `oneOf` that cannot be proved disjoint, if there is one."""
-        # Not within Lark, which takes 1 ms more: nothing is forced where there is no matcher.
+        """Return a warning if the schema has a `oneOf` that cannot be proved disjoint."""
+        # Directly instead of within Lark, which is slower; no tokens are forced without a matcher.
         grammar = self._make.grammar_from_json_schema({**schema, "x-guidance": {"lenient": True}})
         _, said = self._make.validate_grammar_with_warnings(grammar, limits=self._limits)
-        return [_ONE_OF] if _ONE_OF in map(_told, said) else []
+        return [_ONE_OF] if _ONE_OF in map(_message, said) else []
 
     def refuses_regex(self, regex: str) -> bool:
-        """Returns True if the library cannot take it as the pattern of a schema."""
+        """Return True if the library cannot compile the pattern of a schema."""
         return bool(self._make.validate_grammar(self._make.grammar_from_regex(regex), limits=self._limits))
 
     def _compile(self, lark: str, limits: Any) -> LibraryGrammar:
         grammar = self._make.grammar_from_lark(lark + _NO_FORCING)
         matcher = self._make(self._tokenizer, grammar, log_level=0, limits=limits)
         _check(matcher)
-        # Faults such as a rule that only refers to itself show at the first mask.
+        # Faults such as a rule that only refers to itself appear at the first mask.
         first = matcher.deep_copy()
         words_W = np.zeros(self._num_words, np.int32)
         _fill(first, words_W)
@@ -115,13 +118,13 @@ class Library:
 
 
 class LibraryGrammar:
-    """A compiled grammar: a matcher at the beginning, which is copied for each request, and its mask."""
+    """A compiled grammar: a matcher at the start, copied for each request, and its mask `first_W`."""
 
     def __init__(self, matcher: Any, first_W: np.ndarray, eos: tuple[int, ...]) -> None:
         self._matcher = matcher
         self.first_W = first_W
         self.eos = eos
-        self.warnings: tuple[str, ...] = tuple(map(_told, matcher.get_grammar_warnings()))
+        self.warnings: tuple[str, ...] = tuple(map(_message, matcher.get_grammar_warnings()))
 
     def matcher(self) -> LibraryMatcher:
         return LibraryMatcher(self, self._matcher.deep_copy())
@@ -155,26 +158,26 @@ class LibraryMatcher:
 
 def _fill(matcher: Any, words_W: np.ndarray) -> None:
     assert words_W.flags.c_contiguous and words_W.dtype == np.int32
-    # The library's own helper for arrays takes three times as long for 64 rows.
+    # Faster than the library's helper for arrays.
     matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
     _check(matcher)
 
 
 def _check(matcher: Any) -> None:
     if matcher.is_error():
-        raise GrammarError(_told(matcher.get_error()))
+        raise GrammarError(_message(matcher.get_error()))
 
 
-def _told(text: str) -> str:
-    """Returns a message of the library on one line, in the words of this room."""
+def _message(text: str) -> str:
+    """Return a message of the library on one line, in this package's words."""
     text = _PLACE.sub("", text).partition("\n   1 | ")[0]
     text = re.sub(r" \(\d+ times\)$", "", text)
     if text.startswith(_UNKNOWN):
-        return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} is not held"
+        return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} cannot be enforced"
     if text.startswith("oneOf"):
         return _ONE_OF
     if text.startswith("NoExtension"):
-        return "nothing can come next: a rule that never ends, or fits no token?"
+        return "no token can follow; check for rules that never end or match no token"
     return " ".join(text.replace("<non-verbose/>", "").split())[:300]
 
 
@@ -188,7 +191,7 @@ class _Tokens:
         self.special_token_ids = sorted(vocabulary.special | {*vocabulary.eos})
 
     def __call__(self, _: object) -> list[int]:
-        raise NotImplementedError("nothing is forced")
+        raise NotImplementedError("forced tokens are disabled")
 
 
 def _json_lark(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Places where JSON Schema has schemas, so that names of properties and constants are not taken for keywords."""
+"""Positions of subschemas in a JSON schema, so that property names and constants are not mistaken for keywords."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ SINGLE = frozenset(
     | {"unevaluatedItems", "unevaluatedProperties"}
 )
 MAX_DEPTH = 120
-"""The library takes no text of JSON that lies deeper, in which each schema takes a level or two."""
+"""Nested schemas at most. Each takes a level or two of JSON, whose depth the library limits."""
 
 
 def schemas(root: Schema) -> Iterator[tuple[Schema, Schema, int]]:
-    """Yields the schema and all those in it, each with the resource that its references are of and its depth.
+    """Yield the schema and all its subschemas, each with its resource and its depth.
 
-    A resource is the root, or a schema in it that has an `$id`. Ends with the first schema that lies too deep.
+    A resource is the root or a subschema with an `$id`; references resolve within it. Stops at the first schema that is
+    deeper than MAX_DEPTH.
     """
     pending: list[tuple[Any, Schema, int]] = [(root, root, 0)]
     while pending:
@@ -34,7 +35,7 @@ def schemas(root: Schema) -> Iterator[tuple[Schema, Schema, int]]:
 
 
 def inner(schema: Schema) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas right below one, each with the keyword that it stands under."""
+    """Yield the direct subschemas, each with its keyword."""
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
             yield from ((key, one) for one in value.values())
@@ -45,7 +46,7 @@ def inner(schema: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def at_pointer(resource: Schema, reference: str) -> Any:
-    """Returns what a reference such as `#/$defs/name` leads to, or None where it leads nowhere or elsewhere."""
+    """Return the target of a reference such as `#/$defs/name`; None if it does not exist or is in another document."""
     if not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     value: Any = resource

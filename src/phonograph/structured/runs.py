@@ -1,16 +1,16 @@
-"""Rules of a grammar over characters, and character classes in them that llguidance may match as long lexemes.
+"""Rules of a grammar over characters, and repeated classes that llguidance may match as long lexemes.
 
 llguidance matches lexemes greedily. A lexeme of one character cannot be extended to another, because UTF-8 is
-prefix-free. Grammars of such lexemes mean what they say, but cost a step of the parser for each character of a token.
-A run is a repeated class as one lexeme. It is safe where each text has a derivation in which all runs are as long as
-its characters allow: for all sets of terminals that may come next after some text,
+prefix-free. Grammars of such lexemes are exact, but cost a parser step for each character of a token. A run is a
+repeated class as one lexeme. A set of runs is safe if each text has a derivation in which all runs are as long as its
+characters allow. For all sets of terminals that may come next after some text:
 
-- no terminal beside a run begins as one of its characters does, unless it is the same run,
-- nor does a terminal after the run, unless the run ends at its greatest length. A run may follow itself where both are
-  rounds of one loop, because one longer run means the same.
+- No terminal beside a run begins with one of the run's characters, unless it is the same run.
+- No terminal after the run begins so either, unless the run ends at its greatest length. A run may follow itself if
+  both are rounds of one loop, because one longer run derives the same text.
 
-Characters count as the same where their first bytes are. The sets are those of the automaton of terminals that follow
-each other, which forgets the callers of a rule and so has at least the sets that the parser meets.
+Characters count as equal if their first bytes are. The sets are those of the automaton of terminals that follow each
+other. It ignores the callers of a rule, so its sets include those of the parser.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_WORK = 200_000
 
 
 class Item(NamedTuple):
-    """A rule's name or a character class as Lark writes it, and how often it comes."""
+    """A rule's name or a character class in Lark's syntax, with its repetition counts."""
 
     symbol: str
     low: int = 1
@@ -39,7 +39,7 @@ Place = tuple[str, int, int]
 
 
 def deriving(rules: Rules, *, empty: bool) -> set[str]:
-    """Return the rules that derive a text, or the empty text."""
+    """Return the rules that derive a text, or with `empty` the empty text."""
     found: set[str] = set()
     todo: list[str] = []
     waiting: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
@@ -59,7 +59,7 @@ def deriving(rules: Rules, *, empty: bool) -> set[str]:
 
 
 def with_runs(rules: Rules) -> Rules:
-    """Return rules of the same language, with classes that repeat as one item where that is safe."""
+    """Return rules of the same language, in which a repeated class is one item where that is safe."""
     search = _Search(_with_loops(_without_recursion(rules)))
     try:
         while unsafe := search.unsafe_runs():
@@ -71,7 +71,7 @@ def with_runs(rules: Rules) -> Rules:
 
 
 def _without_recursion(rules: Rules) -> Rules:
-    """Write `x: head x | base | x tail` as `x: head* base tail*`: right recursion costs more with each round."""
+    """Rewrite `x: head x | base | x tail` as `x: head* base tail*`: right recursion costs more with each round."""
     made: Rules = {}
     for name, alternatives in rules.items():
         itself = Item(name)
@@ -88,7 +88,7 @@ def _without_recursion(rules: Rules) -> Rules:
 
 
 def _with_loops(rules: Rules) -> Rules:
-    """Give repeated rules a copy for the repetition, in which rules that are alternatives alone are written out."""
+    """Give each repeated rule a copy for the repetition, with rules that are only alternatives inlined."""
     made: Rules = {}
     pending = dict(rules)
     while pending:
@@ -116,7 +116,7 @@ def _choices(rules: Rules, name: str) -> Iterator[list[Item]]:
 
 
 class _Search:
-    """Search for runs that are not safe. `runs` has the classes that are taken for runs."""
+    """Search for unsafe runs. `runs` has the classes that are candidates."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -150,7 +150,7 @@ class _Search:
         return rules
 
     def unsafe_runs(self) -> set[Place]:
-        """Return runs that a set of terminals makes unsafe.
+        """Return the runs that a set of terminals makes unsafe.
 
         Raises:
             TimeoutError: there are too many sets.
@@ -184,7 +184,7 @@ class _Search:
         return unsafe
 
     def _follow(self, place: Place) -> set[Place]:
-        """Terminals after one, without the round after a run that is a round itself."""
+        """Return the terminals after one, without the next round after a run that is a round itself."""
         item = self._rules[place[0]][place[1]][place[2]]
         found = {place} if item.high != 1 and place not in self.runs else set[Place]()
         is_round = place in self.runs and _is_round(place, self._rules[place[0]][place[1]])
@@ -242,7 +242,7 @@ class _Search:
 
 
 def _is_round(place: Place, items: list[Item]) -> bool:
-    """Return True for a class that is an alternative of a loop by itself, so that two of them are as good as one."""
+    """Return True for a class that is a whole alternative of a loop, so that two of them equal one."""
     return (
         place[0].endswith("*")
         and len(items) == 1
@@ -255,7 +255,7 @@ def _lead_bytes(symbol: str) -> int:
     negated = symbol.startswith("/[^")
     bits = 0
     for low, high in re.findall(r"{(\w+)}-\\u{(\w+)}", symbol):
-        # Of the bytes of other than ASCII characters each begins many, so a negated class keeps them all.
+        # Each lead byte beyond ASCII begins many characters, so a negated class keeps them all.
         first, last = int(low, 16), min(int(high, 16), 0x7F if negated else 0x10FFFF)
         if first <= last:
             bits |= (2 << chr(last).encode()[0]) - (1 << chr(first).encode()[0])

@@ -1,7 +1,7 @@
-"""Pre-pass over a JSON schema: keywords that the library lacks are written in others, or named as not held.
+"""Rewriting of a JSON schema for the grammar compiler.
 
-What comes out means the same, or allows less. Keywords that are not here are left to the library, which names those
-that it does not know.
+Rewrites keywords that the compiler lacks in terms of others, and rejects or drops those that it cannot enforce. The
+result allows the same values or fewer. Other keywords are left to the compiler, which reports those it does not know.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ from phonograph.structured.formats import BY_LIBRARY, PATTERNS
 from phonograph.structured.places import MAX_DEPTH, Schema, at_pointer, inner, schemas
 
 MOST_MULTIPLE = 1024
-"""What `multipleOf` may count to: the library's time to compile grows with its square, and has no limit of its own."""
+"""Largest `multipleOf`: the library's time to compile grows with its square, without a limit."""
 MOST_PATTERNS = 10
-"""Different patterns in schemas that are merged: what several allow together takes the library time without a limit,
-0.05 s for ten hostile ones, 0.6 s for twelve and 6 s for fourteen."""
+"""Most distinct patterns in merged schemas: the time of their intersection grows exponentially, without a limit."""
 MOST_LISTS = 400
-"""Lists that `uniqueItems` may be written as."""
+"""Most lists that `uniqueItems` expands to."""
 _EXACT = 2**53
-"""Integers up to here are exact in floating point, which the library's bounds are."""
+"""Largest magnitude at which integers are exact in floating point, the type of the library's bounds."""
 _STEP = 1e-9
-"""Distance of a number from an exclusive bound that is taken as none."""
+"""Distance to an exclusive bound below which a number counts as equal to it."""
 _NEVER = 2**31
-"""A length or a count that no output reaches."""
+"""Length or count that no output reaches."""
 _BOUNDS = {"minimum": max, "exclusiveMinimum": max, "maximum": min, "exclusiveMaximum": min}
 _MERGING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _OPEN = _MERGING | {
     *("$dynamicRef", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties"),
     *("if", "dependentSchemas", "dependencies"),
 }
-"""Keywords that describe properties, beside which an object stays open."""
-_ALONE = frozenset(
+"""Keywords that describe properties; an object that has one stays open."""
+_NEUTRAL = frozenset(
     {
         *("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$comment", "$schema", "$id", "id", "$anchor", "$defs", "definitions"),
     }
 )
-"""Keywords that leave a schema the only one that speaks of its values."""
+"""Keywords that do not constrain a schema's values, apart from `type`."""
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
-"""pydantic's pattern of a Decimal, and what it means without looking ahead."""
+"""pydantic's pattern of a Decimal, and an equivalent without lookahead."""
 
 
-def prepared(value: Any, *, closes: bool, leaves_out: Callable[[str], bool] | None) -> tuple[Schema, list[str]]:
-    """Changes a schema in place; returns it, and a warning for each thing that it does not hold any more.
+def prepared(value: Any, *, closes: bool, refuses_regex: Callable[[str], bool] | None) -> tuple[Schema, list[str]]:
+    """Rewrite a schema in place; return it with a warning for each constraint that was dropped.
 
-    closes:     objects that only list properties get no others. JSON Schema allows any, and weak models never end them.
-    leaves_out: None where all has to be held. Else what cannot be held is left out, patterns too for which this is True
+    Args:
+        value: the schema, or a boolean.
+        closes: close objects that only list properties. JSON Schema allows any others, and weak models never end them.
+        refuses_regex: None rejects what cannot be enforced. Else it is dropped, as is each pattern that this refuses.
 
     Raises:
-        GrammarError: there is something that cannot be held.
+        GrammarError: a constraint cannot be enforced.
     """
     if value is False:
         raise GrammarError("the schema `false` allows nothing")
     root: Schema = {} if value is True else value
-    found = _Prepass(root, closes, leaves_out)
+    found = _Prepass(root, closes, refuses_regex)
     try:
         found.run()
     except (AttributeError, TypeError) as error:
@@ -73,24 +74,24 @@ def prepared(value: Any, *, closes: bool, leaves_out: Callable[[str], bool] | No
 
 
 class _Prepass:
-    def __init__(self, root: Schema, closes: bool, leaves_out: Callable[[str], bool] | None) -> None:
+    def __init__(self, root: Schema, closes: bool, refuses_regex: Callable[[str], bool] | None) -> None:
         self._root = root
         self._closes = closes
-        self._leaves_out = leaves_out
+        self._refuses_regex = refuses_regex
         self._floors: set[int] = set()
         self.warnings: list[str] = []
 
     def run(self) -> None:
         found = list(schemas(self._root))
         if found[-1][2] > MAX_DEPTH:
-            raise GrammarError(f"its schemas lie more than {MAX_DEPTH} deep in each other")
+            raise GrammarError(f"its schemas are nested more than {MAX_DEPTH} deep")
         names = {_name_of(self._root, resource) for _, resource, _ in found}
         bounds = [schema[key] for schema, _, _ in found for key in _BOUNDS if _is_number(schema.get(key))]
         self._floors = {math.floor(bound) for bound in bounds if bound % 1}
         merged = _merged(self._root)
         multiples: list[int] = []
         for schema, resource, _ in found:
-            schema.pop("discriminator", None)  # OpenAPI's, beside which the library refuses references that recur
+            schema.pop("discriminator", None)  # from OpenAPI; with it the library rejects recursive references
             self._write_numbers(schema, multiples)
             self._write_texts(schema)
             self._write_unique(schema, resource)
@@ -103,9 +104,9 @@ class _Prepass:
             if isinstance(reference, str) and _name_of(self._root, resource, reference) not in names:
                 self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
         self._check_patterns([schema for schema, _, _ in found if id(schema) in merged])
-        # Where schemas are merged, their multiples are counted together.
+        # Merged schemas multiply their multiples.
         if merged and math.lcm(1, *multiples) > MOST_MULTIPLE:
-            raise GrammarError(f"several multipleOf whose common multiple is above {MOST_MULTIPLE} are not held")
+            raise GrammarError(f"several multipleOf whose common multiple is above {MOST_MULTIPLE} cannot be enforced")
 
     def _check_patterns(self, merged: list[Schema]) -> None:
         patterns = {schema["pattern"] for schema in merged if "pattern" in schema}
@@ -116,10 +117,10 @@ class _Prepass:
                     self._drop(schema, key, f"more than {MOST_PATTERNS} patterns in schemas that are merged")
 
     def _drop(self, schema: Schema, key: str, what: str) -> None:
-        if self._leaves_out is None:
-            raise GrammarError(f"{what} is not held")
+        if self._refuses_regex is None:
+            raise GrammarError(f"{what} cannot be enforced")
         del schema[key]
-        self.warnings.append(f"{what} is not held")
+        self.warnings.append(f"{what} cannot be enforced")
 
     def _write_numbers(self, schema: Schema, multiples: list[int]) -> None:
         for key in ("maxLength", "maxItems", "maxProperties"):
@@ -135,7 +136,7 @@ class _Prepass:
                     inclusive, limit = ("minimum", -_EXACT) if inner_of is max else ("maximum", _EXACT)
                     schema[inclusive] = inner_of(limit, schema.get(inclusive, limit))
         for key, side in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
-            # The library takes a whole exclusive bound itself if the other bound is less than 1 away.
+            # The library includes an integer exclusive bound if the other bound is less than 1 away.
             if _is_number(bound := schema.get(key)) and bound % 1 == 0 and bound - (side < 0) in self._floors:
                 schema[key] = bound + side * max(_STEP, math.ulp(bound))
         for key in ("const", "enum"):
@@ -151,7 +152,7 @@ class _Prepass:
     def _write_texts(self, schema: Schema) -> None:
         form = schema.get("format")
         if isinstance(form, str) and form not in BY_LIBRARY:
-            del schema["format"]  # JSON Schema defines no other: a note, not a rule
+            del schema["format"]  # JSON Schema defines no other formats: an annotation
             if form in PATTERNS:
                 together = schema.setdefault("allOf", []) if "pattern" in schema else None
                 text = {"pattern": f"^({PATTERNS[form]})$"}
@@ -161,16 +162,16 @@ class _Prepass:
             schema["pattern"] = _DECIMAL[1]
         elif isinstance(pattern, str):
             schema["pattern"] = _without_nul(pattern)
-            if self._leaves_out is not None and self._leaves_out(pattern):
+            if self._refuses_regex is not None and self._refuses_regex(pattern):
                 self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
         named = schema.get("patternProperties")
         if isinstance(named, dict):
-            for name in filter(self._leaves_out, list(named)) if self._leaves_out is not None else ():
+            for name in filter(self._refuses_regex, list(named)) if self._refuses_regex is not None else ():
                 self._drop(named, name, f"the pattern {shortened(name, 100)} of names")
             schema["patternProperties"] = {_without_nul(name): one for name, one in named.items()}
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
-        """`uniqueItems` of an enum: all lists of its values without a repetition, or those in the enum's order."""
+        """Expand `uniqueItems` of an enum: all lists without repetition, or only those in the enum's order."""
         if (
             not schema.get("uniqueItems")
             or schema.get("maxItems") in (0, 1)
@@ -191,24 +192,24 @@ class _Prepass:
                 schema["enum"] = [list(one) for count in counts for one in choose(values, count)]
                 del schema["uniqueItems"]
                 kinds = {items.get("type", kind) == kind for kind in (_TYPES.get(type(one)) for one in values)}
-                if kinds <= {True} and items.keys() <= _ALONE | {"enum", "const"}:
-                    del schema["items"]  # says no more, and to hold each list against it takes long
+                if kinds <= {True} and items.keys() <= _NEUTRAL | {"enum", "const"}:
+                    del schema["items"]  # redundant, and slow to check against each list
                 return
 
     def _write_names(self, schema: Schema) -> None:
-        """`propertyNames` as `properties` or `patternProperties`, and no others."""
+        """Rewrite `propertyNames` as `properties` or `patternProperties` of a closed object."""
         names = schema.get("propertyNames")
         properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in schema:
             return
         if "string" not in str(names.get("type", "string")):
-            return  # no name can be that
-        said = names.keys() - _ALONE
+            return  # names are strings, so nothing can match
+        said = names.keys() - _NEUTRAL
         if said <= {"enum", "const"} and (values := _values(names)) is not None:
             schema["properties"] = {name: properties.get(name, more) for name in values if isinstance(name, str)}
         elif (said and said <= {"minLength", "maxLength"}) or said == {"pattern"}:
             if properties and more is not True:
-                return  # what `additionalProperties` says would be said of the properties too
+                return  # `additionalProperties` would then apply to the listed properties too
             lengths = rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
             pattern = names.get("pattern", lengths)
             try:
@@ -225,7 +226,7 @@ class _Prepass:
             schema["additionalProperties"] = False
 
     def _check_counts(self, schema: Schema) -> None:
-        """A name that is in no schema can come twice in the library's grammars, and optional names are not counted."""
+        """Check counts of properties. The library may repeat an unlisted name and does not count optional ones."""
         required, named = schema.get("required", []), schema.get("properties", {})
         if not isinstance(required, list) or not isinstance(named, dict):
             return
@@ -236,7 +237,7 @@ class _Prepass:
             if not _is_number(count):
                 continue
             if count <= needed if key == "minProperties" else count >= len(named) and not is_open:
-                del schema[key]  # says no more than the names do
+                del schema[key]  # implied by the names
             elif (optional and (is_open or count != needed + 1)) or (
                 key == "minProperties" and is_open and count > needed + 1
             ):
@@ -244,7 +245,7 @@ class _Prepass:
 
 
 def _write_conditions(schema: Schema) -> None:
-    """Keywords that ask for names where others are: each becomes a choice between not having one and having all."""
+    """Rewrite keywords that require names if others are present: a choice of not having one and having all."""
     choices: list[Schema] = []
     for key in ("dependentRequired", "dependencies"):
         asked = schema.get(key)
@@ -263,7 +264,7 @@ def _write_conditions(schema: Schema) -> None:
 
 
 def _without_nul(pattern: str) -> str:
-    r"""Takes NUL from classes: to one that has all control characters, the library adds `"` and `\`."""
+    r"""Remove NUL from classes. The library adds `"` and `\` to a class that has all control characters."""
 
     def changed(found: re.Match[str]) -> str:
         if found[0].startswith("[^"):
@@ -278,7 +279,7 @@ def _without(name: str) -> Schema:
 
 
 def _close(schema: Schema) -> None:
-    """Forbids other properties than those listed, where nothing needs or describes others."""
+    """Forbid properties that are not listed, unless something requires or describes others."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or _OPEN & schema.keys() or not isinstance(required, list):
         return
@@ -288,7 +289,7 @@ def _close(schema: Schema) -> None:
 
 
 def _merged(root: Schema) -> set[int]:
-    """Returns the ids of the schemas of which others say something too: to close these could leave nothing."""
+    """Return the ids of schemas that are combined with others. Closing these could leave no value."""
     found: set[int] = set()
     seen: set[tuple[int, bool]] = set()
     pending: list[tuple[Any, Schema, bool]] = [(root, root, False)]
@@ -299,7 +300,7 @@ def _merged(root: Schema) -> set[int]:
         seen.add((id(schema), merged))
         if merged:
             found.add(id(schema))
-        said, resource = schema.keys() - _ALONE, schema if "$id" in schema else resource
+        said, resource = schema.keys() - _NEUTRAL, schema if "$id" in schema else resource
         target = at_pointer(resource, schema["$ref"]) if isinstance(schema.get("$ref"), str) else None
         for key, one in (*inner(schema), ("$ref", target)):
             beside = key in _MERGING and (len(said) > 1 or (key == "allOf" and len(schema["allOf"]) > 1))
@@ -309,14 +310,14 @@ def _merged(root: Schema) -> set[int]:
 
 
 def _name_of(root: Schema, resource: Schema, reference: str = "") -> str:
-    """Returns the address of a resource, or of what a reference in it leads to; that of a root without one is empty."""
+    """Return the address of a resource, or of a reference's target in it; empty for a root without an `$id`."""
     own, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
     known = [one for one in (own, name, reference) if isinstance(one, str)]
     return functools.reduce(urljoin, known, "").partition("#")[0]
 
 
 def _values(schema: Schema) -> list[Any] | None:
-    """Returns the values of a `const` or `enum`, each once as JSON Schema compares them: 1 is 1.0, True is not 1."""
+    """Return the distinct values of a `const` or `enum`. As in JSON Schema, 1 equals 1.0 and True differs from 1."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
         return None
@@ -332,7 +333,7 @@ def _identity(value: Any) -> Any:
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """All integers in a value."""
+    """Yield all integers in a value."""
     pending = [value]
     while pending:
         one = pending.pop()

@@ -13,12 +13,13 @@ _PROBE = 'The {"key": [1.5e-3, "naïve 日本 \U0001f600"]}\n\tx = y;  end'
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens by id. Ids without a token, such as those that pad a model's rows of logits, are never allowed.
+    """Tokens by id. Ids without a token, such as padding rows of the logits, are never allowed.
 
-    tokens:  bytes that each token adds to a text; of special tokens their names
-    special: ids of tokens that are no text
-    eos:     ids that end an output
-    size:    rows of the model's logits
+    Attributes:
+        tokens: bytes that each token adds to a text; for special tokens their names.
+        special: ids of tokens that are not text.
+        eos: ids that end an output.
+        size: rows of the model's logits.
     """
 
     tokens: Sequence[bytes]
@@ -28,10 +29,10 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, size: int, eos: Iterable[int]) -> Vocabulary:
-        """Reads a `phonograph.text.tokenizer.Tokenizer`.
+        """Read the vocabulary of a `phonograph.text.tokenizer.Tokenizer`.
 
-        The bytes come from the tokenizer's own decoder, token by token, not from its file, which libraries misread for
-        tokenizers that were converted from other formats.
+        The bytes come from the tokenizer's decoder, token by token. Libraries misread the files of tokenizers that were
+        converted from other formats.
 
         Raises:
             RequestError: the bytes of a text's tokens are not the bytes of the text.
@@ -41,6 +42,6 @@ class Vocabulary:
         ids = tokenizer.encode(_PROBE, add_special_tokens=False)
         joined = b"".join(tokens[one] for one in ids if one < size).decode("utf-8", "replace")
         if joined.strip() != tokenizer.decode(ids).strip():
-            problem = f"the tokenizer's tokens, read one by one, say {joined[:60]!r} for the text {_PROBE!r}"
-            raise RequestError("structured_outputs", "...", f"{problem}; give another one with --tokenizer")
+            problem = f"the tokenizer's tokens, decoded one by one, give {joined[:60]!r} for the text {_PROBE!r}"
+            raise RequestError("structured_outputs", "...", f"{problem}; choose another with --tokenizer")
         return cls(tokens, special, tuple(eos), size)

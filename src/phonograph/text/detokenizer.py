@@ -1,10 +1,10 @@
 """Incremental detokenization: tokens become text one by one, in constant time each.
 
-The text of a token depends on two things only: the token begins a text or follows another one, since many decoders drop
-the space at the beginning of a text. The tokenizer's own decoder is asked once for both, and the answers are kept as
-bytes, because a token may be a part of a character. A stream joins the bytes and decodes UTF-8. This cannot fail,
-whatever the model generates; incremental decoding by the whole text, as in `tokenizers.decoders.DecodeStream`, fails
-where a text changes in hindsight, which broken bytes cause.
+The text of a token depends on two things only: the token, and its position at the start of a text or after another
+token, since many decoders drop the space at the start. The tokenizer's decoder is called once for both cases. The
+results are kept as bytes, because a token may be a part of a character, and a stream decodes the joined bytes as UTF-8.
+This works for any output. Decoding the whole text again, as `tokenizers.decoders.DecodeStream` does, fails on invalid
+UTF-8, which changes earlier text.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _EACH_BYTE = "phonograph.each_byte"
 
 
 _PER_TOKEN = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
-"""Decoders that treat each token by itself, apart from the beginning of a text, as long as tokens are not joined."""
+"""Decoders that treat each token by itself, apart from the start of a text, unless tokens are joined first."""
 _JOINING = frozenset({"ByteLevel", "Fuse"})
 _CONTEXT_TOKENS = 3
-"""Tokens that can share an unfinished character with the next one: UTF-8 has at most 3 bytes before its last."""
+"""Tokens that can share an unfinished character with the next one: UTF-8 has at most 3 bytes before the last."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -41,8 +41,9 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 class TokenBytes:
     """Bytes of text that each token of a vocabulary adds.
 
-    errors: handler for broken UTF-8 in the way of the tokenizer's own decoder: with byte fallback each broken byte
-            becomes U+FFFD, else each broken sequence does
+    `errors` is the handler of invalid UTF-8, as in the tokenizer's decoder: with byte fallback each invalid byte
+    becomes
+    U+FFFD, else each invalid sequence.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -55,15 +56,15 @@ class TokenBytes:
         self._next: dict[int, bytes | None] = {}
 
     def first(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token that begins a text. None: the vocabulary has no such token."""
+        """Return the bytes of a token that begins a text; None if the vocabulary has no such token."""
         if token_id not in self._first:
             self._first[token_id] = self._read(token_id, None)
         return self._first[token_id]
 
     def next(self, token_id: int, previous: int | None = None) -> bytes | None:
-        """Return the bytes of a token that follows `previous`. None: the vocabulary has no such token.
+        """Return the bytes of a token after `previous`; None if the vocabulary has no such token.
 
-        Few decoders need `previous`; by default it is a token that most texts may contain.
+        Few decoders depend on `previous`; the default is a common token.
         """
         if not self._is_local and previous is not None:
             return self._read(token_id, previous)
@@ -91,7 +92,7 @@ class TokenBytes:
 
     @cached_property
     def _usual(self) -> int | None:
-        """A token with whole characters, behind which the others are decoded."""
+        """A token of whole characters, after which other tokens are decoded."""
         ids: Iterable[int] = self._backend.encode("a", add_special_tokens=False).ids[::-1]
         for token_id in (*ids, *sorted(self._backend.get_vocab().values())):
             text = self._decode([token_id])
@@ -104,12 +105,15 @@ class TokenBytes:
 
 
 class TokenStream:
-    """Text of one output, made token by token; bytes of an unfinished character wait for their rest.
+    """Text of one output, decoded token by token. Bytes of an unfinished character wait for the rest.
 
-    special:       special tokens of the vocabulary
-    skips_special: leave them out of the text
-    after:         tokens before the output. Their text goes on with the output unless a special token ends it. An
-                   unfinished character at their end is part of the output if the output completes it, else of neither.
+    Args:
+        token_bytes: bytes of each token.
+        special: special tokens of the vocabulary.
+        skips_special: omit them from the text.
+        after: tokens before the output. Their text continues in the output unless a special token ends it. If the
+            output
+            completes an unfinished character at their end, that character is part of the output.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class TokenStream:
         return self._without_prompt(self._characters.decode(data))
 
     def finish(self) -> str:
-        """Return the text of the bytes that still wait, at the end of the output."""
+        """Return the text of the waiting bytes, at the end of the output."""
         return self._without_prompt(self._characters.decode(b"", True))
 
     def _without_prompt(self, text: str) -> str:
@@ -150,7 +154,7 @@ class TokenStream:
 
 
 def _decoder_types(decoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the type and the settings of each part of a decoder, in order."""
+    """Yield type and settings of each part of a decoder, in order."""
     if decoder is None:
         return
     parts: list[dict[str, Any]] = [json.loads(decoder.__getstate__())]
@@ -163,7 +167,7 @@ def _decoder_types(decoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_local(decoders: list[tuple[str, dict[str, Any]]]) -> bool:
-    """Return True if a token's text depends on nothing but the token and whether it begins the text."""
+    """Return True if a token's text depends only on the token, and on whether it begins the text."""
     joined = False
     for kind, settings in decoders:
         if kind not in _PER_TOKEN:
@@ -175,8 +179,10 @@ def _is_local(decoders: list[tuple[str, dict[str, Any]]]) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level vocabularies: printable ones stand for themselves, others are
-    counted from U+0100."""
+    """Return the byte of each character in byte-level vocabularies.
+
+    Printable bytes stand for themselves; the others are numbered from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Text to tokens and back, through the tokenizer that comes with the model."""
+"""The model's tokenizer: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from phonograph.text.detokenizer import TokenBytes, TokenStream
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200
-"""Characters of a prompt, or of messages, that an error shows."""
-_NO_VARIABLES = frozenset({"messages", "conversations", "self"})
-"""What a template cannot be given beside the parameters of `apply_chat_template`: its call sets them itself."""
+"""Characters of a prompt or of messages in an error."""
+_RESERVED = frozenset({"messages", "conversations", "self"})
+"""Names that cannot be variables of a template: `apply_chat_template` passes them itself."""
 _DECODED_AT_ONCE = 8192
-"""Tokens that are decoded while other threads of Python wait."""
+"""Tokens above which decoding must not hold Python's lock."""
 
 
 class Tokenizer:
     """A Hugging Face tokenizer with a fast backend, which incremental decoding needs.
 
-    special_token_ids: those that are left out of the text where special tokens are to be skipped
-    token_bytes:       the text that each token adds
+    Attributes:
+        special_token_ids: tokens that are omitted if special tokens are skipped.
+        token_bytes: text that each token adds.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
-        """Loads the tokenizer of a local folder or hub id.
+        """Load the tokenizer of a local folder or hub id.
 
         Raises:
             ModelError: there is none, it is unusable, or it has no fast backend (tokenizer.json).
@@ -50,10 +51,10 @@ class Tokenizer:
             tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, revision=revision
             )
-        except Exception as error:  # transformers raises nearly anything for files it cannot use
+        except Exception as error:  # transformers raises many types for unusable files
             local = Path(folder).is_dir()
             if not local and (problem := hub_problem(error)) is not None:
-                raise ModelError(f"tokenizer {str(folder)!r} is no local folder and {problem}") from error
+                raise ModelError(f"tokenizer {str(folder)!r} is not a local folder and {problem}") from error
             shown = str(error) if local else first_line(error)
             raise ModelError(
                 f"no usable tokenizer in {folder} ({shown}); give one with --tokenizer, or pass token ids"
@@ -64,7 +65,7 @@ class Tokenizer:
 
     @property
     def hugging_face(self) -> Any:
-        """The tokenizer of transformers, for libraries that want that."""
+        """The tokenizer of transformers, for libraries that need it."""
         return self._tokenizer
 
     @property
@@ -77,7 +78,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own, as it was written."""
+        """The model's chat template."""
         return cast("str | None", self._tokenizer.chat_template)
 
     @property
@@ -86,38 +87,38 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Above every token id; some of those below may have no token."""
+        """The largest token id plus one. Some smaller ids may have no token."""
         return max(self._backend.get_vocab().values()) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects around it unless these are not wanted.
+        """Return the token ids of a text, by default with the special tokens that the model expects around it.
 
         Raises:
-            RequestError: the text holds half of a surrogate pair, which no encoding of Unicode allows.
+            RequestError: the text has a lone surrogate, which is not valid Unicode.
         """
         try:
-            # A mask of ones for millions of tokens takes as long as the ids.
+            # The mask of ones would take as long as the ids.
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
             return list(encoded["input_ids"])
         except (TypeError, UnicodeEncodeError):
             raise RequestError(
-                "prompt", shortened(text, _SHOWN), "is no Unicode text (half of a surrogate pair)"
+                "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
             ) from None
 
     @cached_property
     def max_token_characters(self) -> int | None:
-        """The most characters of a text that one token can stand for, or None if there is no such bound.
+        """Maximum characters of a text that one token stands for, or None if there is no bound.
 
-        Tokens that swallow the white space beside them are taken without it.
+        Without white space that tokens strip.
         """
         settings = json.loads(self._backend.to_str())
         model = settings["model"]
-        # One token for unknown characters stands for a word, or for as many as follow each other.
+        # One token for unknown characters stands for a word, or for any number of adjacent ones.
         fuses_unknown = model["type"] == "Unigram" or model.get("fuse_unk")
         if model["type"] in ("WordLevel", "WordPiece") or (fuses_unknown and not model.get("byte_fallback")):
             return None
         longest = max(map(len, self._backend.get_vocab()))
-        # Unicode's composition makes one character of four at most.
+        # Unicode's composition joins at most four characters.
         return longest * (1 if settings["normalizer"] is None else 4)
 
     @cached_property
@@ -129,10 +130,10 @@ class Tokenizer:
         return next((start for start in starts if ids[start : start + len(text)] == text), 0)
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
-        """Return the token ids of the text that `render_chat` makes of a conversation, with the same options.
+        """Return the token ids of the text that `render_chat` returns for the same arguments.
 
         Raises:
-            RequestError: the model has no chat template, or it does not take these messages.
+            RequestError: as `render_chat`.
         """
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
@@ -146,22 +147,24 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """A conversation as text, up to where the assistant's answer begins, special tokens included.
+        """Return a conversation as text with special tokens, up to the start of the assistant's answer.
 
-        template:               instead of the model's own
-        add_generation_prompt:  end with what begins the assistant's answer
-        continue_final_message: end within the last message, so that the model goes on writing it
-        variables:              more for the template to see
-        tools:                  functions that the model may call, as OpenAI describes them
+        Args:
+            messages: the conversation.
+            template: chat template; default: the model's.
+            add_generation_prompt: end with the prefix of the assistant's answer.
+            continue_final_message: end within the last message, so that the model continues it.
+            variables: further variables of the template.
+            tools: functions that the model may call, in OpenAI's format.
 
         Raises:
-            RequestError: as `encode_chat`.
+            RequestError: the model has no chat template, or the template rejects these messages.
         """
-        # Else whoever sets variables of the template would set options of the tokenizer.
-        taken = _NO_VARIABLES | signature(self._tokenizer.apply_chat_template).parameters.keys()
+        # Other names would set options of the tokenizer.
+        taken = _RESERVED | signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in variables or {}:
             if name in taken:
-                raise RequestError("chat_template_kwargs", name, "is no variable of a template")
+                raise RequestError("chat_template_kwargs", name, "is not a variable of a template")
         if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
         try:
@@ -174,34 +177,37 @@ class Tokenizer:
                 tokenize=False,
                 **(variables or {}),
             )
-        except Exception as error:  # templates raise what their authors wrote
-            problem = f"the chat template refuses them: {shortened(str(error), _SHOWN)}"
+        except Exception as error:  # templates raise any error
+            problem = f"the chat template rejects them: {shortened(str(error), _SHOWN)}"
             raise RequestError("messages", list(messages), problem) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(token_ids) > _DECODED_AT_ONCE and not self._tokenizer.clean_up_tokenization_spaces:
-            # `decode` keeps all other threads waiting meanwhile, half a second for a million tokens.
+            # `decode` holds Python's lock, `decode_batch` does not.
             return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it, or None where it has no such token."""
+        """Return a token as in the vocabulary, or None if there is no such token."""
         return cast("str | None", self._backend.id_to_token(token_id))
 
     def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
         """Return a decoder that takes tokens one by one.
 
-        after: tokens whose text the stream continues. A special token ends a text, and the next token begins one.
+        Args:
+            skip_special_tokens: omit special tokens from the text.
+            after: tokens whose text the stream continues. A special token ends a text, and the next token begins one.
         """
         return TokenStream(self.token_bytes, self.special_token_ids, skips_special=skip_special_tokens, after=after)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of the model; None for a local folder or a name of the catalog, which have none: such an engine
-    serves token ids only.
+    """Load the tokenizer of the configured model.
+
+    Returns None for a local folder or catalog name without a tokenizer. Such an engine serves token ids only.
 
     Raises:
-        ModelError: there is one and it is unusable.
+        ModelError: the tokenizer is unusable.
     """
     if not has_tokenizer(config):
         return None
@@ -211,7 +217,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def has_tokenizer(config: EngineConfig) -> bool:
-    """Return False where `load_tokenizer` returns None, without loading anything."""
+    """Return False if `load_tokenizer` returns None, without loading anything."""
     name = config.model
     if config.tokenizer is not None:
         return True
@@ -226,9 +232,9 @@ def _is_local(name: str) -> bool:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """What transformers' AutoTokenizer would choose where that is plain to see, or AutoTokenizer.
+    """Return the class that AutoTokenizer would choose if that is evident, else AutoTokenizer.
 
-    Either takes seconds to import, AutoTokenizer three times as long: it brings every model's configuration.
+    AutoTokenizer takes several times as long to import, because it imports every model's configuration.
     """
     if _is_generic(folder):
         from transformers import PreTrainedTokenizerFast
@@ -240,7 +246,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether a local Llama's tokenizer is all in its tokenizer.json, as Llama 3's is. Other models have classes."""
+    """Return True for a local Llama whose tokenizer.json is complete, as Llama 3's. Other models have classes."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         model = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from phonograph.cli.options import GROUPS, takes_engine_settings
 from phonograph.config.engine_config import EngineConfig
-from phonograph.config.sources import Given
+from phonograph.config.sources import SourcedValue
 
 
 @takes_engine_settings
 def config(
-    settings: tuple[EngineConfig, dict[str, Given]],
+    settings: tuple[EngineConfig, dict[str, SourcedValue]],
     *,
     as_json: Annotated[
         bool, Parameter(name="--json", negative="", show_default=False, help="One JSON object instead of a table.")

@@ -1,4 +1,4 @@
-"""One layer of a decoder: its weights, and where the tensors of a checkpoint go in them."""
+"""One layer of a decoder: its weights, and the places of a checkpoint's tensors in them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from phonograph.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHeads:
-    """Heads of one layer, and what is done to them before they attend.
+    """Heads of one layer, and their norm before attention.
 
-    qk_norm: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or None
+    Attributes:
+        qk_norm: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or None.
     """
 
     layer: int
@@ -26,7 +27,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """Weights of one layer; query, key and value are one matrix, gate and up another. QKV has (H + 2K) * D outputs."""
+    """Weights of one layer. Query, key and value are one matrix with (H + 2K) * D outputs; gate and up are another."""
 
     qkv: NormedLinear
     heads: AttentionHeads
@@ -38,7 +39,7 @@ class DecoderLayer:
     def make(cls, spec: ModelSpec, index: int, allocate: WeightAllocator) -> DecoderLayer:
         q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         num_rotated_heads = spec.num_query_heads + spec.num_kv_heads
-        # The order of allocation is that of the random numbers of dummy weights.
+        # Dummy weights are drawn in the order of allocation.
         input_norm = allocate.tensor(spec.hidden_size)
         qkv = allocate.linear(spec.hidden_size, q_size + 2 * kv_size, bias=spec.qkv_bias)
         qk_norm = allocate.tensor(num_rotated_heads, spec.head_size) if spec.qk_norm else None
@@ -61,7 +62,7 @@ class DecoderLayer:
         )
 
     def checkpoint_views(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
-        """Return where each tensor of a checkpoint goes, by its name: a view of the fused weights."""
+        """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights."""
         prefix = f"model.layers.{self.heads.layer}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q_rows, kv_rows = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size

@@ -1,7 +1,7 @@
-"""The interface of a kernel set: what a decoder's forward loop is made of, below the loop.
+"""Protocol of a kernel set: the operations of the decoder's forward loop.
 
-A kernel set decides what is fused. A norm is computed at once, left to the product behind it, or computed inside that
-product; a residual is added inside the product or after it. The loop is the same for all of them.
+A kernel set decides on fusion. A norm is computed at once, deferred to the next product, or computed inside it. A
+residual is added inside a product or after it. The loop is the same for all kernel sets.
 
 Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
 vocabulary, F = (H + 2K) * D.
@@ -19,12 +19,14 @@ from phonograph.models.layers.linear import Linear, NormedLinear
 
 
 class KVTarget(NamedTuple):
-    """Where the keys and values of a layer go.
+    """Destination of a layer's keys and values.
 
-    kv_cache:         [2, B, S, K, D]
-    slot_mapping:     int64, of the step's tokens; may be shorter than they are; -1 writes nothing
-    k_scale, v_scale: [K] float32, of an FP8 cache, or None for 1
-    clears_padding:   True if attention itself writes the zeros of padding rows
+    Attributes:
+        kv_cache: [2, B, S, K, D].
+        slot_mapping: int64, of the step's tokens; may be shorter than they are; -1 writes nothing.
+        k_scale: [K] float32 for the keys of an FP8 cache, or None for 1.
+        v_scale: the same for values.
+        clears_padding: True if attention itself writes the zeros of padding rows.
     """
 
     kv_cache: torch.Tensor
@@ -37,8 +39,9 @@ class KVTarget(NamedTuple):
 class Attend(Protocol):
     """Attention of one step. It writes keys and values to the KV cache, and reads the cache.
 
-    A model needs only the call. The two methods are the same in two halves, for a kernel set that rotates queries and
-    keys and writes the cache in one launch.
+    A model needs only `__call__`. The two methods split it, for a kernel set that rotates queries and keys and writes
+    the
+    cache in one launch.
     """
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
@@ -46,11 +49,11 @@ class Attend(Protocol):
         ...
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
-        """Return where the keys and values of a layer are to be written."""
+        """Return the destination of a layer's keys and values."""
         ...
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
-        """Attend to the cache, with the step's keys and values in it, into `out_THD`."""
+        """Attend to the cache, which has the step's keys and values, into `out_THD`."""
         ...
 
 
@@ -58,9 +61,11 @@ class Attend(Protocol):
 class Stream:
     """The residual stream between two products.
 
-    hidden_TE: the rows
-    normed_TE, squares: what the last product left for the norm behind it; as the kernel set has it
-    is_part:   the rows are those that `keep_rows` kept
+    Attributes:
+        hidden_TE: the rows.
+        normed_TE: normed rows from the last product, if the kernel set computes them.
+        squares: row sums of squares from the last product, for a deferred norm.
+        is_part: True if the rows are those of `keep_rows`.
     """
 
     hidden_TE: torch.Tensor
@@ -70,14 +75,14 @@ class Stream:
 
 
 class KernelSet(Protocol):
-    """The functions of a decoder, on one kind of device. Results live until the next call of the same function."""
+    """Operations of a decoder on one kind of device. Results are valid until the next call of the same method."""
 
     def rotary(self, positions_T: torch.Tensor) -> Any:
-        """Return what `attention` needs of the positions, once a step."""
+        """Return the input of `attention` that depends on the positions only, once a step."""
         ...
 
     def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
-        """Begin a stream with the embeddings of tokens. then: the product that reads the stream first."""
+        """Begin a stream with the embeddings of tokens. `then` is the product that reads the stream first."""
         ...
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
@@ -89,15 +94,15 @@ class KernelSet(Protocol):
         ...
 
     def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
-        """Return silu(gate) * up [T, I] of the normed stream; the matrix has the gates' outputs first."""
+        """Return silu(gate) * up [T, I] of the normed stream; the gates are the first outputs of the matrix."""
         ...
 
     def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
-        """Add x @ weight + bias to the stream, in place. then: the product that reads the stream next, if any does."""
+        """Add x @ weight + bias to the stream, in place. `then` is the product that reads the stream next, if any."""
         ...
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return True if the last layer of a prefill of so many tokens computes only rows that need logits."""
+        """Return True if the last layer computes only the rows that need logits, in a prefill of so many tokens."""
         ...
 
     def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
@@ -107,5 +112,5 @@ class KernelSet(Protocol):
     def logits(
         self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
     ) -> torch.Tensor:
-        """Return logits [N, V] of the normed rows `rows_N` of the stream; of all its rows where that is None."""
+        """Return logits [N, V] of the normed rows `rows_N` of the stream, or of all its rows if that is None."""
         ...

@@ -1,4 +1,4 @@
-"""Layers with weights: a matrix product, a norm, and the product of normed rows."""
+"""Layers with weights: a matrix product, and the product of normed rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 class Linear:
     """Weights of a matrix product: x @ weight + bias.
 
-    weight_IO: [inputs, outputs]. In memory the rows are outputs on a GPU and inputs on a CPU, whose library multiplies
-        4 to 32 tokens up to 1.5 times as fast so (2 times out of the cache, and as fast elsewhere).
-    bias_O:    [outputs], or None
+    Attributes:
+        weight_IO: [inputs, outputs]. In memory the rows are outputs on a GPU and inputs on a CPU, whose library
+            multiplies
+            4 to 32 tokens faster so.
+        bias_O: [outputs], or None.
     """
 
     weight_IO: torch.Tensor
@@ -23,7 +25,9 @@ class Linear:
     def checkpoint_views(self, prefix: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
 
-        sizes: outputs of each part of a fused matrix, in their order
+        Args:
+            prefix: prefix of the names.
+            sizes: outputs of each part of a fused matrix, in order.
         """
         counts = list(sizes.values())
         views = dict(zip((f"{prefix}.{name}.weight" for name in sizes), self.weight_IO.t().split(counts), strict=True))
@@ -34,10 +38,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class NormedLinear:
-    """A matrix product whose input is normed first: rms_norm(x) @ weight + bias.
-
-    norm_I: [inputs], weights of the norm
-    """
+    """A matrix product of normed input: rms_norm(x) @ weight + bias. `norm_I` [inputs] has the weights of the norm."""
 
     norm_I: torch.Tensor
     linear: Linear
@@ -45,9 +46,9 @@ class NormedLinear:
 
 @dataclass(slots=True)
 class WeightAllocator:
-    """Makes the weights of a model, without contents.
+    """Allocator of a model's weights, without contents.
 
-    parameters: the weights as they lie in memory, all contiguous, in the order in which they were made
+    `parameters` lists the weights in memory layout, all contiguous, in the order of allocation.
     """
 
     dtype: torch.dtype
@@ -60,7 +61,7 @@ class WeightAllocator:
         return tensor
 
     def matrix(self, size_in: int, size_out: int) -> torch.Tensor:
-        """Return [size_in, size_out], laid out as `Linear` says."""
+        """Return [size_in, size_out] in the memory layout of `Linear`."""
         if self.device.type == "cpu":
             return self.tensor(size_in, size_out)
         return self.tensor(size_out, size_in).t()

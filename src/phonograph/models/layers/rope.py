@@ -1,6 +1,6 @@
-"""Rotary frequencies from the parameters of a configuration: the same numbers as transformers computes.
+"""Rotary frequencies from the parameters of a configuration, equal to transformers'.
 
-The formulas are written down here because importing transformers' takes seconds; tests compare the two.
+Importing transformers' functions takes seconds; tests compare the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from phonograph.models.rope_parameters import RopeParameters
 
 
 def rope_frequencies(rope: RopeParameters, head_size: int) -> tuple[tuple[float, ...], float]:
-    """Angle per position of each of the head_size / 2 pairs (exact float32 values), and the factor on cos and sin.
+    """Return the angle per position of each of the head_size / 2 pairs, and the factor on cos and sin.
+
+    The angles are exact float32 values.
 
     Raises:
         ModelError: the parameters have no finite result.
@@ -36,11 +38,11 @@ def rope_frequencies(rope: RopeParameters, head_size: int) -> tuple[tuple[float,
             return tuple(frequencies.tolist()), float(factor)
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         problem = str(error)
-    raise ModelError(f"{rope.field}={rope.given!r} with rope_theta={rope.theta!r} cannot be used: {problem}")
+    raise ModelError(f"{rope.field}={rope.raw!r} with rope_theta={rope.theta!r} cannot be used: {problem}")
 
 
 def _llama3(frequencies: torch.Tensor, values: dict[str, Any]) -> torch.Tensor:
-    """Of Llama 3.1: low frequencies divided by the factor, high ones kept, those between mixed by wavelength."""
+    """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, interpolate between by wavelength."""
     factor, low, high = values["factor"], values["low_freq_factor"], values["high_freq_factor"]
     length = values["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies
@@ -52,9 +54,9 @@ def _llama3(frequencies: torch.Tensor, values: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(wavelengths: torch.Tensor, theta: float, values: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation of those pairs that turn few times in the first length.
+    """Scale as YaRN (Peng et al. 2023, arXiv 2309.00071): interpolate pairs with few turns in the original length.
 
-    `wavelengths` in units of 2 pi.
+    `wavelengths` are in units of 2 pi.
     """
     length, scale = values["original_max_position_embeddings"], values["factor"]
     pairs = len(wavelengths)

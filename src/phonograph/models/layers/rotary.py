@@ -1,4 +1,4 @@
-"""The table of cosines and sines that rotary embedding reads."""
+"""Table of cosines and sines for the rotary embedding."""
 
 from __future__ import annotations
 

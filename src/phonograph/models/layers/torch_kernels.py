@@ -1,6 +1,6 @@
-"""The kernel set of torch's operators: norms at once, products that add in place. The CPU's, and the oracle of others.
+"""Kernel set of torch's operators, for CPUs and as the reference for others. Norms are computed at once.
 
-Written for the tape, where each recorded call costs two to four microseconds at replay: few operators.
+It calls few operators, because each costs two to four microseconds at the tape's replay.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Rotary(NamedTuple):
 
 
 class TorchKernels:
-    """Kernel set of torch's operators, which allocate what they return.
+    """Kernel set of torch's operators, which allocate their results.
 
-    rotary_PD: cosines, then sines, of each position's angles, in the model's dtype
+    `rotary_PD` has cosines, then sines, of each position's angles, in the model's dtype.
     """
 
     def __init__(self, rotary_PD: torch.Tensor, eps: float) -> None:
@@ -65,7 +65,7 @@ class TorchKernels:
         return stream
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return False: where a graph's rows of logits are padded, what is saved would be computed again."""
+        """Return False: a graph's padding rows would compute the last layer again for rows that it saves."""
         return False
 
     def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:

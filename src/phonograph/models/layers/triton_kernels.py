@@ -1,11 +1,11 @@
-"""The kernel set of our Triton kernels: few, fused launches over static memory.
+"""Kernel set of Triton kernels: few, fused launches over static memory.
 
-Nothing is allocated. Every intermediate is a slice of one workspace, made once for the largest step, so that all graphs
-share it and its size is known before anything runs. A step of one token reads each weight once and does nothing else of
-note: its norms, activation and residual adds live inside the matrix products.
+Nothing is allocated. Every intermediate is a slice of one workspace for the largest step, so that all graphs share it
+and its size is known in advance. A step of one token is limited by reading the weights once: its norms, activation and
+residual additions are inside the matrix products.
 
-A batch-invariant kernel set has neither that path nor products chosen by the number of rows: every step runs the same
-kernels, each of which treats a row alike wherever it stands.
+A batch-invariant kernel set has neither that path nor products chosen by the number of rows. Every step runs the same
+kernels, each of which computes a row independently of its position.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _FEW_TOKENS = 128
 
 
 class TritonKernels:
-    """Kernel set of our Triton kernels, on a CUDA device.
+    """Kernel set of Triton kernels, on a CUDA device.
 
-    workspace:       intermediates of the largest step
-    rotary_PD:       cosines, then sines, of each position's angles, float32
-    batch_invariant: what a token gets does not depend, in any bit, on the others of the step; 16-bit weights only
+    Args:
+        workspace: intermediates of the largest step.
+        rotary_PD: cosines, then sines, of each position's angles, float32.
+        eps: epsilon of the norms.
+        batch_invariant: make each token's result independent, bit by bit, of other tokens; 16-bit weights only.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class TritonKernels:
             clear_TF=None if target.clears_padding else out_TF,
             batch_invariant=self._batch_invariant,
         )
-        # A view of one row by other means forgets the stride between rows, for which kernels are compiled.
+        # Other views of one row lose the stride between rows, for which kernels are compiled.
         q_THD = qkv_TF.as_strided(
             (num_tokens, heads.num_query_heads, heads.head_size), (qkv_TF.stride(0), heads.head_size, 1)
         )
@@ -127,16 +129,18 @@ class TritonKernels:
         return stream
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return True if the last layer of a prefill of so many tokens computes only rows that need logits.
+        """Return True if the last layer computes only the rows that need logits.
 
-        Always as many as there can be, so that its kernels are those of every other such step; and so only where that
-        is half the tokens at most. Of so few tokens that a product takes as long as its weights nothing is left out.
+        It then always computes as many rows as there can be, so that all such steps run the same kernels. This only
+        pays if
+        these are at most half the tokens, and if there are enough tokens that products are not limited by reading the
+        weights.
         """
         most_logits = self.workspace.logits_NV.shape[0]
         return self._config is None and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits
 
     def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
-        """Return the rows where the projection and the norm of all rows were."""
+        """Return the rows in the memory of the projection and of the norm of all rows."""
         space, count = self.workspace, len(rows_P)
         attended_PF = space.qkv_TF[:count, : attended_TF.shape[1]]
         normed_PE, hidden_PE = space.normed_TE[:count], space.normed_TE[count : 2 * count]
@@ -160,7 +164,7 @@ class TritonKernels:
         return len(hidden_TE) == 1 and self._config is None
 
     def _defers_norm(self, stream: Stream, following: Linear) -> bool:
-        """Return True if the division of a norm is left to the product behind it."""
+        """Return True if the next product divides by the norm."""
         if self._config is not None or stream.is_part:
             return False
         num_inputs, num_outputs = following.weight_IO.shape

@@ -1,8 +1,7 @@
-"""The static memory of a step on a GPU: every intermediate of the decoder, sized for the largest step.
+"""Static memory of a step on a GPU: every intermediate of the decoder, sized for the largest step.
 
-All graphs share it, so what graphs need beside their lists of nodes is known before anything runs. What attention works
-on is gone when the MLP begins and the other way round, so the two lie in the same place; the gated activation replaces
-the gates.
+All graphs share it, so their memory is known before anything runs. Attention's intermediates and the MLP's share one
+place, because they are never live together; the gated activation replaces the gates.
 
 Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
 vocabulary, F = (H + 2K) * D (H * D for the attention's output).
@@ -19,7 +18,7 @@ from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 
 @dataclass(slots=True, kw_only=True)
 class Workspace:
-    """Intermediates of a step of T tokens with N rows of logits. `logits_NV` is what all graphs leave for sampling."""
+    """Intermediates of a step of T tokens with N rows of logits. Sampling reads `logits_NV`."""
 
     hidden_TE: torch.Tensor
     normed_TE: torch.Tensor
@@ -57,7 +56,7 @@ class Workspace:
 
     @staticmethod
     def _shapes(spec: ModelSpec, num_tokens: int, num_logits: int) -> dict[str, tuple[int, int]]:
-        """What is allocated; attention and the MLP have one place."""
+        """Return the shapes of the allocations; "shared" serves attention and the MLP."""
         qkv, attention, gate_up = _widths(spec)
         return {
             "hidden": (num_tokens, spec.hidden_size),
@@ -72,6 +71,6 @@ class Workspace:
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int, int]:
-    """Of the fused projection, the attention's output, and gates and inputs of the MLP."""
+    """Return the widths of the fused projection, of the attention's output, and of gates and up of the MLP."""
     q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     return q_size + 2 * kv_size, q_size, 2 * spec.intermediate_size

@@ -1,5 +1,4 @@
-"""Scales of an FP8 KV cache, as checkpoints carry them: a factor for keys and one for values of each layer, and perhaps
-one for the queries, which some kernels want in FP8 too."""
+"""Scales of an FP8 KV cache in checkpoints: by layer one for keys, one for values, and possibly one for queries."""
 
 from __future__ import annotations
 
@@ -12,23 +11,22 @@ import torch
 from phonograph.errors import WeightError
 from phonograph.models.spec import ModelSpec
 
-# All of a layer's, or one of them, under the names that quantizers write. Quark calls the scale of keys the
-# `output_scale` of their projection; TensorRT-LLM has one factor for keys and values.
+# Names that quantizers write. Quark calls the scale of keys the `output_scale` of their projection; TensorRT-LLM has
+# one factor for keys and values.
 _NAMES = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?P<projection>q|k|v)_proj\.output_scale|(?P<both>kv_cache_scaling_factor)"
     r"|(?:attn\.)?(?:q_proj\.(?P<q>q)|k_proj\.(?P<k>k)|v_proj\.(?P<v>v)|(?P<any>q|k|v|kv))_scale)"
 )
 _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:(?:attn\.)?prob_scale|prob_output_scale)")
-"""Scales of attention probabilities, for kernels that round them to FP8 with a fixed scale. None here does."""
+"""Scales of attention probabilities, for kernels that round these to FP8 with a fixed scale. No kernel here does."""
 
 
 @dataclass(slots=True)
 class KVScales:
-    """What stored keys and values, and rounded queries, are multiplied by: float32 [K] by layer, where the checkpoint
-    has them.
+    """Scales of stored keys and values, and of rounded queries: float32 [K] by layer, if the checkpoint has them.
 
-    sources: tensor and file of each scale, by "keys", "values" or "queries" and layer
+    `sources` has tensor and file of each scale, by "keys", "values" or "queries" and layer.
     """
 
     keys: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
@@ -37,11 +35,12 @@ class KVScales:
     sources: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def take(self, name: str, tensor: torch.Tensor, file: Path, spec: ModelSpec, device: torch.device) -> None:
-        """Keeps a tensor that `is_kv_scale`. Of scales for each query head a KV head gets the largest of its own.
+        """Add a tensor that `is_kv_scale`. Of scales for each query head, a KV head gets the largest of its group.
 
         Raises:
-            WeightError: it is neither one number nor one for each head, or no finite number above 0; or another tensor
-                has given the same scale.
+            WeightError: it is neither one number nor one for each head; a number is not finite and positive; or another
+                tensor
+                has the same scale.
         """
         match = _NAMES.fullmatch(name)
         assert match is not None
@@ -51,11 +50,11 @@ class KVScales:
         if tensor.numel() not in (1, num_heads) and not per_query_head:
             heads = f"{num_heads} KV heads" + (f" or {spec.num_query_heads} query heads" if which == "q" else "")
             raise WeightError(
-                f"tensor {name} has {tensor.numel()} numbers; a scale is one number, or one for each of {heads}"
+                f"tensor {name} has {tensor.numel()} numbers; a scale has one number, or one for each of {heads}"
             )
         scale = tensor.float().reshape(-1)
         if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise WeightError(f"tensor {name} is {scale.tolist()}; scales are finite and above 0")
+            raise WeightError(f"tensor {name} is {scale.tolist()}; scales must be finite and above 0")
         scale = scale.view(num_heads, -1).amax(1) if per_query_head else scale.expand(num_heads)
         scale = scale.contiguous().to(device)
         layer = int(match["layer"])
@@ -70,33 +69,33 @@ class KVScales:
             if layer in scales:
                 raise WeightError(
                     f"tensor {name} in {file} and tensor {source} both scale the {part} of layer {layer} in an FP8 KV "
-                    "cache; one must go"
+                    "cache; remove one"
                 )
             scales[layer] = scale
 
     def check(self, num_layers: int) -> None:
-        """All layers have scales for keys and values, or none has any; and all or none for queries.
+        """Check that all layers have scales for keys and values, or none has any; and the same for queries.
 
         Raises:
-            WeightError: some have.
+            WeightError: only some have.
         """
-        everyone = set(range(num_layers))
+        layers = set(range(num_layers))
         for name, scales, wanted in (
             ("keys", self.keys, self.keys or self.values),
             ("values", self.values, self.keys or self.values),
             ("queries", self.queries, self.queries),
         ):
-            if wanted and scales.keys() != everyone:
-                absent = sorted(everyone - scales.keys())
+            if wanted and scales.keys() != layers:
+                absent = sorted(layers - scales.keys())
                 problem = f"none for the {name} of layer {absent[0]}" if absent else f"some for layer {max(scales)}"
                 raise WeightError(f"the checkpoint has scales of an FP8 KV cache, but {problem}; it is incomplete")
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name is one."""
+    """Return True for the name of a scale of the KV cache."""
     return _NAMES.fullmatch(name) is not None
 
 
 def is_unused_scale(name: str) -> bool:
-    """Return True for the scale of something that no kernel here rounds, so that the outputs do not need it."""
+    """Return True for the name of a scale of values that no kernel here rounds, so that it has no effect."""
     return _UNUSED.fullmatch(name) is not None

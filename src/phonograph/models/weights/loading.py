@@ -1,7 +1,7 @@
-"""Fills a model with weights: straight from mapped safetensors files into the fused matrices, or random ones.
+"""Loading of weights: mapped safetensors files into the fused matrices, or random weights.
 
-The weights exist once: each tensor of a checkpoint is copied from the file's mapping into its slice, and no dictionary
-of all of them is ever made. Every weight is written exactly once, or loading fails.
+Each tensor of a checkpoint is copied from the file's mapping into its slice, so that the weights exist once. Every
+weight is written exactly once, or loading fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phonograph.models.weights.staging import Copies
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
-"""Called with the number of tensors loaded so far, and of all."""
+"""Called with the number of loaded tensors and of all tensors."""
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
@@ -33,10 +33,11 @@ OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
 class Loading(NamedTuple):
-    """A model whose weights may still be on their way to it; its scales are there.
+    """A model whose weights may still be loading; its scales are complete.
 
-    notes:  what the files have beside, or otherwise than, the configuration says
-    finish: waits for the weights; raises WeightError if one does not fit the dtype
+    Attributes:
+        notes: differences between the files and the configuration.
+        finish: waits for the weights; raises WeightError if one does not fit the dtype.
     """
 
     model: Transformer
@@ -56,15 +57,23 @@ def begin_loading(
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Generator[Loading]:
-    """Yield a model from a local folder, a hub id or "demo". What has not reached it when the caller leaves never will.
+    """Yield a model from a local folder, a hub id or "demo". Copies that are not finished at the exit are dropped.
 
-    load_format:   "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` and needs no files
-    progress:      called here and in `Loading.finish`
+    Args:
+        spec: the model.
+        path: folder, hub id or "demo".
+        dtype: type of the weights.
+        device: device of the weights.
+        load_format: "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` without files.
+        seed: seed of random weights.
+        progress: called here and in `Loading.finish`.
+        revision: branch, tag or commit on the hub.
 
     Raises:
-        WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, of another shape or kind.
+        WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
+            type.
         ModelError: there is no such model.
-        ConfigError: no such load format.
+        ConfigError: the load format is unknown.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
@@ -91,10 +100,10 @@ def begin_loading(
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a folder, each with the tensors that the index says it holds (none without an index).
+    """Return the safetensors files of a folder, each with its tensors in the index (none without an index).
 
     Raises:
-        WeightError: there are none, one that the index names is missing, or the index is unusable.
+        WeightError: there are none, the index names a missing file, or the index is unusable.
     """
     index_path = folder / INDEX_FILE
     if index_path.is_file():
@@ -132,9 +141,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> list[str]:
-    """Begin to copy every tensor, and read the scales. Return notes on tensors that are not used.
+    """Start copies of all tensors, and read the scales. Return notes on unused tensors.
 
-    names: tensors that count by another name than their own
+    `names` maps tensors to the names that they stand for.
     """
     shapes = model.spec.tensor_shapes()
     destinations = model.destinations()
@@ -150,15 +159,15 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         model.kv_scales.take(name, tensor, file, model.spec, model.device)
                         continue
                     if name not in shapes:
-                        # transformers leaves out what no part of the model takes. What the index names is a part of
-                        # the checkpoint, and a model without it is another one.
+                        # transformers ignores tensors that no part of the model takes. Tensors in the index belong to
+                        # the checkpoint, and a model without them would be another one.
                         if is_unused_scale(name) or (indexed_names and own_name not in indexed_names):
                             unused.append(own_name)
                         else:
                             _refuse_unexpected(name, file, model.spec)
                         continue
                     if name in written:
-                        raise WeightError(f"tensor {name} is in both {written[name]} and {file}; one must go")
+                        raise WeightError(f"tensor {name} is in both {written[name]} and {file}; remove one")
                     tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                     _check(name, tensor, shapes[name], file)
                     copies.add(name, destinations[name], tensor)
@@ -173,7 +182,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
             f"tensor {missing[0]} {list(shapes[missing[0]])} is in none of {_some([file.name for file in files])}"
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
         )
-    return [f"tensors of the checkpoint that the model has no use for: {_some(unused)}"] if unused else []
+    return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
 
 
 def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path) -> None:
@@ -189,7 +198,7 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Pat
 
 
 def _refuse_unexpected(name: str, file: Path, spec: ModelSpec) -> None:
-    """Passes over what some checkpoints hold without need: rotary tables, and a second copy of tied embeddings."""
+    """Reject a tensor, unless it is redundant: rotary tables, and a second copy of tied embeddings."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings):
         return
     raise WeightError(

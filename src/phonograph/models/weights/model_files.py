@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, the demo model of this package, or a snapshot from the hub."""
+"""Location of a model's files: a local folder, the demo model in the package, or a snapshot from the hub."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phonograph.models.hub import first_line, hub_problem
 
 DEMO = "demo"
 CONFIG_FILES = ("config.json", "generation_config.json")
-# Some repositories hold the same weights again in the layout of their own training code.
+# Some repositories have the same weights again in the layout of their training code.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def names_model(text: str) -> bool:
-    """Returns True if `text` names a model: "demo", one of the catalog, or a folder with a config.json."""
+    """Return True if `text` names a model: "demo", a catalog model, or a folder with a config.json."""
     known = text == DEMO or catalog_name(text, hub_ids=True) is not None
     return known or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
 
@@ -33,17 +33,20 @@ def model_folder(
     revision: str | None = None,
     config_only: bool = False,
 ) -> Path:
-    """The local folder of `model`: a path, "demo", or a hub id whose needed files are downloaded.
+    """Return the local folder of `model`: a path, "demo", or a hub id, whose files are downloaded.
 
-    Of a hub model it fetches the configuration, and with `weights` the safetensors too. With `config_only`, names of
-    the catalog are models too; their folders hold a config.json and nothing else.
+    Args:
+        model: path, "demo" or hub id.
+        weights: download the safetensors too, besides the configuration.
+        revision: branch, tag or commit on the hub.
+        config_only: allow names of the catalog, whose folders only have a config.json.
 
     Raises:
         ModelError: there is no such folder, or the hub cannot provide it.
     """
     if model == DEMO and not Path(model).exists():
         return MODEL_DIRECTORY
-    # os.path answers for texts of any length and content; pathlib raises for those that cannot be paths.
+    # os.path takes any text; pathlib raises for texts that cannot be paths.
     folder = Path(model).expanduser()
     if os.path.isdir(folder):
         return folder
@@ -61,7 +64,7 @@ def model_folder(
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
         shown = shortened(hub_id)
         raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
-    # A quarter of a second to import, which a local folder does not need.
+    # Slow to import, and not needed for a local folder.
     from huggingface_hub import snapshot_download
 
     patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]
@@ -71,9 +74,9 @@ def model_folder(
                 hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(DUPLICATE_WEIGHT_FILES)
             )
         )
-    except Exception as error:  # from the client's own tree to whatever its HTTP library raises
+    except Exception as error:  # errors of the client and of its HTTP library
         at_revision = f" at revision {revision!r}" if revision else ""
         problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local folder"
         near = difflib.get_close_matches(hub_id.lower(), HUB_IDS, n=3)
         hint = f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
-        raise ModelError(f"model {hub_id!r}{at_revision} is no local folder and {problem}{hint}") from error
+        raise ModelError(f"model {hub_id!r}{at_revision} is not a local folder and {problem}{hint}") from error

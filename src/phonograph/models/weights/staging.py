@@ -1,8 +1,7 @@
-"""Brings weights from mapped files to a GPU by several threads, each through page-locked memory of its own.
+"""Copies of weights from mapped files to a GPU by several threads, each with page-locked staging memory.
 
-A copy from ordinary memory goes through a buffer of the driver's, one copy at a time, and waits for the pages that the
-file's mapping has not seen yet. Here threads do both side by side: pages are brought into a thread's staging memory
-while the bus brings those of others to the device.
+A copy from pageable memory goes through a buffer of the driver, one copy at a time, and waits for page faults of the
+file's mapping. Threads overlap both: one faults pages into its staging memory while the bus transfers those of others.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from phonograph.errors import WeightError
 STAGING_BYTES = 32 << 20
 _THREADS = 8
 _FLOAT16_INFINITE = 65520.0
-"""Numbers from here on are cast to an infinite float16."""
+"""Smallest magnitude that becomes infinite in float16."""
 
 
 class Staging:
-    """Memory of one thread that is on its way to the device."""
+    """Staging memory and stream of one thread."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -33,13 +32,12 @@ class Staging:
         self._array = self._bytes.numpy()
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         if self._stream is not None:
-            # The weights' memory may still be read by what had it before.
+            # Earlier work may still read the weights' memory.
             self._stream.wait_stream(torch.cuda.default_stream(device))
 
     @torch.inference_mode()
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Fills `destination`, at any strides and of any type, from a contiguous CPU tensor of its shape. It is there
-        when this returns."""
+        """Copy a contiguous CPU tensor into `destination`, of any strides and type, and wait for the copy."""
         if source.ndim == 0:
             source, destination = source.reshape(1), destination.reshape(1)
         row_bytes = source[:1].numel() * source.itemsize
@@ -68,15 +66,15 @@ class Staging:
 
 
 class Copies:
-    """Copies under way to `device`; one after another where it is the CPU, whose copies use all cores already.
+    """Copies in progress to `device`. On the CPU they run one after another, because each uses all cores.
 
-    done: called in this thread with how many are there
+    `done` is called in this thread with the number of finished copies.
     """
 
     def __init__(self, device: torch.device, done: Callable[[int], None]) -> None:
         self._device = device
         self._done = done
-        self._own = local()
+        self._thread = local()
         self._futures: list[Future[None]] = []
         self._num_done = 0
         self._pool = None
@@ -87,20 +85,20 @@ class Copies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What has not begun is dropped."""
+        """Drop copies that have not begun."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to fill the weight `name`.
+        """Start to fill the weight `name`.
 
         Raises:
-            WeightError: finite numbers of the source are infinite in the destination's type; by threads, in `finish`.
+            WeightError: finite numbers become infinite in the destination's type; with threads, `finish` raises it.
         """
         if self._pool is None:
             destination.copy_(source)
             _check_finite(name, destination, source)
-            self._one_more()
+            self._count()
         else:
             self._futures.append(self._pool.submit(self._copy, name, destination, source))
 
@@ -112,17 +110,17 @@ class Copies:
         """
         for future in as_completed(self._futures):
             future.result()
-            self._one_more()
+            self._count()
         self._futures.clear()
 
-    def _one_more(self) -> None:
+    def _count(self) -> None:
         self._num_done += 1
         self._done(self._num_done)
 
     def _copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        staging = getattr(self._own, "staging", None)
+        staging = getattr(self._thread, "staging", None)
         if staging is None:
-            staging = self._own.staging = Staging(self._device)
+            staging = self._thread.staging = Staging(self._device)
         staging.copy(destination, source.contiguous())
         staging.check_finite(name, destination, source)
 
@@ -131,7 +129,7 @@ class Copies:
 def _check_finite(name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
     """Raise a WeightError if the cast of finite numbers to float16 gave infinite ones.
 
-    The extremes of the cast tensor tell without another copy; the source is looked at only where they are infinite.
+    Checks the extremes of the result, without another copy; reads the source only if they are infinite.
     """
     if destination.dtype != torch.float16 or source.dtype == torch.float16 or not source.numel():
         return
