@@ -47,7 +47,4 @@ LIBRARY_PARTS = (
 
 def kernel_part(name: str) -> str | None:
     """Return the part of a kernel or copy, or None if neither table knows it."""
-    known = KERNEL_PARTS.get(name)
-    if known is not None:
-        return known
-    return next((part for part, pattern in LIBRARY_PARTS if pattern.search(name)), None)
+    return KERNEL_PARTS.get(name) or next((part for part, pattern in LIBRARY_PARTS if pattern.search(name)), None)

@@ -44,7 +44,12 @@ def prefill(
     low = max(first_position + blind - left, 0)
     if blind == num_tokens:
         return
-    keys_KLD, values_KLD = _keys_values(kv_cache, block_row, low, seq_len)
+    block_size = kv_cache.shape[2]
+    first_block = low // block_size
+    gathered = gather_blocks(kv_cache, block_row[first_block : -(-seq_len // block_size)]).flatten(1, 2)
+    # Those of positions low ... seq_len - 1 alone.
+    visible = gathered[:, low - first_block * block_size : seq_len - first_block * block_size]
+    keys_KLD, values_KLD = visible.transpose(1, 2)
     full = scoring.left < 0 and scoring.slopes_H is None
     triangle = full and causal and first_position + blind == 0
     rectangle = full and not causal and scoring.right < 0
@@ -85,17 +90,6 @@ def prefill(
         out_THD[start:stop].view(-1, num_kv_heads, group, head_size).copy_(out.permute(2, 0, 1, 3))
         if lse_HT is not None:
             lse_HT[:, start:stop] = lse.reshape(num_heads, -1)
-
-
-def _keys_values(
-    kv_cache: torch.Tensor, block_row: torch.Tensor, low: int, high: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [K, L, D] in float32 of positions low ... high - 1 alone."""
-    block_size = kv_cache.shape[2]
-    first = low // block_size
-    gathered = gather_blocks(kv_cache, block_row[first : -(-high // block_size)]).flatten(1, 2)
-    keys_values = gathered[:, low - first * block_size : high - first * block_size].transpose(1, 2)
-    return keys_values[0], keys_values[1]
 
 
 def _fused(

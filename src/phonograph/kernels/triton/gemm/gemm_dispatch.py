@@ -74,7 +74,7 @@ def linear(
     if config is not None:
         _launch(Product(x_MK, weight_NK, bias_N, out_MN, squares=squares), config, scratch)
         return
-    assert squares is None, "`takes_squares` is to be asked first"
+    assert squares is None, "torch takes no deferred division; see `takes_squares`"
     if bias_N is None:
         torch.mm(x_MK, weight_NK.t(), out=out_MN)
     else:
