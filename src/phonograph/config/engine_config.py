@@ -197,11 +197,11 @@ def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
     unfolded = dict(settings)
     folded = values.unless_null(unfolded.pop("compilation_config", None))
     for key, value in _compilation_items(folded):
-        own = values.unless_null(unfolded.get(key))
-        if own is None:
+        outside = values.unless_null(unfolded.get(key))
+        if outside is None:
             unfolded[key] = value
-        elif values.unless_null(value) is not None and _read(key, own) != _read(key, value):
-            raise ConfigError("compilation_config", folded, f"contradicts {key}={_plain(own)!r}; give one of them")
+        elif values.unless_null(value) is not None and _read(key, outside) != _read(key, value):
+            raise ConfigError("compilation_config", folded, f"contradicts {key}={_plain(outside)!r}; give one of them")
     return unfolded
 
 

@@ -1,6 +1,6 @@
 """One request and its progress: the state that scheduler and engine share.
 
-The scheduler writes every field below "Progress"; the engine reads them. The module imports neither, so that the cache,
+The scheduler writes every field from `state` on; the engine reads them. The module imports neither, so that the cache,
 which knows blocks and tokens, and the runner, which knows slots, need not depend on it.
 """
 
@@ -37,7 +37,7 @@ class Request:
         arrival: time on any clock; earlier is served earlier.
         eos_token_ids: the model's end-of-sequence tokens.
         sample_index: index of this sample among `params.n`.
-        output_token_ids: generated tokens, with `logprobs` beside them if requested. Progress.
+        output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
         finish_reason: set when FINISHED.
         stop_reason: stop token or stop string that ended the request.

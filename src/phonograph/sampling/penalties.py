@@ -7,6 +7,7 @@ them, because few servers need them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -20,9 +21,6 @@ class Penalties:
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._in_prompt: torch.Tensor | None = None
-        self._output_counts: torch.Tensor | None = None
-        self._factors: torch.Tensor | None = None
 
     @staticmethod
     def nbytes(*, max_num_seqs: int, vocab_size: int) -> int:
@@ -32,7 +30,7 @@ class Penalties:
     def load(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        in_prompt, counts, factors = self._tensors()
+        in_prompt, counts, factors = self._tensors
         in_prompt[slot] = False
         in_prompt[slot, torch.tensor(prompt_token_ids, dtype=torch.int64, device=self._device)] = True
         output = torch.tensor(output_token_ids, dtype=torch.int64, device=self._device)
@@ -41,17 +39,18 @@ class Penalties:
 
     def apply(self, logits_NV: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
         """Return a penalized copy of the logits, float32 [N, V], of these slots (int64 [N])."""
-        in_prompt, counts, factors = self._tensors()
+        in_prompt, counts, factors = self._tensors
         return penalize(logits_NV, in_prompt[slots_N], counts[slots_N], *factors[slots_N].unbind(dim=-1))
 
     def record(self, slots_N: torch.Tensor, token_ids_N: torch.Tensor) -> None:
         """Count a sampled token of each slot; slots must be distinct."""
-        _, counts, _ = self._tensors()
+        _, counts, _ = self._tensors
         counts[slots_N, token_ids_N] += 1
 
+    @cached_property
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._in_prompt is None or self._output_counts is None or self._factors is None:
-            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-            self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-            self._factors = torch.zeros((self._shape[0], 3), dtype=torch.float32, device=self._device)
-        return self._in_prompt, self._output_counts, self._factors
+        """Presence in the prompt, counts in the output, and penalty factors; allocated at the first use."""
+        in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        factors = torch.zeros((self._shape[0], 3), dtype=torch.float32, device=self._device)
+        return in_prompt, output_counts, factors

@@ -144,7 +144,8 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._fail(request)
+        self._cache.forget(self._tables[request_id])
+        self._finish(request, "abort", None)
         return True
 
     def reset_prefix_cache(self) -> None:
@@ -359,17 +360,13 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def _fail(self, request: Request) -> None:
-        self._cache.forget(self._tables[request.request_id])
-        self._finish(request, "abort", None)
-
     def _take_failures(self, batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
         """End the requests that failed in a step and have not ended; return them."""
         failed: list[Request] = []
         for slot, request in zip(batch.slots, requests, strict=True):
             if slot in output.failures and not request.finished:
                 request.failure = output.failures[slot]
-                self._fail(request)
+                self.fail(request.request_id)
                 failed.append(request)
         return failed
 

@@ -104,7 +104,7 @@ class _Prepass:
             if isinstance(reference, str) and _name_of(self._root, resource, reference) not in names:
                 self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
         self._check_patterns([schema for schema, _, _ in found if id(schema) in merged])
-        # Merged schemas multiply their multiples.
+        # The library combines the multiples of merged schemas.
         if merged and math.lcm(1, *multiples) > MOST_MULTIPLE:
             raise GrammarError(f"several multipleOf whose common multiple is above {MOST_MULTIPLE} cannot be enforced")
 
@@ -248,9 +248,9 @@ def _write_conditions(schema: Schema) -> None:
     """Rewrite keywords that require names if others are present: a choice of not having one and having all."""
     choices: list[Schema] = []
     for key in ("dependentRequired", "dependencies"):
-        asked = schema.get(key)
-        if isinstance(asked, dict) and all(isinstance(names, list) for names in asked.values()):
-            choices += [{"anyOf": [_without(name), {"required": names}]} for name, names in asked.items()]
+        dependencies = schema.get(key)
+        if isinstance(dependencies, dict) and all(isinstance(names, list) for names in dependencies.values()):
+            choices += [{"anyOf": [_without(name), {"required": names}]} for name, names in dependencies.items()]
             del schema[key]
     none_of = schema.get("not")
     if isinstance(none_of, dict) and none_of.keys() | {"type"} == {"type", "required"}:
@@ -311,8 +311,8 @@ def _merged(root: Schema) -> set[int]:
 
 def _name_of(root: Schema, resource: Schema, reference: str = "") -> str:
     """Return the address of a resource, or of a reference's target in it; empty for a root without an `$id`."""
-    own, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
-    known = [one for one in (own, name, reference) if isinstance(one, str)]
+    root_id, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
+    known = [one for one in (root_id, name, reference) if isinstance(one, str)]
     return functools.reduce(urljoin, known, "").partition("#")[0]
 
 

@@ -120,10 +120,10 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if found:
         return {file: [] for file in found}
-    others = sorted(file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern))
-    if others:
+    unsupported = sorted(file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern))
+    if unsupported:
         raise WeightError(
-            f"{folder} has its weights as {_some(others)}, which is not read; convert them to safetensors "
+            f"{folder} has its weights as {_some(unsupported)}, which is not read; convert them to safetensors "
             "(transformers' save_pretrained writes it)"
         )
     raise WeightError(f"{folder} has no *.safetensors files; --load-format dummy runs with random weights")
