@@ -35,7 +35,7 @@ def test_a_chat_template_by_file_or_by_itself(tmp_path: Path) -> None:
     assert chat_template(ServerConfig(chat_template="{{ messages }}")) == "{{ messages }}"
     (tmp_path / "chat.jinja").write_text("é{{ messages }}", encoding="utf-8")
     assert chat_template(ServerConfig(chat_template=str(tmp_path / "chat.jinja"))) == "é{{ messages }}"
-    with pytest.raises(ConfigError, match="no file that can be read"):
+    with pytest.raises(ConfigError, match="nor a readable file"):
         chat_template(ServerConfig(chat_template=str(tmp_path / "absent")))
 
 

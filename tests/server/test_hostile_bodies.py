@@ -17,6 +17,7 @@ import httpx
 import pytest
 from servers import Server
 
+from phonograph.server.http.json_route import JsonRequest
 from phonograph.server.openai.serving import Serving
 
 ServeWith = Callable[..., Server]
@@ -69,8 +70,8 @@ TOO_MUCH: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "guided_choice": [1] * 300}, "guided_choice", "must be a list of texts"),
     ("/v1/completions", NESTED, None, "(max_request_depth)"),
     ("/v1/completions", '{"prompt": [' + "9" * 1025 + "]}", None, "a number of more than 1024 characters"),
-    ("/v1/completions", b'{"prompt": "\xff"}', None, "no UTF-8 at byte 12"),
-    ("/v1/completions", json.dumps({"prompt": "a"}).encode("utf-16"), None, "no UTF-8 at byte 0"),
+    ("/v1/completions", b'{"prompt": "\xff"}', None, "not UTF-8 at byte 12"),
+    ("/v1/completions", json.dumps({"prompt": "a"}).encode("utf-16"), None, "not UTF-8 at byte 0"),
     ("/tokenize", {"prompt": "a" * 20_000}, "prompt", "the context holds 1024 tokens (max_model_len)"),
     ("/tokenize", {"messages": [USER | {"content": "a" * 20_000}]}, "messages", "(max_model_len)"),
     ("/detokenize", {"tokens": [1] * 301}, "tokens", "(max_request_token_ids)"),
@@ -210,7 +211,7 @@ def test_a_client_that_leaves_is_not_prepared_for() -> None:
     left, released, seen = asyncio.Event(), threading.Event(), list[Any]()
     threads: Any = SimpleNamespace(_threads=ThreadPoolExecutor(1))
 
-    async def receive() -> dict[str, str]:
+    async def receive() -> dict[str, Any]:
         await left.wait()
         return {"type": "http.disconnect"}
 
@@ -218,7 +219,8 @@ def test_a_client_that_leaves_is_not_prepared_for() -> None:
         seen.append(gone.wait(20) and released.wait(20))
 
     async def leave() -> list[Any]:
-        request: Any = SimpleNamespace(num_bytes=10**6, receive=receive)
+        request = JsonRequest({"type": "http"}, receive)
+        request.num_bytes = 10**6
         tasks = [
             asyncio.create_task(Serving.prepare(threads, request, running)),
             asyncio.create_task(Serving.prepare(threads, request, lambda _: seen.append("begun"))),

@@ -54,7 +54,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"min_p": 2}, "min_p", "min_p=2"),
     ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
     ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
     ({"logit_bias": [1]}, "logit_bias", "must map"),
@@ -109,7 +109,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{}]}, "messages[0].role", "role must be one of"),
     ({"messages": [{"role": "boss", "content": ""}]}, "messages[0].role", "role must be one of"),
     ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role", "role must be one of"),
-    ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "must be given"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "content is missing"),
     ({"messages": [{**USER, "content": 5}]}, "messages[0].content", "string or a list"),
     ({"messages": [{**USER, "content": [5]}]}, "messages[0].content[0]", "an object with a type"),
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "must be a string"),
@@ -149,7 +149,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "with a function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
-    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0].function.name", "no Unicode text"),
+    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0].function.name", "not valid Unicode"),
     (
         {
             "tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": DEEP}}],
@@ -177,7 +177,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_calls[0].function.arguments",
         "JSON text of an object",
     ),
-    ({"echo": True}, "echo", "no field of this endpoint"),
+    ({"echo": True}, "echo", "no such field"),
 ]
 
 
@@ -221,7 +221,7 @@ def test_so_do_tokenize_and_detokenize(server: Server, path: str, body: dict[str
     ("content", "says"),
     [
         (b"", "JSON object"),
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         (b"[]", "JSON object"),
         (b'"prompt"', "JSON object"),
         (b"\xff\xfe{}", ""),
@@ -230,7 +230,7 @@ def test_so_do_tokenize_and_detokenize(server: Server, path: str, body: dict[str
         (b'{"prompt": "Hi", "max_tokens": ' + b"9" * 10_000 + b"}", ""),
         (b'{"prompt": "Hi", "temperature": NaN}', "temperature=nan"),
         (b'{"prompt": "Hi", "temperature": Infinity}', "temperature=inf"),
-        (b"prompt=Hi", "no JSON"),
+        (b"prompt=Hi", "not JSON"),
     ],
 )
 def test_bodies_that_are_no_request(server: Server, content: bytes, says: str) -> None:

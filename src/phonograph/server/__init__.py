@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server around the engine.
+"""OpenAI-compatible server around the engine.
 
 ```
 clients ── HTTP ──► app ─► routes ─► AsyncLLM ══ ZeroMQ ══► CoreLoop ─► Session ─► EngineCore
@@ -6,6 +6,6 @@ clients ── HTTP ──► app ─► routes ─► AsyncLLM ══ ZeroMQ �
                      (the server's process)                     (the engine's process)
 ```
 
-Text is the server process's business, so that nothing a client sends delays a step: the engine's process sees token
-ids only. It needs the packages of the extra `server`; nothing below it does.
+The server's process does all text work, so that requests of clients do not delay a step; the engine's process gets
+token ids only. The server needs the packages of the extra `server`; lower rooms do not.
 """

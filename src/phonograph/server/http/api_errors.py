@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: an HTTP status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: an HTTP status and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from phonograph.errors import EngineUnavailable, RequestError, RequestFailure, shortened
 
 CLIENT_GONE = 499
-"""Status of a request whose client has gone away. Only logs have it."""
+"""Status of a request whose client has disconnected. It appears in logs only."""
 MAX_MESSAGE = 1000
-"""Characters of a message at most: a value that is wrong may be long."""
+"""Maximum number of characters of a message, because messages quote values of the request."""
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong, whose fault it is, which field of the request it is about, and a word for programs."""
+    """Message, type of error, field of the request, and a code for programs."""
 
     message: str
     type: str
@@ -25,18 +25,18 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is an error, for the OpenAPI document."""
+    """Body of every error response, for the OpenAPI document."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request that is not answered, or not to its end.
+    """Error of a request, before or during its answer.
 
-    status: of HTTP, if the answer has not begun
-    kind:   OpenAI's `type`: whose fault it is
-    code:   a word for programs
-    param:  the field of the request that is at fault
+    status: HTTP status, if the answer has not begun
+    kind:   OpenAI's `type`, such as "invalid_request_error"
+    code:   code for programs
+    param:  field of the request that is wrong
     """
 
     def __init__(
@@ -63,19 +63,21 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
-    """The request is wrong, whoever sends it and whenever."""
+    """Return the error of a request that is wrong (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def queue_full(message: str) -> ApiError:
-    """The refusal of a request for which there is no room now; clients try again after a second."""
+    """Return the error of a request for which there is no room now (429). Clients retry after a second."""
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """Make the answer to a client of an error of the engine: a refusal, a failure, or an engine that is not there.
+    """Return the API error for an error of the engine.
 
-    names: what the client calls parameters, where that is something else
+    Args:
+        error: a refusal, a failure, an unavailable engine, or an ApiError, which is returned unchanged.
+        names: the request's names of engine parameters, where they differ.
 
     Raises:
         Exception: `error` itself, if it is none of these.
@@ -83,7 +85,7 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineUnavailable):
-        # Not now, and not by this process again.
+        # This process does not recover.
         return ApiError(503, error.problem, kind="server_error", code=error.code)
     if isinstance(error, RequestFailure):
         return failed(str(error), code="request_failed")
@@ -94,14 +96,14 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
 
 
 def failed(message: str, *, code: str) -> ApiError:
-    """The request was fine, and the server could not answer it."""
+    """Return the error of a valid request that the server could not answer (500)."""
     return ApiError(500, message, kind="server_error", code=code)
 
 
 def client_gone() -> ApiError:
-    return ApiError(CLIENT_GONE, "the client has gone away", code="client_gone")
+    return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
 
 def _printable(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may bring in and UTF-8 does not let out."""
+    """Replace lone surrogates, which JSON can contain and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""The application: endpoints, guards before them, and every error in OpenAI's form."""
+"""The application: endpoints, guards, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request is wrong, or too much at this time."},
     "5XX": {"model": ErrorAnswer, "description": "The server or its engine failed, or shuts down."},
 }
-"""What any endpoint may answer, as the OpenAPI document says it."""
+"""Error responses of every endpoint, for the OpenAPI document."""
 
 
 def make_app(serving: Serving) -> FastAPI:
-    """The application of one server. Several may share an engine."""
+    """Make the application of one server. Several applications may share an engine."""
     config = serving.config
-    # The pages for people that FastAPI offers load their scripts from elsewhere.
+    # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
         title="Phonograph",
         version=__version__,
@@ -58,7 +58,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    # The last one added is met first.
+    # Requests pass the middleware added last first.
     app.add_middleware(BodyGuard, config=config)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key)
@@ -79,7 +79,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body."""
+    """Answer with the first validation error of a body."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = [shortened(str(part)) for part in first["loc"] if part != "body"]
@@ -95,12 +95,12 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework refuses: unknown paths, wrong methods, bodies that cannot be parsed."""
+    """Answer an error of the framework: an unknown path, a wrong method, a body that cannot be parsed."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The framework raises it again after this answer, so that the log has all of it."""
-    return error_response(failed("the server met an error of its own; its log has more", code="internal_error"))
+    """Answer an unexpected exception. The framework raises it again afterwards, and the log gets its traceback."""
+    return error_response(failed("internal error; the server's log has the details", code="internal_error"))

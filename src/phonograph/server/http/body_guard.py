@@ -1,4 +1,4 @@
-"""Request bodies: read in pieces, bounded in bytes, contents and time before the application sees the request."""
+"""Limits on the bytes, contents and time of request bodies, enforced while they arrive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from phonograph.server.http.api_keys import error_response
 from phonograph.server.http.json_meter import PIECE, JsonMeter
 
 BYTES_PER_SECOND = 131_072
-"""Slowest rate of a body that is still waited for, beside `body_timeout`."""
+"""Minimum rate of a body, in addition to `body_timeout`."""
 LINGER_SECONDS = 5.0
-"""Time in which the rest of a refused body is read and dropped. A connection that is closed while its client sends is
-reset, and the client would never see the answer."""
+"""Time in which the rest of a refused body is read and dropped.
+
+Closing a connection while its client sends resets it, and the client would not see the answer.
+"""
 
 
 class BodyGuard:
-    """Takes a whole body, or refuses it, before the application sees the request. Plain ASGI, as all guards."""
+    """Reads the whole body, or refuses it, before the application sees the request. Plain ASGI."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -50,10 +52,11 @@ class BodyGuard:
         return self._num_bytes
 
     async def _read(self, body: _Body, scope: Scope, receive: Receive) -> None:
-        """Reads until the end of the body.
+        """Read the body to its end.
 
         Raises:
-            ApiError: it is too large, holds too much or is too slow, or too many bytes wait already.
+            ApiError: the body is too large, holds too many items or is too slow, or too many bytes of bodies are
+                queued.
         """
         most = self._config.max_request_bytes
         too_large = ApiError(413, f"the body has more than {most} bytes (max_request_bytes)", code="body_too_large")
@@ -68,12 +71,14 @@ class BodyGuard:
                 async with asyncio.timeout_at(began + seconds):
                     piece = body.take(await receive())
             except TimeoutError:
-                problem = f"only {body.num_bytes} bytes of the body came in {seconds:.1f} s (body_timeout)"
+                problem = f"only {body.num_bytes} bytes of the body arrived in {seconds:.1f} s (body_timeout)"
                 raise ApiError(408, problem, code="timeout") from None
             if body.num_bytes > most:
                 raise too_large
             if self._num_bytes > self._config.max_queued_bytes:
-                raise queue_full(f"more than {self._config.max_queued_bytes} bytes of bodies wait (max_queued_bytes)")
+                raise queue_full(
+                    f"more than {self._config.max_queued_bytes} bytes of bodies are queued (max_queued_bytes)"
+                )
             for start in range(0, len(piece), PIECE):
                 if start:
                     await asyncio.sleep(0)
@@ -83,9 +88,9 @@ class BodyGuard:
 class _Body:
     """The pieces of one body.
 
-    count:     adds to the bytes of all bodies that wait, and returns these
-    complete:  all of it has come, or its client has gone away
-    abandoned: its client has gone away
+    count:     adds to the queued bytes of all bodies, and returns their sum
+    complete:  the body has ended, or its client has disconnected
+    abandoned: its client has disconnected
     """
 
     def __init__(self, count: Callable[[int], int]) -> None:
@@ -96,7 +101,7 @@ class _Body:
         self._pieces: list[bytes] = []
 
     def take(self, message: Message) -> bytes:
-        """Adds what has come, and returns it."""
+        """Add a received piece and return it."""
         self.abandoned = message["type"] == "http.disconnect"
         self.complete = self.abandoned or not message.get("more_body", False)
         piece: bytes = message.get("body", b"")
@@ -107,13 +112,13 @@ class _Body:
         return piece
 
     def release(self) -> None:
-        """Stop counting the body among those that wait."""
+        """Remove the body from the queued bytes."""
         self._count(-self._num_counted)
         self._num_counted = 0
         self._pieces.clear()
 
     def replay(self, receive: Receive) -> Receive:
-        """A `receive` that gives the body once, and then what comes after it."""
+        """Return a `receive` that yields the body once, and then what follows it."""
 
         async def replayed() -> Message:
             if not self._pieces:
@@ -125,7 +130,7 @@ class _Body:
         return replayed
 
     def released_by(self, send: Send) -> Send:
-        """A `send` that releases the body when the answer begins."""
+        """Return a `send` that releases the body when the answer begins."""
 
         async def sent(message: Message) -> None:
             self.release()
@@ -135,7 +140,7 @@ class _Body:
 
 
 async def _refuse(error: ApiError, body: _Body, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, and ends the answer when the rest of the body has come."""
+    """Send the error at once, and end the response after the rest of the body has arrived."""
 
     async def send_open(message: Message) -> None:
         await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)

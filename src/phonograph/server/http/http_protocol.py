@@ -1,4 +1,4 @@
-"""HTTP/1.1 of one connection: uvicorn's protocol with bounds on headers, and notice of clients that leave."""
+"""HTTP/1.1 of one connection: uvicorn's protocol with limits on headers, and detection of disconnects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.server.http.api_errors import ApiError, invalid
 
 MAX_HEADER_BYTES = 65_536
-"""Bytes of a request line with its headers. The parser has no bound of its own."""
+"""Maximum bytes of a request line with its headers. The parser itself has no limit."""
 MAX_PIPELINED_BYTES = 65_536
-"""Bytes of requests that wait for the answer to an earlier one on their connection."""
+"""Maximum bytes of pipelined requests that wait for the answer to an earlier one."""
 
 
 def http_protocol(config: ServerConfig) -> Any:
-    """The protocol of a server's connections, as `uvicorn.Config` takes it."""
+    """Return the protocol of a server's connections, for `uvicorn.Config`."""
     return partial(HttpProtocol, header_timeout=config.header_timeout)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. It is read while a request is answered, because only then its end shows.
+    """One connection. It is read even while a request is answered, because only a read shows a disconnect.
 
-    header_timeout: seconds that the headers of a request may take
+    header_timeout: time limit for the headers of a request, in seconds
     """
 
     def __init__(self, *args: Any, header_timeout: float, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells the latest request only, which may wait behind the one that runs.
+        # uvicorn notifies only the latest request, which may be queued behind the running one.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -53,7 +53,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # nothing is answered any more that comes after it
+        if self._refusal is not None:  # requests after a refused one get no answer
             return
         awaited, pipelined = self._header_timer is not None, bool(self.pipeline)
         super().data_received(data)
@@ -88,7 +88,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        # What was refused goes on to be parsed to the end of its piece.
+        # The parser finishes its piece after a refusal.
         if self._refusal is None:
             super().on_headers_complete()
 
@@ -102,7 +102,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._refusal is None:
-            self._refuse(invalid(None, "the request is no HTTP/1.1", code="invalid_http"))
+            self._refuse(invalid(None, "the request is not HTTP/1.1", code="invalid_http"))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -132,11 +132,11 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._num_header_bytes and not self._num_unfinished_bytes:
             self.transport.close()
             return
-        problem = f"the headers did not come in {self._header_timeout:g} s (header_timeout)"
+        problem = f"the headers did not arrive within {self._header_timeout:g} s (header_timeout)"
         self._refuse(ApiError(408, problem, code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Ends the connection with an error, or after the answer that is under way."""
+        """End the connection with an error, or after the answer in progress."""
         self._refusal = error
         self._stop_timer()
         self.pipeline.clear()

@@ -1,10 +1,9 @@
-"""Bounds on JSON text, checked on its bytes as they arrive, before anything is built from them.
+"""Limits on JSON text, checked on its bytes before it is parsed.
 
-A few bytes of JSON make an object of a hundred bytes and cost the parser as much time: 16 MiB of "{},{},..." stall the
-process for seconds and take gigabytes. Counting quotation marks, commas and brackets outside of texts is many times
-cheaper: 0.5 ns a byte of a text, 20 ns a byte of nothing but empty texts.
-The counts bound what `json.loads` can build: each text or name has two quotation marks, each list or object a bracket,
-and each number, true, false or null follows a comma, a colon or a bracket.
+A few bytes of JSON become an object of a hundred bytes and cost the parser as much time: 16 MiB of "{},{},..." block
+the process for seconds and take gigabytes. Counting quotation marks, commas and brackets outside of strings is many
+times cheaper. The counts bound what `json.loads` builds: each string or name has two quotation marks, each list or
+object a bracket, and each number, true, false or null follows a comma, a colon or a bracket.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from phonograph.server.http.api_errors import invalid
 PIECE = 65_536
 """Bytes or characters that are counted at once, in about 2 ms."""
 MAX_NUMBER = 1024
-"""Characters of a number. Python takes time quadratic in the digits of an integer."""
+"""Maximum characters of a number. Python parses integers in time quadratic in their digits."""
 _SPACE_AND_BRACKETS = b" \t\r\n[]{}:"
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonMeter:
-    """Counts what the pieces of one or more JSON texts hold. What it counts is never less than what a parser builds."""
+    """Counts the items of one or more JSON texts. The counts are upper bounds of what a parser builds."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -32,7 +31,7 @@ class JsonMeter:
         self._backslash = b""
 
     def check(self, piece: bytes) -> None:
-        """Adds the next piece to the counts.
+        """Add a piece to the counts.
 
         Raises:
             ApiError: the text holds more than the configuration allows.
@@ -51,32 +50,32 @@ class JsonMeter:
             raise invalid(None, f"the body has a number of more than {MAX_NUMBER} characters", code="number_too_long")
 
     def check_text(self, text: str) -> None:
-        """Adds a text to the counts.
+        """Add a text to the counts.
 
         Raises:
             ApiError: as `check`.
-            UnicodeEncodeError: the text has half of a surrogate pair.
+            UnicodeEncodeError: the text has a lone surrogate.
         """
         for start in range(0, len(text), PIECE):
             self.check(text[start : start + PIECE].encode())
 
     def _check_depth(self, structure: bytes) -> None:
-        if self._openers <= self._config.max_request_depth:  # short of numpy, which small bodies would feel
+        if self._openers <= self._config.max_request_depth:  # avoids NumPy for small bodies
             self._depth += structure.count(b"[") + structure.count(b"{") - structure.count(b"]") - structure.count(b"}")
             return
         brackets = np.frombuffer(structure.translate(None, _NO_BRACKETS), np.uint8)
         if len(brackets):
-            # The second bit tells "[" and "{" from "]" and "}".
+            # The second bit is set in "[" and "{" only.
             depths = self._depth + np.cumsum((brackets & 2).astype(np.int64) - 1)
             self._depth = int(depths[-1])
             self._refuse_above("max_request_depth", int(depths.max()), "levels of lists and objects within each other")
 
     def _structure(self, piece: bytes) -> bytes:
-        """The part of a piece that lies outside of texts."""
+        """Return the part of a piece outside of strings."""
         piece = self._backslash + piece
         self._backslash = b""
         if b"\\" in piece:
-            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next piece begins with what it escapes
+            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the escaped character is in the next piece
                 piece, self._backslash = piece[:-1], b"\\"
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')

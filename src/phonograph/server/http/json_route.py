@@ -1,4 +1,4 @@
-"""Routes whose bodies are JSON: parsed, and their lists held against the limits, before their fields are read."""
+"""Routes with JSON bodies, parsed and checked for list lengths before their fields are validated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.server.http.api_errors import invalid
 
 MAX_BODY_FIELDS = 256
-"""Fields of a body, which is more than any endpoint knows; the first that is unknown would be refused later."""
+"""Maximum fields of a body: more than any endpoint has."""
 MAX_STREAM_OPTIONS = 16
 INLINE_BYTES = 16_384
-"""A body that is longer gives the event loop to others between the parts of its work, and is prepared by a thread."""
+"""Longer bodies are prepared by a thread, and their parsing yields to the event loop between its parts."""
 LIMITS = {
     "messages": "max_request_messages",
     "tools": "max_request_tools",
@@ -27,11 +27,11 @@ LIMITS = {
     "logit_bias": "max_request_biases",
     "tokens": "max_request_token_ids",
 }
-"""Lists and objects of a body, and the settings that say how many items these have at most."""
+"""Lists and objects of a body, and the settings that limit their items."""
 
 
 class JsonRequest(Request):
-    """A request whose body is parsed once. The bytes go when they have been parsed: an answer may take minutes.
+    """A request whose body is parsed once. The bytes are freed then, because an answer can take minutes.
 
     num_bytes: length of the body
     """
@@ -39,10 +39,10 @@ class JsonRequest(Request):
     num_bytes = 0
 
     async def parse(self, config: ServerConfig) -> None:
-        """Parses the body, if there is any.
+        """Parse the body, if there is one.
 
         Raises:
-            ApiError: the body is no JSON, or holds more than the configuration allows.
+            ApiError: the body is not JSON, or holds more than the configuration allows.
         """
         self._value: Any = None
         body = await super().body()
@@ -57,12 +57,10 @@ class JsonRequest(Request):
             self._value = json.loads(text)
             del text
         except UnicodeDecodeError as error:
-            raise invalid(
-                None, f"the body is no JSON: it is no UTF-8 at byte {error.start}", code="invalid_json"
-            ) from None
+            raise invalid(None, f"the body is not JSON: not UTF-8 at byte {error.start}", code="invalid_json") from None
         except (ValueError, RecursionError) as error:
-            raise invalid(None, f"the body is no JSON: {error}", code="invalid_json") from None
-        # FastAPI keeps what this returns until the answer is complete, and asks only if there is anything.
+            raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
+        # FastAPI keeps the body until the answer is complete, and only tests that it is not empty.
         self._body = b"{}"
         check_sizes(self._value, config)
         await self._yield()
@@ -76,7 +74,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route of an endpoint with a JSON body."""
+    """Route of an endpoint with a JSON body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -90,7 +88,7 @@ class JsonRoute(APIRoute):
 
 
 def check_sizes(body: Any, config: ServerConfig) -> None:
-    """Refuses a body by the lengths of its lists, whatever their items are.
+    """Check the lengths of a body's lists, whatever their items are.
 
     Raises:
         ApiError: a list is longer than the configuration allows.

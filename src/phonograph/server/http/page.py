@@ -1,4 +1,4 @@
-"""The page at /: files that come with the package. What it shows it gets from /v1/graphs."""
+"""The page at /: static files of the package. They show the data of /v1/graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 FOLDER = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = {
-    # Nothing from elsewhere, and nothing that a text in it could bring to life.
+    # Allow the files of this server only, and no inline scripts.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
     "x-content-type-options": "nosniff",

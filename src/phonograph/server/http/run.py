@@ -1,4 +1,4 @@
-"""The server's process from start to end: engine and socket, then requests, until a signal or the engine's death."""
+"""The server's process: starts the engine, serves requests, and ends at a signal or the engine's death."""
 
 from __future__ import annotations
 
@@ -31,23 +31,27 @@ from phonograph.text.tokenizer import has_tokenizer
 log = logging.getLogger(__name__)
 
 DEATH_SECONDS = 1.0
-"""How long a server without an engine stays: open requests get their error, and /health says 503."""
+"""Time that the server runs after the engine's death, so that open requests get their error and /health returns 503."""
 FLUSH_SECONDS = 5
-"""Time that clients have to read the end of their answers before connections are cut."""
+"""Time for clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 60
-"""Connections without a request are kept so long: longer than clients keep them in their pools."""
+"""Time that idle connections stay open: longer than clients keep them in their pools."""
 BACKLOG = 4096
 MAX_CONNECTIONS = 65_536
 QUIET_PATHS = frozenset({"/health", "/metrics", "/v1/graphs"})
-"""Paths that monitors ask every second; the access log leaves them out."""
+"""Paths that monitors poll; the access log leaves them out."""
 MAX_PATH = 200
-"""Characters of a path in the access log."""
+"""Maximum characters of a path in the access log."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
-    """Serves until SIGINT, SIGTERM or the death of the engine; returns the exit code, 1 for a death.
+    """Serve until SIGINT, SIGTERM or the engine's death; return the exit code, 1 after a death.
 
-    ready: called with one line that says where and what is served
+    Args:
+        engine: configuration of the engine.
+        server: configuration of the server.
+        progress: called with the progress of the engine's start.
+        ready: called with one line that names the address and the model.
 
     Raises:
         PhonographError: the server could not start.
@@ -71,20 +75,22 @@ async def _serve(
             serving = Serving(engine, config, engine_config.model, defaults, template)
             http = _Server(serving)
             await asyncio.to_thread(try_chat, serving)
-            # As in the engine's process: what exists now needs no garbage collector, whose pauses clients would see.
+            # All present objects stay. Without them, collections are too short for clients to notice.
             gc.collect()
             gc.freeze()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            # Whoever reads the line may connect at once; until uvicorn accepts, it waits in the queue.
+            # Clients may connect when the line appears; the backlog holds them until uvicorn accepts.
             listener.listen(BACKLOG)
             ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1, {engine.facts.resolution.label}")
             return await http.run_until_done(listener)
 
 
 def try_chat(serving: Serving) -> None:
-    """Says now, and not to the first client, that the chat template fails where it does. No error: it may be one that
-    takes other messages, and completions need none."""
+    """Log a warning if the chat template fails.
+
+    It is not an error: the template may accept other messages, and completions need none.
+    """
     if serving.chat_template is None and not serving.tokenizer.has_chat_template:
         return
     try:
@@ -94,7 +100,7 @@ def try_chat(serving: Serving) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, ended by draining at the first signal, at once at the second, and by the engine's death."""
+    """uvicorn server that drains at the first signal, ends at once at the second, and ends after the engine's death."""
 
     def __init__(self, serving: Serving) -> None:
         config = serving.config
@@ -119,7 +125,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     async def run_until_done(self, listener: socket.socket) -> int:
-        """Serves on the socket; returns the process's exit code."""
+        """Serve on the socket; return the exit code."""
         watchers = [asyncio.create_task(self._end_by_signal()), asyncio.create_task(self._end_by_death())]
         try:
             await self.serve(sockets=[listener])
@@ -132,8 +138,10 @@ class _Server(uvicorn.Server):
         if self._signalled.is_set():
             self.should_exit = self.force_exit = True
         else:
-            log.info("%s: %g s for the answers in progress", signal.Signals(sig).name, self._drain_seconds)
-            # A signal's handler runs between any two instructions: the event loop has to hear of it in its own time.
+            log.info(
+                "%s: waiting at most %g s for the answers in progress", signal.Signals(sig).name, self._drain_seconds
+            )
+            # A signal handler runs between any two instructions, so the event loop sets the event.
             self._loop.call_soon_threadsafe(self._signalled.set)
 
     async def _end_by_signal(self) -> None:
@@ -148,14 +156,16 @@ class _Server(uvicorn.Server):
 
 
 def _bound(config: ServerConfig) -> socket.socket:
-    """The socket, bound before the engine starts, so that a port in use is found out at once; it listens later."""
+    """Return a socket that is bound but does not listen: a used port ends the start before the engine loads."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError("host", config.host, f"is no address of this machine: {error}") from None
+        raise ConfigError(
+            "host", config.host, f"is not an address of this machine ({error}); 127.0.0.1 works"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -166,7 +176,7 @@ def _bound(config: ServerConfig) -> socket.socket:
 
 
 def _allow_many_connections() -> None:
-    """Each connection is a file descriptor, and the usual limit is far below what the system allows."""
+    """Raise the limit of file descriptors, which is lower by default than the number of connections."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:
@@ -174,7 +184,7 @@ def _allow_many_connections() -> None:
 
 
 class AccessLogFilter(logging.Filter):
-    """A filter of uvicorn's access records, whose arguments are client, method, path, HTTP version and status."""
+    """Filter of uvicorn's access records, whose arguments are client, method, path, HTTP version and status."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not isinstance(record.args, tuple) or len(record.args) != 5:
@@ -185,7 +195,7 @@ class AccessLogFilter(logging.Filter):
 
 
 def _logging(level: str) -> dict[str, Any]:
-    """uvicorn's logging, with ours beside it."""
+    """Return uvicorn's logging configuration, with the package's logger added."""
     settings = copy.deepcopy(LOGGING_CONFIG)
     settings["filters"] = {"access": {"()": AccessLogFilter}}
     settings["loggers"]["uvicorn.access"]["filters"] = ["access"]

@@ -1,9 +1,9 @@
-"""A streamed answer on its way to the client: server-sent events, many thousand of them a second.
+"""Streamed answers as server-sent events.
 
-A task that wakes for each token, through all the layers of the application, costs a quarter of everything else that a
-token needs here. So the call writes itself: whoever takes in the engine's reports calls it once for what they brought,
-and it sends then and there. Its task only waits for the end, and for clients that do not read: sending to one of those
-stops half-way, the task goes on with it, and what has come by then is one piece.
+A task that wakes for each token, through all layers of the application, would cost a quarter of the server's time per
+token. Chunks are therefore sent from the callback that applies the engine's reports. The task of the request only waits
+for the end of the call, and for clients that read slowly: a send to such a client suspends, the task finishes it, and
+later output accumulates into one chunk.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phonograph.server.openai.protocol import GenerationBody
 log = logging.getLogger(__name__)
 
 SERVERS_SEND = "phonograph.send"
-"""Among a request's extensions: `send` as the server gave it."""
+"""Key of the server's own `send` among the extensions of a request."""
 
 
 class DirectSend:
-    """Keeps the server's own `send` for streams: each layer of the application wraps it in another."""
+    """Stores the server's own `send` for streams, because each layer of the application wraps it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,10 +40,10 @@ class DirectSend:
 
 
 class EventStream(Response):
-    """Sends the chunks of a call as it grows, and closes it, however it ends."""
+    """Sends the chunks of a call as it grows. Closes the call, however it ends."""
 
     def __init__(self, call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> None:
-        # Proxies must neither keep the events nor wait for more of them (the second is nginx's word for it).
+        # Proxies must neither cache nor buffer events; the second header is nginx's.
         streamed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, {**headers, **streamed}, "text/event-stream")
         del self.headers["content-length"]
@@ -60,7 +60,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            # What lies between has a part in the beginning of an answer only.
+            # The layers in between only act on the start of a response.
             self._send = scope.get("extensions", {}).get(SERVERS_SEND, send)
             await self._send_chunks()
             await self._send(_message(self._end(), more=False))
@@ -69,7 +69,7 @@ class EventStream(Response):
             self._call.close()
 
     async def _send_chunks(self) -> None:
-        """Until the call has ended, well or not."""
+        """Send until the call has ended or failed."""
         self._call.on_change = self._write
         self._write()
         try:
@@ -86,7 +86,7 @@ class EventStream(Response):
                 await self._unsent
 
     def _write(self) -> None:
-        """Sends what the call got, unless something is on its way already."""
+        """Send new output of the call, unless an earlier send is suspended."""
         if self._unsent is not None or self._finished:
             return
         try:
@@ -94,7 +94,7 @@ class EventStream(Response):
             data = self._chunks(changed)
             if data:
                 self._unsent = _begin(self._send(_message(data)))
-        except Exception:  # whoever takes in reports has other calls to think of
+        except Exception:  # the caller serves other calls too
             log.exception("a chunk could not be written")
             self._finished = False
             self._call.fail(failed("the output could not be written", code="internal_error"))
@@ -119,7 +119,7 @@ def _message(data: bytes, *, more: bool = True) -> dict[str, Any]:
 
 
 def _begin(sending: Coroutine[Any, Any, None]) -> _Begun | None:
-    """Runs it until it has to wait; None where it did not."""
+    """Run a coroutine until it suspends; return the rest of it, or None if it has ended."""
     try:
         return _Begun(sending, sending.send(None))
     except StopIteration:
@@ -127,9 +127,9 @@ def _begin(sending: Coroutine[Any, Any, None]) -> _Begun | None:
 
 
 class _Begun:
-    """A coroutine that was run until it waits, to be awaited from there on.
+    """The rest of a coroutine that was run until it suspended; awaitable.
 
-    awaited: what it gave to the event loop, to be called again when that is done
+    awaited: value that the coroutine yielded to the event loop
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:

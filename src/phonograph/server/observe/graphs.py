@@ -1,4 +1,4 @@
-"""/v1/graphs: which graphs there are and why, and which of them ran the latest steps. The page at / shows it."""
+"""/v1/graphs: the captured graphs, the reasons for them, and the graphs of the latest steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def graphs(
     last: Annotated[int, Query(ge=0, le=KEPT, description="Steps to show at most, the latest.")] = 64,
     after: Annotated[int, Query(ge=0, description="Only steps with a higher number.")] = 0,
 ) -> dict[str, Any]:
-    """The resolution with its reasons, the capture list, all decisions counted, and the latest one by one."""
+    """Return the resolution with its reasons, the capture list, counts of all decisions, and the latest steps."""
     serving: Serving = request.app.state.serving
     engine = serving.engine
     facts, log = engine.facts, engine.steps
@@ -60,7 +60,7 @@ def _graph(key: GraphKey) -> dict[str, Any]:
 
 
 def _engine(engine: AsyncLLM) -> dict[str, Any]:
-    """How the engine is at this moment. `time` goes with the counters, so that two answers make a rate."""
+    """Return the present state of the engine. With `time`, two answers give a rate."""
     stats, facts = engine.stats, engine.facts
     return {
         "time": time.time(),
@@ -92,7 +92,7 @@ def _tally(tally: StepTally) -> dict[str, Any]:
 
 
 def _step(number: int, step: StepRecord, epoch_offset: float) -> dict[str, Any]:
-    """One step. `decodes` are sequences of one token, `prefills` the tokens of each other sequence."""
+    """Return one step. `decodes` are sequences of one token, `prefills` the tokens of each other sequence."""
     return {
         "number": number,
         "time": step.ended + epoch_offset,

@@ -1,6 +1,6 @@
-"""/metrics: what Prometheus reads. Made when it asks, from counts that are kept anyway.
+"""/metrics for Prometheus, made at each scrape from the engine's counts.
 
-vLLM's names stand for what vLLM means by them, so that dashboards made for it work; what it has no name for is ours.
+Metrics that vLLM has too have its names, so that its dashboards work. The others begin with `phonograph:`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STEP_LABELS = ("mode", "kind", "reason")
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """In the format that the client accepts: Prometheus's text, or OpenMetrics."""
+    """Return the metrics in the format that the client accepts: Prometheus text or OpenMetrics."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(request.app.state.serving.registry), media_type=content_type)
 
 
 class EngineCollector(Collector):
-    """The counts of an engine as Prometheus's metrics."""
+    """Counts of an engine as Prometheus metrics."""
 
     def __init__(self, engine: AsyncLLM, model_name: str) -> None:
         self._engine = engine
@@ -43,37 +43,35 @@ class EngineCollector(Collector):
 
     def _scheduler(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        yield self._gauge("vllm:num_requests_running", "Requests that are being computed.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting)
+        yield self._gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Queued requests.", stats.num_waiting)
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
-            "Used part of the KV cache; 1 means all of it.",
+            "Used fraction of the KV cache, 0 to 1.",
             stats.blocks_used / stats.num_blocks,
         )
         yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prefix_queries
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
-        yield self._counter(
-            "vllm:num_preemptions", "Requests that lost their blocks and waited again.", stats.num_preemptions
-        )
+        yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
 
     def _requests(self) -> Iterator[Metric]:
         log = self._engine.requests
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts, cached ones included.", log.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", log.num_output_tokens)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens, including cached ones.", log.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Generated tokens.", log.num_output_tokens)
         ended = self._family(
-            CounterMetricFamily, "vllm:request_success", "Requests by how they ended.", "finished_reason"
+            CounterMetricFamily, "vllm:request_success", "Ended requests by finish reason.", "finished_reason"
         )
         for reason, count in log.num_ended.items():
             ended.add_metric([self._model_name, reason], count)
         yield ended
         for name, text, histogram in (
-            ("vllm:time_to_first_token_seconds", "From the request to its first token.", log.first_token),
-            ("vllm:inter_token_latency_seconds", "From one token of a request to the next.", log.inter_token),
-            ("vllm:e2e_request_latency_seconds", "From the request to its last token.", log.whole),
-            ("vllm:request_prompt_tokens", "Tokens of the prompt of a request.", log.prompt_lens),
-            ("vllm:request_generation_tokens", "Tokens generated for a request.", log.output_lens),
+            ("vllm:time_to_first_token_seconds", "Seconds from a request to its first token.", log.first_token),
+            ("vllm:inter_token_latency_seconds", "Seconds between tokens of a request.", log.inter_token),
+            ("vllm:e2e_request_latency_seconds", "Seconds from a request to its last token.", log.whole),
+            ("vllm:request_prompt_tokens", "Prompt tokens of a request.", log.prompt_lens),
+            ("vllm:request_generation_tokens", "Generated tokens of a request.", log.output_lens),
         ):
             family = self._family(HistogramMetricFamily, name, text)
             family.add_metric([self._model_name], histogram.buckets(), sum_value=histogram.total)
@@ -88,12 +86,12 @@ class EngineCollector(Collector):
             CounterMetricFamily, "phonograph:step_tokens", "Tokens computed in steps, without padding.", *STEP_LABELS
         )
         padded = self._family(
-            CounterMetricFamily, "phonograph:padded_tokens", "Tokens that only fill a graph up.", *STEP_LABELS
+            CounterMetricFamily, "phonograph:padded_tokens", "Padding tokens of graphs.", *STEP_LABELS
         )
         seconds = self._family(
             HistogramMetricFamily,
             "phonograph:step_time_seconds",
-            "From when a step had the device to itself until its tokens were there.",
+            "Seconds from when a step had the device to itself until its tokens were read.",
             *STEP_LABELS,
         )
         for tally in log.tallies:
@@ -104,13 +102,11 @@ class EngineCollector(Collector):
             seconds.add_metric(values, tally.seconds.buckets(), sum_value=tally.seconds.total)
         yield from (steps, tokens, padded, seconds)
         num_graphs = len(facts.captures.largest_first())
-        yield self._gauge("phonograph:graphs", "Graphs that were captured.", num_graphs)
+        yield self._gauge("phonograph:graphs", "Captured graphs.", num_graphs)
         num_retries = len(facts.capture_retries)
-        yield self._gauge(
-            "phonograph:graph_capture_retries", "Graphs that were captured at the second try.", num_retries
-        )
-        yield self._gauge("phonograph:graph_memory_bytes", "Memory that the graphs keep.", facts.graph_memory_bytes)
-        yield self._gauge("phonograph:start_seconds", "What the start of the engine took.", facts.start_seconds)
+        yield self._gauge("phonograph:graph_capture_retries", "Graphs captured at the second attempt.", num_retries)
+        yield self._gauge("phonograph:graph_memory_bytes", "Memory of the graphs in bytes.", facts.graph_memory_bytes)
+        yield self._gauge("phonograph:start_seconds", "Duration of the engine's start in seconds.", facts.start_seconds)
         yield self._gauge("phonograph:engine_up", "1 while the engine runs.", int(self._engine.death is None))
 
     def _family(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:

@@ -1,4 +1,4 @@
-"""Who serves and how it is: /health, /version, /v1/models."""
+"""Status of the server: /health, /version, /v1/models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter()
 
 @router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 when the engine has died or the server shuts down."""
+    """Return 200 while requests are accepted, 503 after the engine's death or during shutdown."""
     serving: Serving = request.app.state.serving
     if serving.engine.problem is not None:
         raise api_error(serving.engine.problem)
@@ -31,14 +31,14 @@ async def version() -> dict[str, str]:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The model, under each of its names."""
+    """Return the model under each of its names."""
     serving: Serving = request.app.state.serving
     return {"object": "list", "data": [_model(serving, name) for name in serving.names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """The model under one of its names."""
+    """Return the model under one of its names."""
     serving: Serving = request.app.state.serving
     if name not in serving.names:
         raise ApiError(404, f"the model {quoted(name)} does not exist", param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""What answers have in common: ids, usage, and chunks of a stream, which are written many thousand times a second."""
+"""Common parts of answers: heads, usage, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     }
 }
-"""What the OpenAPI document says of completions and chats."""
+"""Responses of completions and chats, for the OpenAPI document."""
 
 
 class Answer(Protocol):
-    """How one endpoint writes its answer.
+    """Writer of one endpoint's answer.
 
-    head: the fields that the answer and all chunks of its stream begin with
+    head: fields with which the answer and all chunks of its stream begin
     """
 
     head: dict[str, Any]
 
     def whole(self) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the answer to a request without streaming."""
         ...
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the call so far."""
+        """Return the tokens of the call so far."""
         ...
 
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the next chunks of a stream; none where there is nothing to show yet."""
+        """Return the choices of the next chunks of a stream; empty if there is nothing to show yet."""
         ...
 
 
 def answer_head(prefix: str, kind: str, model: str, request_id: str | None) -> dict[str, Any]:
-    """Return the head of an answer. Its id has the client's own id where it gave one."""
+    """Return the head of an answer. Its id contains the client's request id, if there is one."""
     name = f"{prefix}-{request_id or uuid.uuid4().hex}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[str, Any]:
-    """Tokens of a call so far."""
+    """Return the tokens of a call so far."""
     prompt = sum(len(prompt.token_ids) for prompt in call.prompts)
     cached = sum(prompt.num_cached_tokens for prompt in call.prompts)
     if num_completion_tokens is None:
@@ -64,18 +64,18 @@ def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[st
 
 
 class ChunkWriter:
-    """Writes chunks that differ in their choices, and at times in their usage, from one head that is encoded once."""
+    """Writes chunks with a common head, which is encoded once."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._begin = b"data: " + to_json(head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Mapping[str, Any] | None, usage: Mapping[str, Any] | None = None) -> bytes:
-        """One event. Without a choice it is the last one, of the usage alone."""
+        """Return one event. Without a choice it is the last chunk, with the usage alone."""
         middle = b"" if choice is None else to_json(choice, inf_nan_mode="null")
         end = b"]}\n\n" if usage is None else b'],"usage":' + to_json(usage) + b"}\n\n"
         return self._begin + middle + end
 
 
 def error_chunk(error: ApiError) -> bytes:
-    """The event of an answer that ends before it is complete."""
+    """Return the events of an answer that ends with an error."""
     return b"data: " + to_json(error.body()) + b"\n\n" + DONE

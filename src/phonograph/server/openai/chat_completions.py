@@ -24,7 +24,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, 1)
     if body.stream and body.prompt_logprobs is not None:
@@ -35,7 +35,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 
 
 def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list[int], SamplingParams]:
-    """Tools, token ids and sampling parameters of a request, all checked."""
+    """Return the tools, token ids and sampling parameters of a request, all checked."""
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
         raise invalid("tool_choice", "tool_choice auto needs a server with --enable-auto-tool-choice")
@@ -49,7 +49,7 @@ def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     params = body.sampling_params(
         serving.defaults,
-        max_tokens=serving.max_tokens([prompt], body.asked_tokens(), field=field),
+        max_tokens=serving.max_tokens([prompt], body.requested_tokens(), field=field),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_logprobs=serving.config.max_logprobs,
         structured=None if tools is None else tools.structured,
@@ -58,7 +58,7 @@ def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list
 
 
 class ChatAnswer:
-    """The answer to one body."""
+    """Answer to a chat request."""
 
     def __init__(self, serving: Serving, call: Call, body: ChatBody, tools: ToolChoice | None) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -94,7 +94,7 @@ class ChatAnswer:
             self._begun.add(sample.index)
             role = {"role": "assistant", "content": ""}
             found.append({"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None})
-        # Tokens without text (half a character, say) show too: whoever counts or times chunks sees each step.
+        # Tokens without text, such as parts of a character, have chunks too: clients count and time chunks.
         content: dict[str, Any] = {"content": delta.text} if delta.text or delta.token_ids else {}
         reader = self._reader(sample)
         if reader is not None:
@@ -119,7 +119,7 @@ class ChatAnswer:
         return {"content": sample.text} if reader is None else reader.message(sample.text)
 
     def _reader(self, sample: Sample) -> CallReader | None:
-        """What finds the calls of a sample, where there are tools."""
+        """Return the reader of tool calls of a sample, or None without tools."""
         if self._tools is None:
             return None
         if sample.index not in self._readers:

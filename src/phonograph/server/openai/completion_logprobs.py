@@ -1,4 +1,4 @@
-"""Log-probabilities in the three forms that clients know: of completions, of chats, and of prompts as vLLM has them."""
+"""Log-probabilities in the formats of completions, of chats, and of vLLM's prompts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not know."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 class TokenTexts:
-    """Text and bytes of each token as a part of a text, not as its beginning. A token may be half a character."""
+    """Text and bytes of single tokens as part of a text, not as its start. A token may be part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """Return the token's text, or its bytes in OpenAI's form (`bytes:\\xe2`) if they are no whole characters."""
+        r"""Return the token's text, or its bytes in OpenAI's form (`bytes:\xe2`) if they are not whole characters."""
         if token_id not in self._texts:
             data = self.bytes(token_id)
             try:
@@ -32,15 +32,15 @@ class TokenTexts:
         return self._texts[token_id]
 
     def bytes(self, token_id: int) -> bytes:
-        """Return the token's UTF-8 bytes; those of the tokens of a text make up the text."""
+        """Return the token's UTF-8 bytes. The bytes of consecutive tokens form the text."""
         return self._token_bytes.next(token_id) or b""
 
 
 class CompletionLogprobs:
-    """Those of one completion, piece by piece: the offsets go on where the last piece ended.
+    """Log-probabilities of one completion in pieces. Text offsets continue from piece to piece.
 
     as_ids:        name tokens by their ids
-    skips_special: special tokens are not in the completion's text
+    skips_special: special tokens are not part of the completion's text
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class CompletionLogprobs:
         self._name = _namer(texts, as_ids)
         self._tokenizer = tokenizer
         self._offset = 0
-        # The same stream as the text's: a token may be half a character, and the offset moves when the rest has come.
+        # Decodes as the text does: a token may be part of a character, which moves the offset when it is complete.
         self._stream = tokenizer.stream(skip_special_tokens=skips_special, after=prompt_token_ids)
 
     def echo(self, token_ids: Sequence[int], text: str, *, num_before: int) -> list[int]:
-        """Offsets of a prompt's tokens in its text, behind which the output goes on.
+        """Return the offsets of a prompt's tokens in its text. Offsets of the output continue after the text.
 
-        Special tokens are in the text where its writer put them there, the `num_before` that the tokenizer put before
-        it are not, nor is the space that some tokenizers begin a text with.
+        The text contains special tokens only if its author wrote them. It contains neither the first `num_before`
+        tokens, which the tokenizer added, nor the space that some tokenizers add at the start.
         """
         offsets = [0] * num_before
         offset = 0
@@ -85,10 +85,13 @@ class CompletionLogprobs:
         top: int,
         echoed: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Of some tokens, one position each; a position is None for the first token of a prompt.
+        """Return the log-probabilities of tokens, with one position for each.
 
-        top:    likely tokens to name beside each; the positions may have more
-        echoed: offsets of the tokens of a prompt, with which they begin
+        Args:
+            token_ids: the tokens.
+            positions: log-probabilities of each; None for the first token of a prompt.
+            top: number of likely tokens to list at each position; positions may have more.
+            echoed: offsets of the tokens of the prompt, with which `token_ids` begin.
         """
         offsets = [*echoed]
         for token_id in token_ids[len(echoed) :]:
@@ -102,13 +105,13 @@ class CompletionLogprobs:
         }
 
     def _top(self, position: TokenLogprobs, top: int) -> dict[str, float]:
-        """The token itself is in it, whether or not it is one of the most likely."""
+        """Return the most likely tokens of a position, and the token itself."""
         pairs = zip(position.token_ids[: top + 1], position.logprobs, strict=False)
         return {self._name(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 
 def chat_content(positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_ids: bool) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat's choice."""
+    """Return `logprobs.content` of a chat choice."""
     name = _namer(texts, as_ids)
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def chat_content(positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_id
 def prompt_positions(
     positions: Sequence[TokenLogprobs | None] | None, texts: TokenTexts, *, top: int
 ) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs` of a choice: by token id, the token itself and the `top` most likely."""
+    """Return `prompt_logprobs` of a choice: by token id, the token itself and the `top` most likely."""
     if positions is None:
         return None
     return [

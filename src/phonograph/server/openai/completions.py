@@ -1,4 +1,4 @@
-"""POST /v1/completions: goes on with prompts, given as text or as token ids."""
+"""POST /v1/completions: continues prompts given as text or as token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
-    """Continues one prompt or several."""
+    """Continue one prompt or several."""
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, len(body.prompt))
     if body.stream and body.prompt_logprobs is not None:
@@ -34,12 +34,12 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
 
 
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
-    """Token ids and sampling parameters of a request, all checked."""
+    """Return the token ids and sampling parameters of a request, all checked."""
     prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
-    asked = body.asked_tokens()
-    # An engine that is to score a prompt makes one token, which is not shown.
+    requested = body.requested_tokens()
+    # The engine generates at least one token; with max_tokens=0 it is not shown.
     max_tokens = serving.max_tokens(
-        prompts, 1 if asked == 0 else asked, field=body.names().get("max_tokens", "max_tokens")
+        prompts, 1 if requested == 0 else requested, field=body.names().get("max_tokens", "max_tokens")
     )
     params = body.sampling_params(
         serving.defaults,
@@ -52,14 +52,14 @@ def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> 
 
 
 class CompletionAnswer:
-    """The answer to one body."""
+    """Answer to a completion request."""
 
     def __init__(self, serving: Serving, call: Call, body: CompletionBody) -> None:
         self.head = answer_head("cmpl", "text_completion", serving.names[0], body.request_id)
         self._serving = serving
         self._call = call
         self._body = body
-        self._prompt_only = body.asked_tokens() == 0
+        self._prompt_only = body.requested_tokens() == 0
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
@@ -75,7 +75,7 @@ class CompletionAnswer:
         self._begun.add(sample.index)
         if self._prompt_only:
             delta = Delta("", [], [])
-        # Tokens without text (half a character, say) show too: whoever counts or times chunks sees each step.
+        # Tokens without text, such as parts of a character, have chunks too: clients count and time chunks.
         shows = echoed or delta.text or delta.token_ids
         if not shows and sample.finish_reason is None:
             return []
@@ -83,7 +83,7 @@ class CompletionAnswer:
         prompt, source, echo = self._call.prompts[place], self._body.prompt[place], None
         if echoed:
             echo = source if isinstance(source, str) else self._serving.tokenizer.decode(prompt.token_ids)
-        # Tokens that the tokenizer put before what the client wrote.
+        # Special tokens that the tokenizer adds before the text.
         adds = isinstance(source, str) and self._body.add_special_tokens is not False
         num_before = self._serving.tokenizer.num_tokens_before if adds else 0
         choice: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Messages of a chat as templates take them: checked, and their text parts joined."""
+"""Chat messages for templates: checked, with their text parts joined."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ KEYS = frozenset(
 
 
 def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
-    """The messages with plain text as content, without what is null.
+    """Return the messages with plain text as content, without null fields.
 
-    meter: bounds what the arguments of tool calls hold, which are JSON text within the JSON of the body
+    Args:
+        messages: messages of the request.
+        meter: limits the arguments of tool calls, which are JSON text within the JSON of the body.
 
     Raises:
-        ApiError: a message has no known role, an unknown key, or content that is no text; or arguments hold too much.
+        ApiError: a message has an unknown role or key, or content that is not text; or arguments hold too many items.
     """
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
@@ -49,7 +51,7 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     if "content" in read:
         read["content"] = _text(read["content"], f"{where}.content")
     elif role != "assistant" or not (read.get("tool_calls") or read.get("function_call")):
-        raise invalid(f"{where}.content", "content must be given: a string or a list of text parts")
+        raise invalid(f"{where}.content", "content is missing; send a string or a list of text parts")
     else:
         read["content"] = None
     if "tool_calls" in read:
@@ -58,7 +60,7 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
 
 
 def _tool_calls(calls: Any, where: str, meter: JsonMeter) -> list[dict[str, Any]]:
-    """Calls with their arguments as the objects that templates write, not as the text that clients send."""
+    """Return calls with their arguments as objects, which templates expect; clients send them as text."""
     if not isinstance(calls, list):
         raise invalid(where, "tool_calls must be a list")
     read: list[dict[str, Any]] = []

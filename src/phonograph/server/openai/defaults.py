@@ -1,4 +1,4 @@
-"""What comes with a model for those who serve it: sampling defaults, and a chat template from a file."""
+"""Defaults of a server that come with the model: sampling parameters and the chat template."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.models.weights.model_files import model_folder
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The fields of a generation_config.json that are defaults of requests here."""
+"""Fields of generation_config.json that become defaults of requests."""
 
 
 def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """The model's own sampling parameters, for what requests leave open; none where they are not wanted.
+    """Return the model's sampling parameters, as defaults of requests; empty with generation_config "none".
 
     Raises:
-        ModelError: the model's file of them is unusable.
+        ModelError: the model's generation_config.json is unusable.
     """
     if server.generation_config == "none":
         return {}
@@ -39,34 +39,38 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
 
 
 def check_tools(server: ServerConfig) -> None:
-    """Raises ConfigError where tool calls are to be found, and nothing says in which form."""
+    """Check that automatic tool calls have a parser.
+
+    Raises:
+        ConfigError: tool_call_parser is not set.
+    """
     if server.enable_auto_tool_choice and server.tool_call_parser is None:
         known = ", ".join(get_args(ToolCallParser))
         raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
 
 
 def chat_template(server: ServerConfig) -> str | None:
-    """The template that the setting names or is.
+    """Return the template that the setting contains or names.
 
     Raises:
-        ConfigError: it names a file that cannot be read, or the template is none.
+        ConfigError: the file cannot be read, or the template has a syntax error.
     """
-    given = server.chat_template
-    if given is None:
+    setting = server.chat_template
+    if setting is None:
         return None
-    template = given
-    if "{" not in given and "\n" not in given:
+    template = setting
+    if "{" not in setting and "\n" not in setting:
         try:
-            template = Path(given).read_text(encoding="utf-8")
+            template = Path(setting).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("chat_template", given, f"is no template and no file that can be read: {error}") from None
-    _check_syntax(template, given)
+            raise ConfigError("chat_template", setting, f"is neither a template nor a readable file: {error}") from None
+    _check_syntax(template, setting)
     return template
 
 
-def _check_syntax(template: str, given: str) -> None:
-    """Now, and not by the first request: compiled for no conversation at all."""
-    # These take a second to import, which only those with a template of their own should wait for.
+def _check_syntax(template: str, setting: str) -> None:
+    """Compile the template without a conversation, so that a syntax error ends the start."""
+    # Imported late: they take a second, and only a configured template needs them.
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -74,4 +78,4 @@ def _check_syntax(template: str, given: str) -> None:
         render_jinja_template([], chat_template=template)
     except TemplateSyntaxError as error:
         problem = f"has a syntax error in line {error.lineno}: {error.message}"
-        raise ConfigError("chat_template", shortened(given), problem) from None
+        raise ConfigError("chat_template", shortened(setting), problem) from None

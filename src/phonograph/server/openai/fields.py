@@ -1,4 +1,4 @@
-"""Fields of requests: none is dropped in silence. What is unknown or would change the answer is refused, by name."""
+"""Fields of requests. Unknown fields, and fields that would change the answer and are not served, are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phonograph.config.base import nearest
 from phonograph.server.http.api_errors import invalid
 
 MAX_STOP_LENGTH = 1024
-"""Characters of a stop string: each new token is compared with them."""
+"""Maximum characters of a stop string, because each new token is compared with all of them."""
 
 NO_EFFECT = frozenset(
     {
@@ -25,7 +25,7 @@ NO_EFFECT = frozenset(
         "user",
     }
 )
-"""OpenAI's fields that say nothing about the answer. They are accepted, and a header says that they had no effect."""
+"""OpenAI fields that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
@@ -54,7 +54,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI or vLLM that are not served, with values that ask for nothing. So do null, false, [] and {}."""
+"""Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
 
 def _close(schema: dict[str, Any]) -> None:
@@ -63,18 +63,18 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A request's body. JSON types are taken as they are: "5" is no number."""
+    """Body of a request, with strict JSON types: "5" does not pass as a number."""
 
-    # Other fields are taken in only to be named in the refusal, so the OpenAPI document says that there are none.
+    # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
 
     model: str | None = None
 
     def check(self) -> list[str]:
-        """The fields that were given and have no effect.
+        """Check the fields; return those that have no effect.
 
         Raises:
-            ApiError: a field is unknown, asks for what is not served, or contradicts another.
+            ApiError: a field is unknown, not supported, or contradicts another.
         """
         ignored: list[str] = []
         for name, value in (self.model_extra or {}).items():
@@ -88,7 +88,7 @@ class Body(BaseModel):
                 known = [*type(self).model_fields, *NO_EFFECT, *UNSUPPORTED]
                 shown = name if len(name) <= 100 else f"{name[:100]}..."
                 hint = nearest(name[:100], known)
-                hint = hint if hint.startswith("did you mean") else "it is no field of this endpoint"
+                hint = hint if hint.startswith("did you mean") else "this endpoint has no such field"
                 raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
         return ignored
 
@@ -107,13 +107,13 @@ def _texts(value: object) -> list[str]:
 
 
 def _biases(value: object) -> dict[int, float]:
-    """JSON has token ids as text."""
+    """Return biases by token id, which JSON has as text."""
     if not isinstance(value, dict):
         raise ValueError("must map token ids to biases")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdecimal()) or len(key) > 10:
-            raise ValueError(f"{str(key)[:50]!r} is no token id")
+            raise ValueError(f"{str(key)[:50]!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"the bias of token {key} must be a number")
         biases[int(key)] = bias
@@ -121,7 +121,7 @@ def _biases(value: object) -> dict[int, float]:
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """One prompt or several, each as text or as token ids."""
+    """Return one prompt or several as a list of texts or token ids."""
     problem = "must be a string, a list of token ids, or a list of these"
     if isinstance(value, str):
         return [value]
@@ -148,7 +148,7 @@ def _list_of(kind: type, problem: str, *, least: int = 0) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-# Lists are read as a whole by the functions above: pydantic would keep one error for each item of a hostile list.
+# The functions above validate whole lists, because pydantic keeps one error per item.
 _TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _ONE_PROMPT: list[dict[str, Any]] = [{"type": "string"}, _IDS]

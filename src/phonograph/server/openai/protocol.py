@@ -1,4 +1,4 @@
-"""The bodies of requests, in the words of OpenAI's and vLLM's clients, and the engine's parameters from them."""
+"""Request bodies in the fields of OpenAI's and vLLM's clients, and their conversion to engine parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phonograph.server.openai.fields import Biases, Body, Messages, Prompts, Sto
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
 
 DEFAULT_MAX_TOKENS = 16
-"""Of completions, as OpenAI has it. A chat's answer may fill the context."""
+"""Default of completions, as at OpenAI. A chat's answer may fill the context."""
 
 _SAME_NAME = (
     "n",
@@ -37,13 +37,15 @@ _SAME_NAME = (
     "skip_special_tokens",
     "prompt_logprobs",
 )
-"""Fields that are called in the engine what they are called here."""
+"""Fields that have the same name in the engine."""
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk.
+    """Options of a stream.
 
-    include_obfuscation: accepted without effect; OpenAI pads its chunks with it against readers of encrypted traffic.
+    include_usage:          send a last chunk with the usage
+    continuous_usage_stats: send the usage so far in every chunk
+    include_obfuscation:    no effect; OpenAI pads chunks against traffic analysis
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -54,7 +56,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(StructuredFields):
-    """What completions and chats have in common. Null means the default, as where nothing is given."""
+    """Common fields of completions and chats. Null means the default."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -103,12 +105,12 @@ class GenerationBody(StructuredFields):
             ignored.append("stream_options.include_obfuscation")
         return ignored
 
-    def asked_tokens(self) -> int | None:
-        """max_tokens by either of its names."""
+    def requested_tokens(self) -> int | None:
+        """Return max_tokens, which has two names."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     def names(self) -> dict[str, str]:
-        """What the engine's parameters are called in this request, where that is something else."""
+        """Return the request's names of engine parameters, where they differ."""
         field = field_of(self)
         names = {} if field is None else dict.fromkeys(PARAMETERS, field)
         if self.max_tokens is None and self.max_completion_tokens is not None:
@@ -125,10 +127,15 @@ class GenerationBody(StructuredFields):
         scores_prompt: bool = False,
         structured: StructuredOutputs | None = None,
     ) -> SamplingParams:
-        """The engine's parameters; `defaults` are those of the model for what the request leaves open.
+        """Return the engine's parameters for a request.
 
-        scores_prompt: whether `logprobs` are wanted of the prompt too
-        structured:    what the output has to be, where that is not among the fields
+        Args:
+            defaults: sampling parameters of the model, for fields that the request leaves out.
+            max_tokens: tokens to generate.
+            logprobs: likely tokens to report at each position, or None.
+            max_logprobs: limit of the server.
+            scores_prompt: report `logprobs` for the prompt too.
+            structured: structured output that does not come from the fields, such as a forced tool call.
 
         Raises:
             ApiError: a value is out of range.
@@ -137,19 +144,19 @@ class GenerationBody(StructuredFields):
         for name, value in ((names.get("logprobs", "logprobs"), logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None and value > max_logprobs:
                 raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
-        given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if scores_prompt and logprobs is not None:
-            given["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+            values["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
         try:
-            asked = structured_outputs(self)
-            if structured is not None and asked is not None:
-                problem = "tool_choice forces a call, which contradicts the structured output asked for"
+            requested = structured_outputs(self)
+            if structured is not None and requested is not None:
+                problem = "tool_choice forces a call, which contradicts the requested structured output"
                 raise invalid("tool_choice", problem)
-            found = structured or asked
+            found = structured or requested
             if found is not None and self.structured_outputs_strictness is not None:
                 found = replace(found, strictness=self.structured_outputs_strictness)
-            given["structured_outputs"] = found
-            return SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
+            values["structured_outputs"] = found
+            return SamplingParams(**{**defaults, **values}, max_tokens=max_tokens, logprobs=logprobs)
         except RequestError as error:
             raise api_error(error, names) from None
 
@@ -163,9 +170,9 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
     def check(self) -> list[str]:
-        if self.asked_tokens() == 0 and not self.echo:
+        if self.requested_tokens() == 0 and not self.echo:
             name = self.names().get("max_tokens", "max_tokens")
-            raise invalid(name, f"{name}=0 needs echo=true: there would be nothing to answer")
+            raise invalid(name, f"{name}=0 needs echo=true, because the answer would be empty")
         return super().check()
 
 
@@ -183,7 +190,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
     def names(self) -> dict[str, str]:
-        # Where no field asks for structured output, forced calls do.
+        # Without a field for structured output, it comes from forced calls.
         return {"logprobs": "top_logprobs", **dict.fromkeys(PARAMETERS, "tools"), **super().names()}
 
     def check(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What all endpoints share: who may ask what and how much, text to tokens, and how an answer is waited for and sent."""
+"""Common work of all endpoints: admission, tokenization, opening calls, and sending answers."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from phonograph.server.openai.protocol import GenerationBody
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
-"""Threads that prepare large requests. Those that wait for one are bounded by the bytes of their bodies."""
+"""Threads that prepare large requests. The limit on queued body bytes bounds the requests that wait for one."""
 MAX_WARNING_CHARACTERS = 2000
 USUAL_CHARACTERS = 8
-"""Characters of a token that few texts reach on average."""
+"""Characters per token that few texts exceed on average."""
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Serving:
-    """One server: an engine, and what it is told about how to serve.
+    """One server: an engine with the server's configuration.
 
-    root:          the model as the engine was given it
-    defaults:      sampling parameters that come with the model
-    chat_template: instead of the model's own
-    started:       seconds since the epoch
+    root:          name of the model in the engine's configuration
+    defaults:      sampling parameters of the model
+    chat_template: replaces the model's template
+    started:       start time in seconds since the epoch
     """
 
     engine: AsyncLLM
@@ -75,14 +75,14 @@ class Serving:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model; the first is in answers."""
+        """Names of the model for clients. Answers have the first."""
         return self.config.served_model_name or (self.root,)
 
     def check(self, body: Body) -> dict[str, str]:
-        """Check the fields of a request; return headers that say which of them had no effect.
+        """Check the fields of a request; return headers that list those without effect.
 
         Raises:
-            ApiError: it asks for what is not served, or for another model.
+            ApiError: a field is wrong or not supported, or the request names another model.
         """
         ignored = body.check()
         if body.model is not None and body.model not in self.names:
@@ -91,10 +91,10 @@ class Serving:
         return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
-        """Whether a request may go on, before anything is spent on it; headers for its answer.
+        """Check a request before any work for it; return headers of its answer.
 
         Raises:
-            ApiError: it asks for what is not served, or too much is in progress already.
+            ApiError: the request is wrong or not supported, or too many requests are in progress.
         """
         headers = self.check(body)
         engine, facts = self.engine, self.engine.facts
@@ -108,7 +108,7 @@ class Serving:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
-            raise queue_full(f"{engine.num_open} samples are in progress or wait; this server takes {room} at most")
+            raise queue_full(f"{engine.num_open} samples are in progress or queued; this server takes {room} at most")
         return headers
 
     def encode(
@@ -118,13 +118,16 @@ class Serving:
         add_special_tokens: bool,
         gone: threading.Event | None = None,
     ) -> list[list[int]]:
-        """Token ids of prompts; those that are token ids already stay as they are.
+        """Return the token ids of prompts. Prompts that are token ids stay unchanged.
 
-        gone: is set when the client has gone away, so that the rest need not be encoded
+        Args:
+            prompts: texts or token ids.
+            add_special_tokens: add the tokenizer's special tokens to texts.
+            gone: event that is set when the client has disconnected; the remaining prompts are then skipped.
 
         Raises:
-            ApiError: a prompt is too long, or all of them together.
-            RequestError: a prompt has token ids that the model has not, or is no text.
+            ApiError: a prompt is too long, or all together are.
+            RequestError: a token id is outside the vocabulary, or a text is not valid Unicode.
         """
         for prompt in prompts:
             if not isinstance(prompt, str):
@@ -147,13 +150,16 @@ class Serving:
     def encode_text(
         self, text: str, *, add_special_tokens: bool = False, whole_context: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text, unless they are too many. One whose characters are too many is not tokenized.
+        """Return the token ids of a text. A text with too many characters is rejected without tokenizing it.
 
-        whole_context: the tokens have to fit the context, not only the limits of a request
+        Args:
+            text: the text.
+            add_special_tokens: add the tokenizer's special tokens.
+            whole_context: the tokens must fit the context, not only the limits of a request.
+            field: name of the text in errors.
 
         Raises:
-            ApiError: the text is too long.
-            RequestError: it is no Unicode text.
+            ApiError: the text is too long, or not valid Unicode.
         """
         context, each = self.engine.facts.context_len, self.tokenizer.max_token_characters
         if each is not None and len(text) > context * each:
@@ -163,7 +169,7 @@ class Serving:
             )
             raise invalid(field, problem, code="context_length_exceeded")
         most = context if whole_context else max(context, self.config.max_request_token_ids)
-        # A beginning has other tokens than in the whole text at its last word only: twice as many are beyond doubt.
+        # A prefix of the text has the same tokens but for its last word. Above twice the limit the text is too long.
         beginning = text[: USUAL_CHARACTERS * most]
         if len(text) > 2 * len(beginning):
             self._check_length(field, len(self._encode(field, beginning, add_special_tokens)), 2 * most)
@@ -194,11 +200,20 @@ class Serving:
         tools: list[dict[str, Any]] | None = None,
         whole_context: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation; see `encode_text`.
+        """Return the token ids of a conversation.
+
+        Args:
+            messages: messages of the request.
+            add_generation_prompt: end with the start of the assistant's answer; by default unless the last message
+                continues.
+            continue_final_message: continue the last message.
+            variables: further variables of the template.
+            tools: functions for the template.
+            whole_context: as for `encode_text`.
 
         Raises:
-            ApiError: a message is none, or all of them are too long.
-            RequestError: the chat template does not take them.
+            ApiError: a message is wrong, or all together are too long.
+            RequestError: the chat template rejects them.
         """
         text = self.tokenizer.render_chat(
             read_messages(messages, JsonMeter(self.config)),
@@ -212,26 +227,26 @@ class Serving:
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
 
-    def max_tokens(self, prompts: list[list[int]], asked: int | None, *, field: str) -> int | None:
-        """Tokens to generate, as asked for.
+    def max_tokens(self, prompts: list[list[int]], requested: int | None, *, field: str) -> int | None:
+        """Check the number of tokens to generate against the context, and return it.
 
         Raises:
-            ApiError: the longest prompt leaves no room for so many.
+            ApiError: the longest prompt leaves too little room.
         """
         longest, context = max(map(len, prompts)), self.engine.facts.context_len
-        if longest + (asked or 1) > context:
+        if longest + (requested or 1) > context:
             room = f"at most {context - longest} can follow" if longest < context else "shorten it"
             raise invalid(
                 field,
                 f"the context holds {context} tokens, prompt and output together; the prompt has {longest}"
-                + (f" and {asked} were asked for" if asked is not None else "")
+                + (f" and {requested} were requested" if requested is not None else "")
                 + f": {room}",
                 code="context_length_exceeded",
             )
-        return asked
+        return requested
 
     def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
-        """Gives prompts to the engine. The call fails when the client goes away, or the time is up."""
+        """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
         try:
             call = self.engine.open(prompts, params, streams=bool(body.stream), priority=body.priority or 0)
         except EngineUnavailable as error:
@@ -246,12 +261,14 @@ class Serving:
         return call
 
     async def prepare(self, request: Request, work: Callable[[threading.Event], Result]) -> Result:
-        """Do what a request needs before the engine has it; a thread does it for a large one.
+        """Run the work of a request that precedes the engine. A thread does it for a large body.
 
-        work: gets an event that is set when the client has gone away
+        Args:
+            request: the request.
+            work: called with an event that is set when the client has disconnected.
 
         Raises:
-            ApiError: the client has gone away.
+            ApiError: the client has disconnected.
         """
         assert isinstance(request, JsonRequest), "the route is a JsonRoute"
         gone = threading.Event()
@@ -271,20 +288,20 @@ class Serving:
 
 
 def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
-    """Returns headers that also say what the grammar of a call does not hold."""
+    """Return headers that also list what the grammar of a call does not enforce."""
     warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))
     if not warnings:
         return dict(headers)
     text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
-    told = '299 - "' + re.sub(r'(["\\])', r"\\\1", text) + '"'
-    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), told)))}
+    grammar_warning = '299 - "' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), grammar_warning)))}
 
 
 async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
-    """Waits for the answer, or for its beginning, and sends it.
+    """Wait for the answer, or for its beginning, and return the response.
 
     Raises:
-        ApiError: the call failed before anything of the answer was sent.
+        ApiError: the call failed before the answer began.
     """
     try:
         if body.stream:
@@ -302,6 +319,6 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has gone away. The request's body must have been received."""
+    """Return when the client has disconnected. The request's body must have been received."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Structured output as requests ask for it: OpenAI's response_format, and the fields that vLLM has beside it."""
+"""Structured output of requests: OpenAI's response_format and vLLM's fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phonograph.server.http.api_errors import invalid
 from phonograph.server.openai.fields import Body, Choices
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields, and what they are called in structured_outputs."""
+"""vLLM's older fields, with their names in structured_outputs."""
 FORMAT = "response_format"
 PARAMETERS: tuple[str, ...] = (
     "structured_outputs",
@@ -20,11 +20,11 @@ PARAMETERS: tuple[str, ...] = (
     "strictness",
     *get_args(Kind),
 )
-"""What the engine may name in refusing it, by whichever field it came."""
+"""Parameters that engine errors about structured output can name."""
 
 
 class StructuredFields(Body):
-    """The fields of a body that say what its output has to be."""
+    """Fields of a body that define structured output."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -36,26 +36,26 @@ class StructuredFields(Body):
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputs | None:
-    """What the output has to be, or None.
+    """Return the structured output of a request, or None.
 
     Raises:
-        ApiError: what is asked for is not known, or contradicts itself.
-        RequestError: a schema, expression or grammar is none.
+        ApiError: a field is wrong, or two fields contradict each other.
+        RequestError: a schema, expression or grammar is invalid.
     """
-    asked: dict[str, StructuredOutputs | None] = {}
+    requested: dict[str, StructuredOutputs | None] = {}
     if body.response_format is not None:
-        asked[FORMAT] = _of_format(body.response_format)
+        requested[FORMAT] = _of_format(body.response_format)
     if body.structured_outputs is not None:
         params = SamplingParams(structured_outputs=body.structured_outputs)  # pyright: ignore[reportArgumentType]
-        asked["structured_outputs"] = params.structured_outputs
+        requested["structured_outputs"] = params.structured_outputs
     for name, kind in GUIDED.items():
         value = getattr(body, name)
         if value is not None:
             try:
-                asked[name] = StructuredOutputs(**{kind: value})
+                requested[name] = StructuredOutputs(**{kind: value})
             except RequestError as error:
                 raise invalid(name, f"{name}: {error.problem}") from None
-    found = {name: structured for name, structured in asked.items() if structured is not None}
+    found = {name: structured for name, structured in requested.items() if structured is not None}
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(second, f"{second} contradicts {first}; give one of them")
@@ -63,21 +63,21 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputs | None:
 
 
 def field_of(body: StructuredFields) -> str | None:
-    """The field that says what the output has to be; the first, where there are several."""
+    """Return the first field that defines structured output, or None."""
     if body.response_format is not None and body.response_format.get("type") != "text":
         return FORMAT
     return next((name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None), None)
 
 
-def _of_format(given: dict[str, Any]) -> StructuredOutputs | None:
-    kind = given.get("type")
+def _of_format(response_format: dict[str, Any]) -> StructuredOutputs | None:
+    kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputs(json_object=True)
     if kind != "json_schema":
         raise invalid(FORMAT, f"{FORMAT}.type must be text, json_object or json_schema, not {str(kind)[:50]!r}")
-    about = given.get("json_schema")
+    about = response_format.get("json_schema")
     if not isinstance(about, dict) or not isinstance(about.get("name"), str):
         raise invalid(FORMAT, f"{FORMAT}.json_schema must be an object with a name and a schema")
     for key in about:

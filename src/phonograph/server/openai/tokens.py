@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/tokenize", response_model=dict[str, Any])
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the model would see it."""
+    """Return the token ids of a text, or of a conversation in the model's template."""
     serving: Serving = request.app.state.serving
     headers = serving.check(body)
-    # The answer is written there too: a hundred thousand ids take a while.
+    # The thread also encodes the answer, which may have a hundred thousand ids.
     return await serving.prepare(request, lambda _: JSONResponse(_tokens(serving, body), headers=headers))
 
 
@@ -48,7 +48,7 @@ def _tokens(serving: Serving, body: TokenizeBody) -> dict[str, Any]:
 
 @router.post("/detokenize", response_model=dict[str, Any])
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     serving: Serving = request.app.state.serving
     headers = serving.check(body)
     vocab_size = serving.engine.facts.vocab_size

@@ -1,4 +1,4 @@
-"""Tool calls of one sample as OpenAI's clients read them: in a message at the end, or delta by delta."""
+"""Tool calls of one sample in OpenAI's format: in a message, or in deltas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phonograph.server.openai.tools import ToolChoice
 
 
 class CallReader:
-    """Follows one sample. `has_calls` is whether its end is that of an answer that calls."""
+    """Finds the tool calls of one sample. `has_calls` is True if its finish reason is "tool_calls"."""
 
     def __init__(self, choice: ToolChoice, parser: ToolCallParser | None) -> None:
         self._choice = choice
@@ -19,18 +19,18 @@ class CallReader:
 
     @property
     def has_calls(self) -> bool:
-        # Where the function is named, the client knows: OpenAI says "stop" then.
+        # With a named function the finish reason is "stop", as at OpenAI.
         return self._parser.num_calls > 0 and self._choice.form != "named"
 
     def delta(self, text: str, *, ended: bool) -> dict[str, Any]:
-        """The delta of new text; empty where there is nothing to show."""
+        """Return the delta of new text; empty if there is nothing to show."""
         found = self._read(text, ended)
         delta: dict[str, Any] = {"content": found.content} if found.content else {}
         calls = [_written(call) for call in found.calls]
         return {**delta, "tool_calls": calls} if calls else delta
 
     def message(self, text: str) -> dict[str, Any]:
-        """Content and calls of the whole text."""
+        """Return content and calls of the whole text."""
         found = self._read(text, ended=True)
         calls: list[dict[str, Any]] = []
         for delta in found.calls:

@@ -1,6 +1,6 @@
-"""Finds tool calls in the text of an answer as it grows. Whole answers are read in the same way, at one go.
+"""Parsers of tool calls in growing text. Whole answers are parsed the same way, in one push.
 
-Arguments are passed on as the model wrote them, character by character: that is what clients put together again.
+Arguments are passed on unchanged, character by character, because clients concatenate them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol
 
 ARGUMENTS = ("arguments", "parameters")
 SEPARATORS = ";,[] \t\r\n"
-"""What may stand between calls in JSON, and behind the last one."""
+"""Characters that may follow a call in JSON."""
 _OBJECT_BEGINS = re.compile(r'\{\s*["}]')
 
 
 @dataclass(slots=True)
 class ToolDelta:
-    """More of call `index`: its name, where it begins, and text of its arguments."""
+    """New part of call `index`: its name if it begins, and text of its arguments."""
 
     index: int
     arguments: str = ""
@@ -29,35 +29,35 @@ class ToolDelta:
 
 @dataclass(slots=True)
 class Found:
-    """What is new in a text: plain content, and calls."""
+    """New content and calls of a text."""
 
     content: str = ""
     calls: list[ToolDelta] = field(default_factory=list[ToolDelta])
 
 
 class ToolParser(Protocol):
-    """Reads one answer."""
+    """Parser of one answer."""
 
     num_calls: int
 
     def push(self, text: str) -> Found:
-        """Takes the next text; what may still turn out to be the beginning of a call is held back."""
+        """Parse further text. Text that may be the start of a call is kept back."""
         ...
 
     def finish(self) -> Found:
-        """The text has ended: what was held back and is no call."""
+        """End the text; return what was kept back and is not part of a call."""
         ...
 
 
 class _Object:
-    """One JSON object as it comes: {"name": ..., "arguments": {...}}, in either order.
+    """One growing JSON object: {"name": ..., "arguments": {...}}, in either order.
 
-    before:    what came before it that is content if it is no call
-    text:      all of it so far
-    arguments: the value of the first of `ARGUMENTS` so far
-    begun:     that value is an object, as far as its beginning tells
-    done:      its last brace has come
-    is_call:   it has been reported as one
+    before:    text before it that becomes content if it is not a call
+    text:      the object so far
+    arguments: value of the first of `ARGUMENTS` so far
+    begun:     the value begins like an object
+    done:      the object is closed
+    is_call:   it was reported as a call
     """
 
     def __init__(self, before: str) -> None:
@@ -71,7 +71,7 @@ class _Object:
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None
-        self._start = 0  # of the string or value that is being read, in `text`
+        self._start = 0  # of the current string or value, in `text`
         self._is_value = False
         self._has_arguments = False
 
@@ -121,11 +121,11 @@ class _Object:
 
 
 class _Calls(ABC):
-    """What all forms have in common: objects that become calls, and what of them has been reported.
+    """Common part of parsers: objects that become calls, and their reported parts.
 
-    A call names one of `names`, and its arguments are an object; where `may_be_bare`, there need not be any. Another
-    object is content. Once the arguments have begun, the rest is passed on, whatever it is: a stream cannot take a call
-    back, and whole answers are read as streams are.
+    A call has one of `names` and an object as arguments; with `may_be_bare` the arguments may be missing. Other objects
+    are content. After the arguments have begun, all that follows is passed on, because a stream cannot withdraw a call.
+    Whole answers are parsed by the same rule.
     """
 
     may_be_bare = False
@@ -134,8 +134,8 @@ class _Calls(ABC):
         self.num_calls = 0
         self._names = names
         self._object: _Object | None = None
-        self._reported = 0  # characters of its arguments
-        self._plain = False  # all that follows is content
+        self._reported = 0  # reported characters of its arguments
+        self._plain = False  # all further text is content
 
     def push(self, text: str) -> Found:
         found = Found()
@@ -150,18 +150,18 @@ class _Calls(ABC):
 
     @abstractmethod
     def _look(self, character: str, found: Found) -> None:
-        """Takes a character outside of objects."""
+        """Handle a character outside of objects."""
 
     @abstractmethod
     def _ended(self, read: _Object) -> None:
-        """An object is complete; if it is no call, it has been given back as content."""
+        """Handle the end of an object. One that is not a call was returned as content."""
 
     def _begin(self, before: str, found: Found) -> None:
         self._object, self._reported = _Object(before), 0
         self._read(self._object, "{", found)
 
     def _read(self, current: _Object, character: str, found: Found) -> None:
-        """Gives a character to the object being read."""
+        """Add a character to the current object."""
         current.push(character)
         is_known = current.name in self._names
         if is_known and current.begun:
@@ -190,7 +190,7 @@ class _Calls(ABC):
             found.calls[-1].arguments += new
 
     def _left(self) -> str:
-        """Text of an object that never became a call. One whose arguments were cut counts as a call."""
+        """Return the text of an unfinished object that is not a call. One with truncated arguments counts as a call."""
         current, self._object = self._object, None
         if current is None:
             return ""
@@ -201,76 +201,76 @@ class _Calls(ABC):
 
 
 class Hermes(_Calls):
-    """Text with calls between <tool_call> and </tool_call>, as Hermes and Qwen write them."""
+    """Text with calls between <tool_call> and </tool_call>, the format of Hermes and Qwen."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     may_be_bare = True
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
-        self._held = ""  # the beginning of a tag, or one that opens and the space behind it
-        self._inside = False  # the tag of the last call has not been closed
+        self._pending = ""  # a partial tag, or an opening tag with the space after it
+        self._inside = False  # the tag of the last call is still open
         self._behind_call = False
 
     def finish(self) -> Found:
-        is_cut = self._inside and self.CLOSE.startswith(self._held)
-        return Found(("" if is_cut else self._held) + self._left())
+        is_cut = self._inside and self.CLOSE.startswith(self._pending)
+        return Found(("" if is_cut else self._pending) + self._left())
 
     def _look(self, character: str, found: Found) -> None:
-        opened = self._held.startswith(self.OPEN)
-        if character == "{" and (opened or (self._inside and self._behind_call and not self._held)):
-            before, self._held = self._held, ""
+        opened = self._pending.startswith(self.OPEN)
+        if character == "{" and (opened or (self._inside and self._behind_call and not self._pending)):
+            before, self._pending = self._pending, ""
             self._begin(before, found)
             return
         if opened and not character.isspace():
-            self._emit(self._held, found)
-            self._held, self._inside = "", False
-        self._held += character
+            self._emit(self._pending, found)
+            self._pending, self._inside = "", False
+        self._pending += character
         tags = (self.OPEN, self.CLOSE) if self._inside else (self.OPEN,)
-        while not self._held.startswith(self.OPEN) and not any(tag.startswith(self._held) for tag in tags):
-            self._emit(self._held[0], found)
-            self._held = self._held[1:]
-        if self._held == self.CLOSE:
-            self._held, self._inside = "", False
+        while not self._pending.startswith(self.OPEN) and not any(tag.startswith(self._pending) for tag in tags):
+            self._emit(self._pending[0], found)
+            self._pending = self._pending[1:]
+        if self._pending == self.CLOSE:
+            self._pending, self._inside = "", False
 
     def _ended(self, read: _Object) -> None:
         self._inside = self._behind_call = read.is_call
-        # Where it ends is known of JSON only.
+        # The end of an object is only certain if it is JSON.
         self._plain = not read.is_call and not _is_json(read.text)
 
     def _emit(self, text: str, found: Found) -> None:
-        # Line breaks around calls are part of the form.
+        # Line breaks around calls belong to the format.
         if not (self._behind_call and text.isspace()):
             found.content += text
             self._behind_call = False
 
 
 class JsonCalls(_Calls):
-    """Objects and nothing else: Llama 3's form, or with `listed` the list that is written where calls are required.
+    """JSON objects only: Llama 3's format, or with `listed` the list that a schema forces when calls are required.
 
-    What is neither a call nor around one is content, and so is all behind it.
+    Text that is not part of this format is content, and so is all text after it.
     """
 
     def __init__(self, names: Collection[str], *, listed: bool = False) -> None:
         super().__init__(names)
         self._listed = listed
         self._prefix = "[" if listed else "<|python_tag|>"
-        self._held = ""
+        self._pending = ""
 
     def finish(self) -> Found:
-        rest = self._left() or ("" if self.num_calls else self._held)
-        # What is left of a list that was cut is the beginning of a call, never content.
+        rest = self._left() or ("" if self.num_calls else self._pending)
+        # The rest of a truncated list is the start of a call, never content.
         return Found() if self._listed else Found(rest)
 
     def _look(self, character: str, found: Found) -> None:
-        if character == "{" and (self.num_calls or self._held.strip() in ("", self._prefix)):
-            before, self._held = self._held, ""
+        if character == "{" and (self.num_calls or self._pending.strip() in ("", self._prefix)):
+            before, self._pending = self._pending, ""
             self._begin(before, found)
             return
-        self._held += character
-        is_form = character in SEPARATORS if self.num_calls else self._prefix.startswith(self._held.strip())
+        self._pending += character
+        is_form = character in SEPARATORS if self.num_calls else self._prefix.startswith(self._pending.strip())
         if not is_form:
-            found.content, self._held, self._plain = found.content + self._held, "", True
+            found.content, self._pending, self._plain = found.content + self._pending, "", True
 
     def _ended(self, read: _Object) -> None:
         self._plain = not read.is_call

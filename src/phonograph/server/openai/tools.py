@@ -1,4 +1,4 @@
-"""Tools of a chat: checked, shown to the template, and where a call is required, a schema that has it be one."""
+"""Tools of a chat: validation, the template's input, and the schema that forces a call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import api_error, invalid
 
 MAX_FORCED_CALLS = 16
-"""Calls in one answer where calls are required: weak models would go on and on."""
+"""Maximum calls of an answer with required calls; weak models do not stop by themselves."""
 Form = Literal["parsed", "named", "required"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """What the model may do with tools.
+    """Permitted use of tools.
 
-    form:     calls are found in its text ("parsed"), or are all that it can write: the arguments of one named
-              function, or a list of calls
-    tools:    as the template takes them
-    function: its name, where one is named
-    parallel: whether an answer may have several calls
+    form:     "parsed": calls are found in the text; "named": the output is the arguments of one function; "required":
+        the
+        output is a list of calls
+    tools:    functions for the template
+    function: name of the function, if `form` is "named"
+    parallel: an answer may have several calls
     """
 
     form: Form
@@ -32,10 +33,10 @@ class ToolChoice:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """The schema of what the model writes, where calls are forced.
+        """Schema that forces the calls, or None.
 
         Raises:
-            ApiError: the parameters of a function cannot be part of one.
+            ApiError: the parameters of a function cannot be part of a schema.
         """
         if self.form == "parsed":
             return None
@@ -45,12 +46,12 @@ class ToolChoice:
             raise api_error(error, {"json": "tools"}) from None
 
     def _forced(self) -> StructuredOutputs:
-        # Fixed white space in every form: a weak model that may write blanks spends all its tokens on them.
+        # Fixed white space: weak models would spend all tokens on blanks.
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
             return StructuredOutputs(json=_as_object(functions[self.function]), disable_any_whitespace=True)
-        # Each function's parameters are a resource of their own, so that their references still find what they mean.
+        # Each function's parameters are a separate schema resource, so that their references resolve within it.
         calls = [
             {
                 "type": "object",
@@ -70,10 +71,10 @@ class ToolChoice:
 
 
 def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice | None:
-    """What is asked for; None where the model is to call nothing.
+    """Return the tool choice of a request; None if the model must not call functions.
 
     Raises:
-        ApiError: the tools or the choice are none.
+        ApiError: the tools or the choice are wrong.
     """
     if not tools:
         if choice not in (None, "none"):
@@ -106,7 +107,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise invalid(f"{where}.function.name", "a function needs a name")
     if any("\ud800" <= character <= "\udfff" for character in function["name"]):
-        raise invalid(f"{where}.function.name", "the name is no Unicode text (half of a surrogate pair)")
+        raise invalid(f"{where}.function.name", "the name is not valid Unicode (lone surrogate)")
     for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
             raise invalid(f"{where}.function.{key}", f"{key} of a function must be a {kind.__name__}")
@@ -117,5 +118,5 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _as_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whether the schema says so or not; one without any is empty."""
+    """Return a schema of arguments as that of an object; no schema means an empty object."""
     return schema if {"type", "$ref"} & schema.keys() else {"type": "object", **(schema or {"properties": {}})}

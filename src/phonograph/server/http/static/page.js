@@ -1,11 +1,11 @@
-// Asks /v1/graphs for what is new, twice a second while the page is seen, and shows it.
+// Polls /v1/graphs twice a second while the page is visible, and shows the new steps.
 
 import { Picture } from "./picture.js";
 
 const EVERY = 500; // milliseconds
 const KEPT = 240; // steps
 const LISTED = 12;
-const WINDOW = 3; // seconds that a rate is taken over
+const WINDOW = 3; // seconds over which a rate is computed
 
 const id = (name) => document.getElementById(name);
 const put = (name, text) => {
@@ -26,7 +26,7 @@ let rates = [];
 let key = sessionStorage.getItem("phonograph-key");
 let paused = false;
 let timer = null;
-let turns = 0; // of polling: an answer that comes after the next question was asked, or after a pause, is late
+let turns = 0; // number of polls; the answer to an earlier poll is dropped
 
 const picture = new Picture(id("picture"), showChosen);
 
@@ -46,7 +46,7 @@ async function poll() {
     if (!news) throw new Error(`the server answers ${answer.status}`);
     id("key").hidden = true;
     if (news.num_steps < newest) {
-      // Another server than before: its steps are counted from the beginning.
+      // The server was restarted: its step numbers begin again.
       steps = [];
       samples = [];
       timer = setTimeout(poll, 0);
@@ -119,7 +119,7 @@ function showDecisions(decisions) {
         : `Every step replayed one whole graph: ${whole(total)} so far.`,
     );
   }
-  // What was not replayed comes first: it is what one looks for.
+  // Steps without a whole graph come first.
   const rank = (one) => ["NONE", "PIECEWISE", "FULL"].indexOf(one.mode);
   const sorted = [...decisions].sort((one, other) => rank(one) - rank(other) || other.steps - one.steps);
   rows("decisions", sorted, (one) => [
@@ -138,9 +138,9 @@ function showResolution({ resolution, support, captures, notes }) {
     const change = one.from && one.from !== one.to ? `${one.from} → ${one.to}` : one.to;
     return `${change}: ${one.why}`;
   }));
-  // Most chains of reasons have that of the support in them already.
-  const told = resolution.reasons.some((one) => one.why.includes(support.reason));
-  put("support", told ? "" : `The backend supports ${support.level}: ${support.reason}`);
+  // Most chains of reasons include the support's reason.
+  const isIncluded = resolution.reasons.some((one) => one.why.includes(support.reason));
+  put("support", isIncluded ? "" : `The backend supports ${support.level}: ${support.reason}`);
   items("notes", notes);
   const megabytes = (captures.memory_bytes / 2 ** 20).toFixed(1);
   const count = captures.graphs.length;

@@ -1,4 +1,4 @@
-// Steps as columns: tokens from the bottom up, decodes, prefills and padding; under them what ran the step.
+// Steps as columns of decode, prefill and padding tokens; a strip below shows the mode.
 
 const COLUMN = 7; // CSS pixels, with the gap
 const GAP = 1;
@@ -69,7 +69,7 @@ export class Picture {
     const shown = this.shown;
     const floor = height - STRIP - 4;
     const most = Math.max(4, ...shown.map((step) => step.graph_tokens));
-    // A square root, so that a decode of one token is seen beside a prompt of hundreds.
+    // Square root scale: a decode of one token stays visible beside a prompt of hundreds.
     const y = (tokens) => floor - (floor - 10) * Math.sqrt(tokens / most);
     this.ruler(to, y, most, width, colour);
     const hatch = hatching(to, colour("padding"), scale);
@@ -84,7 +84,7 @@ export class Picture {
       bar(step.decodes, step.tokens, colour("prefill"));
       bar(step.tokens, step.graph_tokens, hatch);
       to.fillStyle = colour({ FULL: "full", PIECEWISE: "piecewise" }[step.mode] ?? "eager");
-      // A strip in two halves is a graph for mixed batches, a whole one a decode graph.
+      // A split strip is a mixed graph, a solid one a decode graph.
       to.fillRect(x, floor + 4, wide, STRIP);
       if (step.mode === "FULL" && step.graph.includes("mixed")) to.clearRect(x, floor + 7, wide, 2);
       if (step.number === this.chosen) {
