@@ -1,0 +1,253 @@
+"""Hook of MkDocs: makes the pages of the reference from the code, and checks links to files outside `docs`.
+
+Pages: settings from the configuration models, commands from the command line's help, endpoints from the OpenAPI
+document, metrics from the collector, models from the registry, and the API by mkdocstrings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+from fastapi import FastAPI
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+from phonograph.cli import options
+from phonograph.cli.app import COMMANDS, main
+from phonograph.config.values import Kind
+from phonograph.models.catalog import HUB_IDS
+from phonograph.models.registry import ARCHITECTURES
+from phonograph.server.http.application import ERRORS, ROUTERS
+from phonograph.server.observe.metrics import EngineCollector
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+API = {
+    "phonograph": (
+        "phonograph.engine.llm.LLM",
+        "phonograph.engine.async_llm.AsyncLLM",
+        "phonograph.core.sampling_params.SamplingParams",
+        "phonograph.core.structured_outputs.StructuredOutputs",
+        "phonograph.config.engine_config.EngineConfig",
+        "phonograph.engine.outputs",
+    ),
+    "phonograph.attention": ("phonograph.attention.backend", "phonograph.attention.metadata"),
+    "phonograph.graphs": (
+        "phonograph.graphs.modes",
+        "phonograph.graphs.resolve",
+        "phonograph.graphs.capture_list",
+        "phonograph.graphs.dispatch",
+        "phonograph.graphs.runtime",
+        "phonograph.graphs.verification",
+    ),
+    "phonograph.testing": ("phonograph.testing.suite.check_conformance", "phonograph.testing.report"),
+}
+"""Objects of the API reference, by the package that a user imports."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages."""
+    pages = {
+        "reference/settings.md": settings_page(),
+        "reference/commands.md": commands_page(),
+        "reference/api.md": api_page(),
+        "reference/endpoints.md": endpoints_page(),
+        "reference/metrics.md": metrics_page(),
+        "reference/errors.md": "# Errors\n\n::: phonograph.errors\n    options:\n      show_root_heading: false\n",
+        "reference/models.md": models_page(),
+        "changelog.md": root_page("CHANGELOG.md"),
+        "contributing.md": root_page("CONTRIBUTING.md"),
+    }
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace links to files of the repository outside `docs` by their text.
+
+    Raises:
+        PluginError: there is no such file.
+    """
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def replaced(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(folder / match[3]))
+        if target.is_relative_to(ROOT / "docs"):
+            return match[0]
+        if not target.exists():
+            raise PluginError(f"{page.file.src_uri}: the link to {match[3]} leads to no file")
+        return match[2]
+
+    return LINK.sub(replaced, markdown)
+
+
+def root_page(name: str) -> str:
+    """Return a page of the repository's root with its links as the site has them."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+
+    def moved(match: re.Match[str]) -> str:
+        if match[3] in ("CHANGELOG.md", "CONTRIBUTING.md"):
+            return f"[{match[2]}]({match[3].lower()}{match[4] or ''})"
+        if match[3].startswith("docs/"):
+            return f"{match[1]}[{match[2]}]({match[3].removeprefix('docs/')}{match[4] or ''})"
+        return f"{match[1]}[{match[2]}](../{match[3]}{match[4] or ''})"
+
+    return LINK.sub(moved, text)
+
+
+def table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines) + "\n"
+
+
+def settings_page() -> str:
+    """Return the page of settings, from the fields of the configuration models."""
+    text = [
+        "# Settings",
+        "Each setting has one name in four sources. `max_num_seqs` is a keyword argument of `LLM` and a key of the "
+        "YAML file, `--max-num-seqs` is its flag, and `PHONOGRAPH_MAX_NUM_SEQS` its environment variable. A flag "
+        "takes precedence over the environment, and the environment over the file. A flag that is on or off has a "
+        "second form that begins with `--no-`. If the default is empty, the engine chooses a value, which "
+        "`phonograph explain` prints.",
+    ]
+    fields = {**options.ENGINE_FIELDS, **options.SERVER_FIELDS}
+    for title, names in {**options.GROUPS, **options.SERVER_GROUPS}.items():
+        rows: list[tuple[str, ...]] = []
+        for name in names:
+            field = fields[name]
+            values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
+            default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
+            flag = " ".join(f"`{one}`" for one in (f"--{name.replace('_', '-')}", options.SHORTER.get(name)) if one)
+            rows.append((flag, f"`{values}`", default, field.description or ""))
+        text += [f"## {title}", table(("flag", "value", "default", "meaning"), iter(rows))]
+    return "\n\n".join(text)
+
+
+def commands_page() -> str:
+    """Return the page of commands, from their help without the settings of the engine and the server."""
+    os.environ["COLUMNS"] = "100"
+    text = ["# Commands", "All commands of an engine also take the flags of [the settings](settings.md)."]
+    shared = {*options.GROUPS, *options.SERVER_GROUPS}
+    subcommands = {
+        "bench": ("latency", "throughput", "serve", "decode", "mixed", "suite", "attention", "step", "startup", "idle"),
+        "eval": ("demo", "compare"),
+    }
+    for name, (_, summary) in COMMANDS.items():
+        text += [f"## phonograph {name}", summary]
+        for words in [[name], *([name, sub] for sub in subcommands.get(name, ()))]:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                code = main([*words, "--help"])
+            if code:
+                raise PluginError(f"phonograph {' '.join(words)} --help ended with {code}")
+            sections = re.split(r"\n(?=╭)", printed.getvalue())
+            kept = [one for one in sections if not any(one.lstrip("╭─ ").startswith(title) for title in shared)]
+            text.append("```text\n" + "\n".join(kept).strip() + "\n```")
+    return "\n\n".join(text) + "\n"
+
+
+def api_page() -> str:
+    """Return the page of the public API."""
+    text = ["# Python API"]
+    for package, names in API.items():
+        text.append(f"## {package}")
+        text += [f"::: {name}\n    options:\n      heading_level: 3" for name in names]
+    return "\n\n".join(text) + "\n"
+
+
+def endpoints_page() -> str:
+    """Return the page of endpoints, from the OpenAPI document."""
+    app = FastAPI(title="Phonograph", responses=ERRORS)
+    for router in ROUTERS:
+        app.include_router(router)
+    document = app.openapi()
+    schemas = document["components"]["schemas"]
+    text = [
+        "# Endpoints",
+        "The server's own OpenAPI document is at `/openapi.json`. Every error is an object "
+        '`{"error": {"message", "type", "param", "code"}}`.',
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            text += [f"## {method.upper()} {path}", operation.get("description", "")]
+            if parameters := operation.get("parameters"):
+                rows = ((f"`{one['name']}`", kind_of(one["schema"]), one.get("description", "")) for one in parameters)
+                text.append(table(("parameter", "type", "meaning"), rows))
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                schema = content["schema"]
+                schema = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+                text.append(table(("field", "type", "default", "meaning"), field_rows(schema)))
+    return "\n\n".join(part for part in text if part) + "\n"
+
+
+def field_rows(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of the table for each field of a body."""
+    for name, field in schema.get("properties", {}).items():
+        required = name in schema.get("required", ())
+        default = "required" if required else f"`{field['default']}`" if field.get("default") is not None else ""
+        yield f"`{name}`", kind_of(field), default, field.get("description", "").replace("\n", " ")
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """Return a schema's type in a few words."""
+    if "$ref" in schema:
+        return schema["$ref"].rpartition("/")[2]
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind_of(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    kind = str(schema.get("type", "any"))
+    return f"list of {kind_of(schema['items'])}" if kind == "array" and schema.get("items") else kind
+
+
+def metrics_page() -> str:
+    """Return the page of metrics, from the collector that Prometheus reads."""
+    text = [
+        "# Metrics",
+        "`GET /metrics` has these. Names that begin with `vllm:` mean what vLLM means by them. The dashboard for "
+        "Grafana is `deploy/grafana/phonograph.json`.",
+    ]
+    families = EngineCollector(MagicMock(), "demo").collect()
+    rows = (
+        (f"`{one.name}{'_total' if one.type == 'counter' else ''}`", one.type, one.documentation) for one in families
+    )
+    return "\n\n".join([*text, table(("name", "type", "meaning"), rows)])
+
+
+def models_page() -> str:
+    """Return the page of supported models, from the registry."""
+    rows = (
+        (
+            f"`{name}`",
+            f"`{one.model_type}`",
+            "yes" if one.qkv_bias is True else "by config.json" if one.qkv_bias else "no",
+            "yes" if one.qk_norm else "no",
+        )
+        for name, one in sorted(ARCHITECTURES.items())
+    )
+    catalog = ((f"`{name}`", f"`{hub_id}`") for name, hub_id in HUB_IDS.items())
+    return "\n\n".join(
+        [
+            "# Supported models",
+            "A model is a folder or a hub id with safetensors and one of these values in `architectures` of its "
+            "`config.json`. Any other architecture is refused by name. `demo` is a model of 6 million parameters in "
+            "the package.",
+            table(("architecture", "model type", "bias of QKV", "norm of Q and K"), rows),
+            "## Configurations in the package",
+            "`phonograph explain` takes these names without network and weights, and `bench` does with "
+            "`--load-format dummy`. A configuration of an architecture that is not in the table above is there to show "
+            "the refusal.",
+            table(("name", "hub id"), catalog),
+        ]
+    )
