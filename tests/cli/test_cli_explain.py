@@ -128,7 +128,7 @@ def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[s
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ("5@3", "the sequence counts the query too, so it is at least as long; 5@5 works"),
+        ("5@3", "has a sequence shorter than its query, which is part of it; 5@5 works"),
         ("0@3", "has no query token"),
         ("1@131073", "is longer than max_model_len=131072"),
         ("1@8,", "'' is not query length @ sequence length"),

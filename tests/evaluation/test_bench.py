@@ -16,6 +16,7 @@ from phonograph.bench.cases import DecodeCase, LatencyCase, Lengths, MixedCase, 
 from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
 from phonograph.bench.records.results import Row, append_record, read_records, summary
 from phonograph.bench.run_requests import Answer, run_requests
+from phonograph.bench.suites import latency_suite, throughput_suite
 from phonograph.errors import ConfigError, RequestError
 
 
@@ -129,27 +130,27 @@ def test_steps_tell_an_eager_run() -> None:
 
 def test_a_workload_that_cannot_be(demo_llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"^num_iters="):
-        next(bench_latency(demo_llm, [LatencyCase(4, 4, 1)], num_iters_warmup=0, num_iters=0, progress=_quiet))
+        latency_suite("4", num_iters_warmup=0, num_iters=0)
     lengths = {"input_len": Lengths(4, 8190), "output_len": Lengths(3, 3)}
     with pytest.raises(ConfigError, match=r"^input_len=8190: with output_len=3"):
         next(bench_throughput(demo_llm, num_prompts=2, **lengths, progress=_quiet))
     with pytest.raises(ConfigError, match=r"^num_prompts=0"):
-        next(bench_throughput(demo_llm, num_prompts=0, **lengths, progress=_quiet))
+        throughput_suite(0)
     with pytest.raises(RequestError):
         timed(demo_llm, [[5], []], [SamplingParams(max_tokens=1)] * 2)
 
 
 def test_cases_that_fit() -> None:
     fits = {"max_num_seqs": 64, "max_model_len": 8192}
-    cases, left_out = cases_that_fit("cases", bench_cases.DECODE_CASES, asked=False, **fits)
+    cases, left_out = cases_that_fit("cases", bench_cases.DECODE_CASES, requested=False, **fits)
     assert [str(case) for case in cases] == ["1x1024", "8x1024", "32x1024"]
     assert len(left_out) == 4
     assert left_out[0] == "128x1024 left out: needs 128 sequences at once; max_num_seqs=64"
     assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
     with pytest.raises(ConfigError, match="max_num_seqs=64"):
-        cases_that_fit("cases", bench_cases.DECODE_CASES, asked=True, **fits)
+        cases_that_fit("cases", bench_cases.DECODE_CASES, requested=True, **fits)
     with pytest.raises(ConfigError, match="no case fits"):
-        cases_that_fit("cases", bench_cases.MIXED_CASES, asked=False, **fits)
+        cases_that_fit("cases", bench_cases.MIXED_CASES, requested=False, **fits)
 
 
 def test_cases_as_they_are_written() -> None:

@@ -20,10 +20,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from checks.serving.generated import make_tokenizer
-from phonograph.bench.serving.arrivals import arrival_times
 from phonograph.bench.serving.events import Reply, Sample
 from phonograph.bench.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
-from phonograph.bench.serving.load import Load
+from phonograph.bench.serving.load import Load, arrival_times
 from phonograph.bench.serving.serving_metrics import details, serving_metrics
 from phonograph.bench.serving.workload import random_prompts, read_requests
 from phonograph.cli.app import main

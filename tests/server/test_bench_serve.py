@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 from servers import Server
 
-from phonograph.bench.cases import Lengths
-from phonograph.bench.serving.serving_bench import CHAT, ServingBench, bench_serving
-from phonograph.bench.serving.workload import PromptFormat
+from phonograph.bench.serving.serving_bench import bench_serving
+from phonograph.bench.serving.settings import CHAT, ServingBench
 
 
 def measure(server: Server, **settings: Any) -> dict[str, Any]:
     return bench_serving(
-        ServingBench(base_url=server.url, num_prompts=10, output_len=Lengths(5, 9), num_warmups=2, **settings),
+        ServingBench(base_url=server.url, num_prompts=10, output_len="5-9", num_warmups=2, **settings),
         lambda *_: None,
     )
 
 
 @pytest.mark.parametrize(("prompt_format", "seed"), [("tokens", 10), ("text", 20)])
-def test_completions(server: Server, prompt_format: PromptFormat, seed: int) -> None:
-    settings: dict[str, Any] = {"input_len": Lengths(30, 40), "max_concurrency": 3, "prompt_format": prompt_format}
+def test_completions(server: Server, prompt_format: str, seed: int) -> None:
+    settings: dict[str, Any] = {"input_len": "30-40", "max_concurrency": 3, "prompt_format": prompt_format}
     found = measure(server, request_rate=200.0, save_detailed=True, seed=seed, **settings)
     assert (found["completed"], found["failed"], found["model_id"]) == (10, 0, "demo")
     assert found["server"] == {"owned_by": "phonograph", "root": "demo", "max_model_len": 1024}
@@ -38,7 +37,7 @@ def test_completions(server: Server, prompt_format: PromptFormat, seed: int) -> 
 
 
 def test_chats(server: Server) -> None:
-    found = measure(server, endpoint=CHAT, input_len=Lengths(20, 20), ignore_eos=False)
+    found = measure(server, endpoint=CHAT, input_len="20", ignore_eos=False)
     assert (found["completed"], found["backend"]) == (10, "openai-chat")
     # The template's tokens come on top.
     assert 10 * 20 < found["total_input_tokens"] < 10 * 30
@@ -46,9 +45,7 @@ def test_chats(server: Server) -> None:
 
 
 def test_what_the_server_refuses_is_said(server: Server) -> None:
-    asked = ServingBench(
-        base_url=server.url, extra_body={"nonsense": 1}, num_warmups=0, num_prompts=2, input_len=Lengths(9, 9)
-    )
+    asked = ServingBench(base_url=server.url, extra_body='{"nonsense": 1}', num_warmups=0, num_prompts=2, input_len="9")
     found = bench_serving(asked, lambda *_: None)
     assert found["failed"] == 2 and found["completed"] == 0
     ((error, count),) = found["error_counts"].items()

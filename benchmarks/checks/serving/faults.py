@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from checks.processes import ServerProcess, gpu_memory_mib
+from checks.serving.scrape import read_metrics
 from phonograph.bench.serving.connection import Recording, Target, exchange
 from phonograph.bench.serving.events import read_reply
-from phonograph.bench.serving.scrape import read_metrics
 
 STEPS_TO_BLOCKS = 2
 """Steps with aborted streams that may begin once all aborts are counted: one in flight, and one queued behind it."""

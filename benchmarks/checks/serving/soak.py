@@ -20,8 +20,8 @@ import psutil
 from checks.processes import ServerProcess
 from checks.serving.faults import engine_of
 from checks.serving.mixture import Mixture, Stream, problem_of
+from checks.serving.scrape import read_metrics
 from phonograph.bench.serving.connection import Recording, Target, exchange
-from phonograph.bench.serving.scrape import read_metrics
 
 SAMPLE_SECONDS = 5.0
 LEAST_SAMPLES = 20

@@ -1,8 +1,8 @@
-"""Times the kernels of an attention backend through its contract: builder, schedule, forward, inside a CUDA graph.
+"""Times of an attention backend's kernels through its contract: builder, schedule, forward, inside a CUDA graph.
 
-The keys and values rotate through copies that together are larger than the L2 cache, as a model's layers do; one copy
-read again and again would sit in it. Every time comes with its floor, and with the error of a few rows against float32,
-so that a fast kernel that computes something else does not pass. On a CPU the calls are timed as they are.
+Keys and values rotate through copies that together exceed the L2 cache, as the layers of a model do. Each time comes
+with its floor and with the error of a few rows against float32, so that a wrong kernel gets no time. On a CPU the calls
+are timed without a graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Lengths = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """prefix_len: leading tokens that all sequences have in the same blocks"""
+    """Lengths of a batch; `prefix_len` leading tokens are in blocks that all sequences share."""
 
     lengths: Lengths
     prefix_len: int = 0
@@ -67,15 +67,15 @@ CASES = {
     **{name: Case(lengths) for name, lengths in _SEPARATE.items()},
     "shared_64x8k": Case([(1, 8192 + 256)] * 64, prefix_len=8192),
 }
-"""The cases of the published table of kernels. Those with a prefix also run with cascade attention, where it is on."""
+"""Cases of the published table. A case with a prefix also runs with cascade attention if that is on."""
 
 LONGEST_UNIFORM_QUERY = 16
-"""Longer queries of one length are prefills, not a decode with speculation."""
+"""Query length above which a batch of equal queries is a prefill, not a decode with speculation."""
 CPU_OPERATIONS = 2e8
-"""Cases with more are left out on a CPU unless they are asked for."""
+"""Operations above which a published case is left out on a CPU."""
 MIN_COPIES, MIN_CALLS, REPLAYS = 2, 20, 5
 LARGEST_ERROR = 0.02
-"""Relative; rounding in bfloat16 gives a tenth of it."""
+"""Relative error that is allowed; rounding in bfloat16 gives a tenth of it."""
 
 _SEQUENCE = re.compile(r"(?:(\d+)\*)?(\d+)@(\d+)")
 _PREFIX = re.compile(r"[1-9]\d*")
@@ -83,7 +83,7 @@ _PREFIX = re.compile(r"[1-9]\d*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """query [T, H, D]: a view of rows that also hold keys and values, as in a model; kv_caches: copies, all alike."""
+    """Tensors of one case. query [T, H, D] is a view of rows that also hold keys and values; kv_caches are equal."""
 
     common: CommonMetadata
     query: torch.Tensor
@@ -92,12 +92,12 @@ class Inputs:
 
 
 def parse_case(text: str) -> Case:
-    """A case by its name, or as "64*1@4096+2048@2048": sequences as count * query length @ sequence length.
+    """Parse a case: its name, or count * query length @ sequence length as in "64*1@4096+2048@2048".
 
-    "64*1@8448^8192" are sequences that share so many tokens.
+    In "64*1@8448^8192" the sequences share their first 8192 tokens.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     if text in CASES:
         return CASES[text]
@@ -110,46 +110,44 @@ def parse_case(text: str) -> Case:
             known = ", ".join(CASES)
             raise ConfigError("cases", text, f"must be a case such as 64*1@4096+2048@2048, or one of {known}")
         lengths += [(query, length)] * count
-    most = min(length - query for query, length in lengths)
-    if shares and not (_PREFIX.fullmatch(prefix) and int(prefix) <= most):
-        raise ConfigError(
-            "cases", text, f"sequences can share 1 to {most} tokens here, what all have before the queries"
-        )
+    longest = min(length - query for query, length in lengths)
+    if shares and not (_PREFIX.fullmatch(prefix) and int(prefix) <= longest):
+        problem = f"has no shared prefix of 1 to {longest} tokens, the context that all sequences have"
+        raise ConfigError("cases", text, problem)
     return Case(sorted(lengths, key=lambda pair: pair[0] > 1), int(prefix) if shares else 0)
 
 
 def default_cases(plan: EnginePlan) -> tuple[list[str], list[str]]:
-    """The names of the published cases this device can run in reasonable time, and what is left out."""
+    """Return the names of the published cases that this device runs in reasonable time, and a line for each other."""
     if plan.device.kind == "cuda":
         return list(CASES), []
     window = _window(plan.attention)
     work = {name: attention_work(plan.attention, case.lengths, window)[1] for name, case in CASES.items()}
     small = [name for name, operations in work.items() if operations <= CPU_OPERATIONS]
-    left_out = [f"{name} left out: too much for a CPU unless asked for" for name in CASES if name not in small]
-    return small, left_out
+    return small, [f"{name} left out: too much for a CPU unless asked for" for name in CASES if name not in small]
 
 
 def bench_attention(plan: EnginePlan, names: Sequence[str], progress: BenchProgress) -> Iterator[Row]:
-    """Microseconds of one layer's `forward` and of one step's `schedule`. A case that fails says so in its row.
+    """Measure the microseconds of one layer's `forward` and of one step's `schedule`.
+
+    A case that fails has its error in its row.
 
     Raises:
-        ConfigError: there is no such case.
-        BackendError: the plan's backend is not there.
+        ConfigError: a case does not exist.
+        BackendError: the plan's backend is not installed.
     """
     cases = {name: parse_case(name) for name in names}
     load(plan.selection)
+    origin = {"provider": plan.selection.capabilities.label, "page": plan.attention.block_size}
     for done, (name, case) in enumerate(cases.items()):
         progress("attention cases", done, len(cases))
         for cascade in (False, True) if plan.attention.cascade and case.prefix_len else (False,):
             try:
                 facts = _measure(plan, case, cascade=cascade)
-            except Exception as error:  # one kernel that fails must not cost the figures of the others
-                text = str(error).strip().splitlines()
-                facts = {"error": f"{type(error).__name__}: {text[0] if text else ''}"}
-            page = plan.attention.block_size
-            label = plan.selection.capabilities.label
-            row = f"{name} cascade" if cascade else name
-            yield Row(suite="attention", case=row, facts={"provider": label, "page": page, **facts})
+            except Exception as error:  # the other cases still run
+                lines = str(error).strip().splitlines()
+                facts = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+            yield Row(suite="attention", case=f"{name} cascade" if cascade else name, facts={**origin, **facts})
 
 
 def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
@@ -158,19 +156,18 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     device = torch.device(plan.device.kind)
     key = replace(graph_key(lengths), cascade=cascade)
     spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
-    num_tokens = key.num_tokens
     limits = BatchLimits(
         max_num_seqs=max(plan.limits.max_num_seqs, len(lengths)),
-        max_num_tokens=max(plan.limits.max_num_batched_tokens, num_tokens),
+        max_num_tokens=max(plan.limits.max_num_batched_tokens, key.num_tokens),
         max_model_len=max(plan.limits.max_model_len, *(length for _, length in lengths)),
     )
     backend = load(plan.selection)(spec, device, limits)
     builder = backend.make_builder()
     window = _window(spec)
     num_bytes, num_operations = attention_work(spec, lengths, window)
-    # The floor is that of reading the prefix once, whoever does.
-    once, _ = attention_work(spec, [(0, prefix_len)], window)
-    num_bytes -= (len(lengths) - 1) * once
+    # The floor reads the prefix once, with cascade attention or without.
+    prefix_bytes, _ = attention_work(spec, [(0, prefix_len)], window)
+    num_bytes -= (len(lengths) - 1) * prefix_bytes
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
     num_copies = max(MIN_COPIES, 2 * l2_bytes // num_bytes + 1)
     inputs = make_inputs(spec, lengths, device, num_copies=num_copies, prefix_len=prefix_len)
@@ -180,18 +177,14 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     with torch.inference_mode():
         metadata = builder.build(common, key=key if on_gpu else None)
         calls = itertools.cycle([AttentionCall(layer, kv_cache, metadata) for kv_cache in inputs.kv_caches])
-
-        def forward() -> None:
-            backend.forward(inputs.query, next(calls), inputs.out)
-
-        def schedule() -> None:
-            backend.schedule(metadata)
-
-        num_calls = num_copies * max(1, -(-MIN_CALLS // num_copies))
-        # The schedule comes first: what it leaves behind is what `forward` reads.
-        schedule_us = _time(schedule, MIN_CALLS, on_gpu=on_gpu)
+        # First, since `forward` reads the schedule.
+        schedule_us = _time(lambda: backend.schedule(metadata), MIN_CALLS, on_gpu=on_gpu)
         inputs.out.fill_(float("nan"))
-        us = _time(forward, num_calls, on_gpu=on_gpu)
+        us = _time(
+            lambda: backend.forward(inputs.query, next(calls), inputs.out),
+            num_copies * -(-MIN_CALLS // num_copies),
+            on_gpu=on_gpu,
+        )
     error = _error(backend.spec, layer, inputs)
     if not error <= LARGEST_ERROR:  # NaN is not
         raise PhonographError(f"it computes something else: its relative error is {error:.3g}")
@@ -209,7 +202,7 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
 
 
 def graph_key(lengths: Lengths) -> GraphKey:
-    """The graph an engine would run the batch in, without padding."""
+    """Return the key of the graph in which an engine would run the batch, without padding."""
     query_lens = {query for query, _ in lengths}
     num_tokens = sum(query for query, _ in lengths)
     if len(query_lens) == 1 and max(query_lens) <= LONGEST_UNIFORM_QUERY:
@@ -220,18 +213,18 @@ def graph_key(lengths: Lengths) -> GraphKey:
 def make_inputs(
     spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int, prefix_len: int = 0
 ) -> Inputs:
-    """Random contents, each sequence in scattered blocks, of its own behind a prefix of whole blocks."""
+    """Draw random contents; each sequence has scattered blocks of its own after a prefix of shared blocks."""
     generator = torch.Generator(device).manual_seed(0)
     size, heads, kv_heads = spec.block_size, spec.num_query_heads, spec.num_kv_heads
     dtype: torch.dtype = getattr(torch, spec.dtype)
     query_lens = np.array([query for query, _ in lengths], np.int32)
     seq_lens = np.array([length for _, length in lengths], np.int32)
     num_shared = prefix_len // size
-    num_own = -(-seq_lens // size) - num_shared
-    scattered = np.random.default_rng(0).permutation(num_shared + int(num_own.sum())).astype(np.int32)
-    block_table = np.zeros((len(lengths), num_shared + int(num_own.max())), np.int32)
+    num_private = -(-seq_lens // size) - num_shared
+    scattered = np.random.default_rng(0).permutation(num_shared + int(num_private.sum())).astype(np.int32)
+    block_table = np.zeros((len(lengths), num_shared + int(num_private.max())), np.int32)
     block_table[:, :num_shared] = scattered[:num_shared]
-    for row, blocks in enumerate(np.split(scattered[num_shared:], np.cumsum(num_own)[:-1])):
+    for row, blocks in enumerate(np.split(scattered[num_shared:], np.cumsum(num_private)[:-1])):
         block_table[row, num_shared : num_shared + len(blocks)] = blocks
     num_tokens = int(query_lens.sum())
     query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
@@ -266,7 +259,7 @@ def make_inputs(
 
 
 def _time(call: Callable[[], None], count: int, *, on_gpu: bool) -> float:
-    """Microseconds a call: the median of some replays of a graph of `count` calls, or of some eager calls on a CPU."""
+    """Return the microseconds of a call: the median of replays of a graph of `count` calls, or of calls on a CPU."""
     if not on_gpu:
         call()
         seconds: list[float] = []
@@ -297,16 +290,16 @@ def _time(call: Callable[[], None], count: int, *, on_gpu: bool) -> float:
 
 
 def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: Inputs) -> float:
-    """Relative error of the last rows of the first and the last sequence against float32."""
+    """Return the relative error of the last rows of the first and the last sequence against float32."""
     common = inputs.common
-    rows = sorted({0, common.num_reqs - 1})
+    group = spec.num_query_heads // spec.num_kv_heads
     difference = norm = 0.0
-    for row in rows:
+    for row in {0, common.num_reqs - 1}:
         length, last = int(common.seq_lens_cpu[row]), int(common.query_start_loc_cpu[row + 1]) - 1
         blocks = common.block_table[row, : -(-length // spec.block_size)].long()
         first = max(0, length - 1 - layer.window[0]) if layer.window[0] >= 0 else 0
         keys, values = (
-            cache[blocks].flatten(0, 1)[first:length].float().repeat_interleave(_group(spec), dim=1)
+            cache[blocks].flatten(0, 1)[first:length].float().repeat_interleave(group, dim=1)
             for cache in inputs.kv_caches[0]
         )
         logits = torch.einsum("hd,lhd->hl", inputs.query[last].float(), keys) * layer.scale
@@ -316,11 +309,7 @@ def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: Inputs) -> float:
     return (difference / norm) ** 0.5
 
 
-def _group(spec: AttentionSpec) -> int:
-    return spec.num_query_heads // spec.num_kv_heads
-
-
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """That of the layers which see the most."""
+    """Return the largest window of the layers."""
     unbounded = (UNBOUNDED, UNBOUNDED)
     return unbounded if unbounded in spec.windows else max(spec.windows)

@@ -1,11 +1,10 @@
-"""The cases of the engine's workloads: how each is written, the published ones, and which of them an engine can run."""
+"""Cases of the engine's workloads: their syntax, the published ones, and the ones that fit an engine."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from phonograph.errors import ConfigError
 
@@ -13,27 +12,6 @@ DECODE_TOKENS = 96
 """Tokens whose time is measured, after a first one."""
 MIXED_TOKENS = 100
 MIXED_SEQS = 2
-
-_UNITS = {"k": 1024}
-
-
-class Case(Protocol):
-    """A case that runs in an engine."""
-
-    def __str__(self) -> str: ...
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that must run at once."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest sequence at its end."""
-        ...
-
-
-AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +23,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, setting: str, text: str) -> Lengths:
-        """Reads "128" or "100-1023".
+        """Parse "128" or "100-1023".
 
         Raises:
-            ConfigError: it is neither, or not from 1 upwards.
+            ConfigError: the text is neither, or a number is below 1.
         """
         try:
             low, _, high = text.partition("-")
@@ -64,28 +42,100 @@ class Lengths:
 
 
 def parse_size(setting: str, text: str) -> int:
-    """Reads "1024" or "1k".
+    """Parse "1024" or "1k".
 
     Raises:
-        ConfigError: it is neither, or below 1.
+        ConfigError: the text is neither, or below 1.
     """
-    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    digits, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
     size = int(digits) * unit if digits.isdecimal() else 0
     if size < 1:
         raise ConfigError(setting, text, "must be a number of tokens >= 1, such as 500 or 32k")
     return size
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """`num_seqs` sequences that decode at once, each after a prompt of `context` tokens."""
+
+    num_seqs: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs}x{self.context}"
+
+    @classmethod
+    def parse(cls, text: str) -> DecodeCase:
+        """Parse "8x1024" or "8x1k"."""
+        count, _, context = text.partition("x")
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError("cases", text, "must be sequences x tokens of context, such as 8x1024 or 1x32k")
+        return cls(int(count), parse_size("cases", context))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.context + 1 + DECODE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCase:
+    """One batch of `num_seqs` equal requests."""
+
+    input_len: int
+    output_len: int
+    num_seqs: int
+
+    def __str__(self) -> str:
+        return str(self.input_len) if self.num_seqs == 1 else f"{self.num_seqs}x{self.input_len}"
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.input_len + self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class MixedCase:
+    """A long decode after a prompt of `context` tokens, beside short prompts."""
+
+    context: int
+    num_seqs: int = MIXED_SEQS
+
+    def __str__(self) -> str:
+        return str(self.context)
+
+    @classmethod
+    def parse(cls, text: str) -> MixedCase:
+        """Parse "16384" or "16k"."""
+        return cls(parse_size("cases", text))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence at its end."""
+        return self.context + MIXED_TOKENS
+
+
+AnyCase = DecodeCase | LatencyCase | MixedCase
+
+
 def cases_that_fit(
-    setting: str, cases: Sequence[AnyCase], *, asked: bool, max_num_seqs: int, max_model_len: int
+    setting: str, cases: Sequence[AnyCase], *, requested: bool, max_num_seqs: int, max_model_len: int
 ) -> tuple[list[AnyCase], list[str]]:
-    """The cases an engine can run, and for each other one why it is left out.
+    """Select the cases that an engine can run.
 
     Args:
-        asked: the user named them, so that one which does not fit is an error.
+        setting: name of the setting in errors.
+        cases: cases to select from.
+        requested: the user named the cases, so that one that does not fit is an error.
+        max_num_seqs: sequences that the engine runs at once.
+        max_model_len: tokens of a sequence that the engine allows.
+
+    Returns:
+        The fitting cases, and one line for each other case.
 
     Raises:
-        ConfigError: a case asked for does not fit, or none fits.
+        ConfigError: a requested case does not fit, or no case fits.
     """
     fitting: list[AnyCase] = []
     left_out: list[str] = []
@@ -97,68 +147,12 @@ def cases_that_fit(
         else:
             fitting.append(case)
             continue
-        if asked:
+        if requested:
             raise ConfigError(setting, str(case), problem)
         left_out.append(f"{case} left out: {problem}")
     if not fitting:
         raise ConfigError(setting, None, f"no case fits this engine: {'; '.join(left_out)}")
     return fitting, left_out
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCase:
-    """Sequences at once, and the tokens of each prompt."""
-
-    num_seqs: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"{self.num_seqs}x{self.context}"
-
-    @classmethod
-    def parse(cls, text: str) -> DecodeCase:
-        """Reads "8x1024" or "8x1k"; raises ConfigError for anything else."""
-        count, _, context = text.partition("x")
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("cases", text, "must be sequences x tokens of context, such as 8x1024 or 1x32k")
-        return cls(int(count), parse_size("cases", context))
-
-    @property
-    def length(self) -> int:
-        return self.context + 1 + DECODE_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyCase:
-    input_len: int
-    output_len: int
-    num_seqs: int
-
-    def __str__(self) -> str:
-        return str(self.input_len) if self.num_seqs == 1 else f"{self.num_seqs}x{self.input_len}"
-
-    @property
-    def length(self) -> int:
-        return self.input_len + self.output_len
-
-
-@dataclass(frozen=True, slots=True)
-class MixedCase:
-    """The long prompt's tokens."""
-
-    context: int
-    num_seqs: int = MIXED_SEQS
-
-    def __str__(self) -> str:
-        return str(self.context)
-
-    @classmethod
-    def parse(cls, text: str) -> MixedCase:
-        return cls(parse_size("cases", text))
-
-    @property
-    def length(self) -> int:
-        return self.context + MIXED_TOKENS
 
 
 DECODE_CASES = tuple(

@@ -1,11 +1,13 @@
-"""Two evaluations of the same questions, answer by answer: what a mode, backend or change of code did to the model."""
+"""Comparison of two evaluations of the same questions, answer by answer."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from phonograph.bench.demo_eval import Item
@@ -14,7 +16,7 @@ from phonograph.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where two answers part: the first position at which their tokens differ; None behind the end of one of them."""
+    """First position at which the tokens of two answers differ; None is behind the end of one of them."""
 
     task: str
     index: int
@@ -25,7 +27,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskComparison:
-    """One task, paired by question. difference: score of the second less that of the first."""
+    """One task, paired by question. `difference` is the second score minus the first, with its standard error."""
 
     task: str
     count: int
@@ -37,10 +39,10 @@ class TaskComparison:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The answers in a result file of an evaluation.
+    """Read the answers from a result file of an evaluation.
 
     Raises:
-        ConfigError: there is no such file, or it is not one of these.
+        ConfigError: the file cannot be read, or is not the result of an evaluation.
     """
     try:
         return [Item(**item) for item in json.loads(path.read_text(encoding="utf-8"))["items"]]
@@ -50,57 +52,46 @@ def read_items(path: Path) -> list[Item]:
 
 
 def compare(first: Sequence[Item], second: Sequence[Item]) -> list[TaskComparison]:
-    """Compares two evaluations, task by task.
+    """Compare two evaluations task by task.
 
-    The standard error is that of a mean of paired differences: far below that of two independent scores, since most
-    questions are answered alike.
+    The standard error is that of a mean of paired differences. It is far below that of two independent scores, since
+    most questions are answered alike.
 
     Raises:
-        ConfigError: they did not ask the same.
+        ConfigError: the evaluations have different questions.
     """
     left, right = ({(item.task, item.index): item for item in items} for items in (first, second))
-    unpaired = sorted(left.keys() ^ right.keys())
-    unlike = [key for key in left.keys() & right.keys() if _asked(left[key]) != _asked(right[key])]
-    if unpaired or unlike:
-        task, index = (unpaired or sorted(unlike))[0]
-        raise ConfigError(
-            "evaluations", f"{len(left)} and {len(right)} items", f"they differ in what was asked: {task} {index}"
-        )
+    different = left.keys() ^ right.keys() or {
+        key
+        for key, item in left.items()
+        if (item.expected, item.num_prompt_tokens) != (right[key].expected, right[key].num_prompt_tokens)
+    }
+    if different:
+        task, index = min(different)
+        problem = f"they have different questions: {task} {index}"
+        raise ConfigError("evaluations", f"{len(left)} and {len(right)} items", problem)
     return [
         _compare_task(task, [(left[key], right[key]) for key in left if key[0] == task])
         for task in dict.fromkeys(task for task, _ in left)
     ]
 
 
-def _asked(item: Item) -> tuple[str, int]:
-    return item.expected, item.num_prompt_tokens
-
-
 def _compare_task(task: str, pairs: list[tuple[Item, Item]]) -> TaskComparison:
     count = len(pairs)
     differences = [int(second.correct) - int(first.correct) for first, second in pairs]
-    mean = sum(differences) / count
-    spread = sum((difference - mean) ** 2 for difference in differences)
     return TaskComparison(
         task=task,
         count=count,
         first_score=sum(first.correct for first, _ in pairs) / count,
         second_score=sum(second.correct for _, second in pairs) / count,
-        difference=mean,
-        standard_error=math.sqrt(spread / (count - 1) / count) if count > 1 else math.inf,
+        difference=statistics.fmean(differences),
+        standard_error=statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.inf,
         divergences=[found for first, second in pairs if (found := _divergence(first, second)) is not None],
     )
 
 
 def _divergence(first: Item, second: Item) -> Divergence | None:
-    if first.token_ids == second.token_ids:
-        return None
-    shorter = min(len(first.token_ids), len(second.token_ids))
-    position = next((i for i in range(shorter) if first.token_ids[i] != second.token_ids[i]), shorter)
-    return Divergence(
-        task=first.task,
-        index=first.index,
-        position=position,
-        first=first.token_ids[position] if position < len(first.token_ids) else None,
-        second=second.token_ids[position] if position < len(second.token_ids) else None,
-    )
+    for position, (one, other) in enumerate(zip_longest(first.token_ids, second.token_ids)):
+        if one != other:
+            return Divergence(task=first.task, index=first.index, position=position, first=one, second=other)
+    return None

@@ -1,7 +1,7 @@
-"""The evaluation of the demo model: held-out word problems and recalls from long contexts, answered greedily.
+"""Evaluation of the demo model: held-out word problems and recalls from long contexts, answered greedily.
 
-All requests of a task are in the engine at once, so that the batches are those of serving: prefills beside decodes,
-sequences that come and go. Greedy answers do not depend on that, which is what comparing two runs shows.
+All requests of a task are in the engine at once, so that the batches are those of serving: prefills beside decodes, and
+sequences that come and go. Greedy answers do not depend on that; a comparison of two runs shows it.
 """
 
 from __future__ import annotations
@@ -14,33 +14,22 @@ from functools import partial
 
 from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import (
-    EVALUATION_CONTEXT,
-    EVALUATION_PROBLEMS,
-    EVALUATION_RECALLS,
-    EVALUATION_SEED,
-    PROBLEM_TOKENS,
-    RECALL_TOKENS,
-    problems,
-    recalls,
-    score_problem,
-    score_recall,
-)
+from phonograph.demo import tasks
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
 
-MOST_QUESTIONS = 100_000
-"""Of one task; all are made and encoded before the first is answered."""
+MAX_QUESTIONS = 100_000
+"""Questions of one task at most; all are encoded before the first is answered."""
 _SENTENCE = 64
-"""Tokens by which the last sentence may exceed the budget of a recall, generously."""
+"""Tokens by which the last sentence may exceed the budget of a recall."""
 
 EvaluationProgress = Callable[[str, int, int, int], None]
-"""Called with the task, how many of its answers are there, of how many, and how many of them are right."""
+"""Callback with the task, the number of its answers, of its questions, and of its correct answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One question and its answer, as it goes into a result file; `expected` is the number or code that decides."""
+    """One question and its answer, as in a result file; `expected` is the number or code that decides."""
 
     task: str
     index: int
@@ -53,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """A task's answers, and what it took to get them. steps: by the kind of decision that ran them."""
+    """Answers of a task, and the number of steps by kind of decision."""
 
     task: str
     items: list[Item]
@@ -70,7 +59,7 @@ class TaskResult:
 
     @property
     def standard_error(self) -> float:
-        """Of the score, as that of a share of independent items."""
+        """Standard error of the score as a share of independent items."""
         return math.sqrt(self.score * (1 - self.score) / len(self.items))
 
     @property
@@ -92,48 +81,54 @@ class _Question:
 def evaluate_demo(
     llm: LLM,
     *,
-    num_problems: int = EVALUATION_PROBLEMS,
-    num_recalls: int = EVALUATION_RECALLS,
-    recall_tokens: int = EVALUATION_CONTEXT,
-    seed: int = EVALUATION_SEED,
+    num_problems: int = tasks.EVALUATION_PROBLEMS,
+    num_recalls: int = tasks.EVALUATION_RECALLS,
+    recall_tokens: int = tasks.EVALUATION_CONTEXT,
+    seed: int = tasks.EVALUATION_SEED,
     progress: EvaluationProgress | None = None,
 ) -> list[TaskResult]:
-    """Runs both tasks, or the one whose number is not 0.
+    """Run both tasks, or the one whose number of questions is not 0.
 
     Args:
-        recall_tokens: tokens that the chat of a recall has at least.
-        seed: of the held-out problems and recalls; the same seed asks the same.
+        llm: engine with the demo model, or another model with a chat template.
+        num_problems: word problems to ask.
+        num_recalls: recalls to ask.
+        recall_tokens: least tokens of a recall's chat.
+        seed: seed of the held-out problems and recalls; the same seed gives the same questions.
+        progress: callback after each answer.
 
     Raises:
-        ConfigError: nothing to ask, or more than MOST_QUESTIONS, or the recalls do not fit the context.
+        ConfigError: no question, more than MAX_QUESTIONS, or recalls that do not fit the context.
         RequestError: the model has no chat template.
     """
     for name, value in (("problems", num_problems), ("recalls", num_recalls)):
-        if not 0 <= value <= MOST_QUESTIONS:
-            raise ConfigError(name, value, f"must be a whole number >= 0 and <= {MOST_QUESTIONS}")
+        if not 0 <= value <= MAX_QUESTIONS:
+            raise ConfigError(name, value, f"must be a whole number >= 0 and <= {MAX_QUESTIONS}")
     if not num_problems + num_recalls:
         raise ConfigError("problems", num_problems, "with recalls=0 there is nothing to ask; give one of them")
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise ConfigError("tokenizer", llm.config.tokenizer, "the evaluation asks in text; give the model a tokenizer")
-    longest = llm.plan.limits.max_model_len - RECALL_TOKENS - _SENTENCE
+    longest = llm.plan.limits.max_model_len - tasks.RECALL_TOKENS - _SENTENCE
     if num_recalls and not _SENTENCE <= recall_tokens <= longest:
         problem = f"from {_SENTENCE} to {longest} leave room for the question and the answer (max_model_len)"
         raise ConfigError("recall_tokens", recall_tokens, problem)
-    results: list[TaskResult] = []
-    if num_problems:
-        asked = [
-            _Question(prompt=one.question, expected=str(one.answer), is_right=partial(score_problem, one))
-            for one in problems(seed, num_problems)
-        ]
-        results.append(_evaluate(llm, "problems", asked, PROBLEM_TOKENS, progress))
-    if num_recalls:
-        drawn = recalls(seed, num_recalls, recall_tokens, count_tokens=lambda text: len(tokenizer.encode(text)))
-        asked = [
-            _Question(prompt=one.prompt, expected=one.answer, is_right=partial(score_recall, one)) for one in drawn
-        ]
-        results.append(_evaluate(llm, "recalls", asked, RECALL_TOKENS, progress))
-    return results
+    problems = [
+        _Question(prompt=one.question, expected=str(one.answer), is_right=partial(tasks.score_problem, one))
+        for one in tasks.problems(seed, num_problems)
+    ]
+    drawn = tasks.recalls(seed, num_recalls, recall_tokens, count_tokens=lambda text: len(tokenizer.encode(text)))
+    recalls = [
+        _Question(prompt=one.prompt, expected=one.answer, is_right=partial(tasks.score_recall, one)) for one in drawn
+    ]
+    return [
+        _evaluate(llm, task, questions, max_tokens, progress)
+        for task, questions, max_tokens in (
+            ("problems", problems, tasks.PROBLEM_TOKENS),
+            ("recalls", recalls, tasks.RECALL_TOKENS),
+        )
+        if questions
+    ]
 
 
 def _evaluate(
@@ -161,6 +156,5 @@ def _evaluate(
 
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     run = run_requests(llm, prompts, [params] * len(prompts), finished)
-    return TaskResult(
-        task=task, items=[items[index] for index in range(len(questions))], seconds=run.seconds, steps=run.steps
-    )
+    ordered = [items[index] for index in range(len(questions))]
+    return TaskResult(task=task, items=ordered, seconds=run.seconds, steps=run.steps)

@@ -1,7 +1,7 @@
-"""The workloads of a whole engine: decode, latency, mixed, throughput.
+"""Workloads of a whole engine: decode, latency, mixed, throughput.
 
-They are those of the published comparison with vLLM (`benchmarks/vs_vllm.py`), down to the seeds of the lengths: random
-token ids, greedy, no end of sequence, timed from the call of `generate` to its return.
+They are the workloads of the published comparison with vLLM (`benchmarks/vs_vllm.py`), down to the seeds of the
+lengths: random token ids, greedy, no end of sequence, timed from the call of `generate` to its return.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 
 from phonograph.bench.cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
 from phonograph.bench.floor import decode_floor, this_chip
-from phonograph.bench.records.results import BenchProgress, Row, check_at_least, summary
-from phonograph.bench.run_requests import run_requests
+from phonograph.bench.records.results import BenchProgress, Row, summary
+from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.runner.steps import PendingStep, StepRunner
+from phonograph.runner.steps import PendingStep
 
 DECODE_TURNS = 2
 MIXED_SHORT_PROMPTS, MIXED_SHORT_LEN, MIXED_RUNS = 100, 5, 3
@@ -32,9 +32,10 @@ THROUGHPUT_WARMUP_REQUESTS, THROUGHPUT_WARMUP_TOKENS = 8, 8
 
 
 def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
-    """Milliseconds between tokens while all sequences decode: what 96 further tokens take, the prompts being cached."""
+    """Measure the milliseconds between tokens while all sequences decode, over 96 tokens after cached prompts."""
     rng = random.Random(0)
-    chip = this_chip(llm.plan.device.kind)
+    plan = llm.plan
+    chip = this_chip(plan.device.kind)
     for done, case in enumerate(cases):
         progress("decode cases", done, len(cases))
         prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
@@ -52,7 +53,6 @@ def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress)
             "itl_ms": round((long - short) / DECODE_TOKENS * 1e3, 4),
         }
         if chip is not None:
-            plan = llm.plan
             floor = decode_floor(
                 chip,
                 plan.model,
@@ -66,17 +66,12 @@ def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress)
 
 
 def bench_latency(
-    llm: LLM, cases: Sequence[LatencyCase], *, num_iters_warmup: int, num_iters: int, progress: BenchProgress
+    llm: LLM, cases: Sequence[LatencyCase], progress: BenchProgress, *, num_iters_warmup: int, num_iters: int
 ) -> Iterator[Row]:
-    """Milliseconds from the start of a batch, alone in the engine, to its last token (median).
+    """Measure the milliseconds from the start of a batch, alone in the engine, to its last token (median).
 
-    Its prompts are new each time, so no prefix is cached.
-
-    Raises:
-        ConfigError: a number of iterations is out of range.
+    Each batch has new prompts, so that no prefix is cached.
     """
-    check_at_least("num_iters", num_iters, 1)
-    check_at_least("num_iters_warmup", num_iters_warmup, 0)
     rng = random.Random(0)
     for number, case in enumerate(cases):
         params = [greedy(case.output_len)] * case.num_seqs
@@ -87,29 +82,23 @@ def bench_latency(
             prompts = [random_prompt(llm, rng, case.input_len) for _ in range(case.num_seqs)]
             runs.append(run_requests(llm, prompts, params))
         measured = runs[num_iters_warmup:]
-        answers = [answer for run in measured for answer in run.answers]
         facts = {
             "input_len": case.input_len,
             "out_len": case.output_len,
             "bs": case.num_seqs,
             "ms": round(statistics.median(run.seconds for run in measured) * 1e3, 3),
             "latency_seconds": summary([run.seconds for run in measured]),
-            "ttft_seconds": summary([answer.ttft for answer in answers]),
-            "itl_seconds": summary([gap for answer in answers for gap in answer.itl]),
+            **_token_times([answer for run in measured for answer in run.answers]),
         }
-        yield Row(
-            suite="latency",
-            case=str(case),
-            facts=facts,
-            steps=sum((run.steps for run in measured), Counter[str]()),
-        )
+        steps = sum((run.steps for run in measured), Counter[str]())
+        yield Row(suite="latency", case=str(case), facts=facts, steps=steps)
 
 
 def bench_mixed(llm: LLM, cases: Sequence[MixedCase], progress: BenchProgress) -> Iterator[Row]:
-    """Seconds in which one long sequence decodes 100 tokens beside a stream of 100 short prompts of one token each.
+    """Measure the seconds in which one long sequence decodes 100 tokens beside 100 short prompts of one token each.
 
-    Two sequences at a time (max_num_seqs 2), so that nearly every step has a decode with a long context and a short
-    prefill. The first run also computes the long prompt and is not counted; the median of the others is.
+    Two sequences run at a time (max_num_seqs 2), so that nearly every step has a decode with a long context and a short
+    prefill. The first run also computes the long prompt and is not counted; the result is the median of the others.
     """
     rng = random.Random(0)
     for done, case in enumerate(cases):
@@ -127,8 +116,8 @@ def bench_mixed(llm: LLM, cases: Sequence[MixedCase], progress: BenchProgress) -
         facts = {
             "ctx": case.context,
             "s": round(statistics.median(seconds[1:]), 4),
-            "all": [round(one, 4) for one in seconds],
-            # Of the last run, as the steps are.
+            "all": [round(run, 4) for run in seconds],
+            # Batches and steps are those of the last run.
             "batches": dict(kinds),
             "mixed_steps": kinds["mixed"],
         }
@@ -144,15 +133,21 @@ def bench_throughput(
     progress: BenchProgress,
     longest_first: bool = False,
 ) -> Iterator[Row]:
-    """Output tokens a second of random requests that are all there from the start, and never end early.
+    """Measure the output tokens a second of random requests that are all queued at the start and never end early.
 
-    longest_first: those of the most output tokens are queued first. Then the last to end began early, and prompts can
-        be spread over the steps in which the first decode: `max_num_batched_tokens` little above `max_num_seqs`.
+    Args:
+        llm: the engine.
+        num_prompts: requests.
+        input_len: tokens of a prompt.
+        output_len: tokens to generate.
+        progress: callback after each request.
+        longest_first: queue the requests of the most output tokens first. Then the last to end began early, and prompts
+            can be spread over the steps in which the first decode: `max_num_batched_tokens` little above
+            `max_num_seqs`.
 
     Raises:
-        ConfigError: there is no request, or the longest one does not fit the engine.
+        ConfigError: the longest request does not fit the engine.
     """
-    check_at_least("num_prompts", num_prompts, 1)
     longest = llm.plan.limits.max_model_len
     if input_len.high + output_len.high > longest:
         problem = f"with output_len={output_len.high} is more than max_model_len={longest}; lower one of them"
@@ -179,63 +174,55 @@ def bench_throughput(
         "out_tok": run.output_tokens,
         "s": round(run.seconds, 3),
         "out_tok_s": round(run.output_tokens / run.seconds, 1),
-        "ttft_seconds": summary([answer.ttft for answer in run.answers]),
-        "itl_seconds": summary([gap for answer in run.answers for gap in answer.itl]),
+        **_token_times(run.answers),
     }
     case = f"{num_prompts} requests" + (", longest first" if longest_first else "")
     yield Row(suite="throughput", case=case, facts=facts, steps=run.steps)
 
 
 def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-    """Seconds that `generate` takes, the device being idle before and after.
+    """Return the seconds that `generate` takes, with an idle device before and after.
 
     Raises:
         RequestError: a prompt is refused.
     """
-    synchronize: Callable[[], None] = torch.cuda.synchronize if llm.plan.device.kind == "cuda" else _nothing
-    synchronize()
+    on_gpu = llm.plan.device.kind == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
-    synchronize()
+    if on_gpu:
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    refused = [output.error for output in outputs if output.error is not None]
-    if refused:
-        raise refused[0]
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
     return seconds
 
 
 @contextmanager
 def batches_by_kind(llm: LLM) -> Generator[Counter[str]]:
-    """Counts the batches that are submitted, as "decode", "prefill" or "mixed", whatever graphs run them."""
-    core = llm.engine.core
-    runner = core.runner
+    """Count the submitted batches as "decode", "prefill" or "mixed", whatever graphs run them."""
+    runner = llm.engine.core.runner
+    submit = runner.submit
     kinds: Counter[str] = Counter()
-    core.runner = _Watched(runner, kinds)
+
+    def counting(batch: ScheduledBatch) -> PendingStep:
+        if batch.num_decodes == 0:
+            kinds["prefill"] += 1
+        else:
+            kinds["mixed" if batch.num_decodes < batch.num_reqs else "decode"] += 1
+        return submit(batch)
+
+    runner.submit = counting
     try:
         yield kinds
     finally:
-        core.runner = runner
-
-
-class _Watched:
-    """A runner that counts what it is given."""
-
-    def __init__(self, runner: StepRunner, kinds: Counter[str]) -> None:
-        self._runner = runner
-        self._kinds = kinds
-        self.counts = runner.counts
-        self.lookahead = runner.lookahead
-
-    def submit(self, batch: ScheduledBatch) -> PendingStep:
-        if batch.num_decodes == 0:
-            self._kinds["prefill"] += 1
-        else:
-            self._kinds["mixed" if batch.num_decodes < batch.num_reqs else "decode"] += 1
-        return self._runner.submit(batch)
+        runner.submit = submit
 
 
 def random_prompt(llm: LLM, rng: random.Random, length: int) -> list[int]:
-    """Random token ids from 1000 up to 100,000, as the peer's script has them, as far as the vocabulary goes."""
+    """Draw token ids from 1000 to 100,000, as the peer's script does, within the vocabulary."""
     vocabulary = llm.plan.model.vocab_size
     low, high = (1000, min(vocabulary, 100_000)) if vocabulary > 2000 else (0, vocabulary)
     return [rng.randrange(low, high) for _ in range(length)]
@@ -245,5 +232,8 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _nothing() -> None:
-    """A CPU has done its work when a call returns."""
+def _token_times(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    return {
+        "ttft_seconds": summary([answer.ttft for answer in answers]),
+        "itl_seconds": summary([gap for answer in answers for gap in answer.itl]),
+    }

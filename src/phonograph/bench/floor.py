@@ -1,14 +1,11 @@
-"""What no kernel can go below: bytes that must be read at the memory's speed, or operations at the tensor cores'.
-
-A figure without its floor says little: 5 ms a step is bad for one sequence and good for sixty-four.
-"""
+"""Lower bounds on time: bytes to read at the memory's speed, or operations at the tensor cores' speed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +17,7 @@ ELEMENT_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Speeds that were measured, not published: bytes read a second, and 16-bit operations a second in a product."""
+    """Measured speeds of a GPU: bytes read a second, and 16-bit operations a second in a matrix product."""
 
     bandwidth: float
     flops: float
@@ -33,21 +30,21 @@ H200 = Chip(bandwidth=4.33e12, flops=800e12)
 
 
 def this_chip(device_kind: str) -> Chip | None:
-    """The speeds of the device in use, or None where nobody measured them: then there is no floor."""
+    """Return the speeds of the device in use, or None if they were not measured."""
     return H200 if device_kind == "cuda" and "H200" in torch.cuda.get_device_name() else None
 
 
 class Work(NamedTuple):
-    """Bytes that must be read, and operations, two for each multiplication and addition."""
+    """Bytes to read, and operations: two for each multiplication and addition."""
 
     num_bytes: float
     num_operations: float
 
 
 def decode_work(model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int) -> tuple[Work, Work]:
-    """Of one decode step of `num_seqs` sequences: the products with all weights, and attention.
+    """Return the work of one decode step of `num_seqs` sequences: products with all weights, and attention.
 
-    Of the embedding only a row a sequence is read, unless it is the LM head too.
+    An embedding that is not the LM head too is left out, since a step reads one row a sequence of it.
     """
     weights = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
     pairs = model.num_layers * model.head_size * num_seqs * context
@@ -57,16 +54,19 @@ def decode_work(model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: 
     )
 
 
-def decode_floor(
-    chip: Chip, model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int
-) -> float:
-    """Seconds of one decode step of `num_seqs` sequences: the products, then attention."""
-    work = decode_work(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_seqs=num_seqs, context=context)
-    return sum(chip.seconds(*part) for part in work)
+def decode_floor(chip: Chip, model: ModelSpec, **step: Any) -> float:
+    """Return the least seconds of one decode step: the products, then attention. See `decode_work` for `step`."""
+    return sum(chip.seconds(*work) for work in decode_work(model, **step))
 
 
 def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], window: tuple[int, int]) -> tuple[int, int]:
-    """Bytes read and written and operations of one layer's causal attention, for (query length, sequence length)s."""
+    """Return the bytes read and written and the operations of one layer's causal attention.
+
+    Args:
+        spec: heads and dtypes.
+        lengths: (query length, sequence length) of each sequence.
+        window: keys seen to the left and right of a query.
+    """
     left = window[0] if window[0] >= 0 else math.inf
     rows = sum(query for query, _ in lengths)
     keys = sum(min(length, query + left) for query, length in lengths)
@@ -77,7 +77,7 @@ def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], wind
 
 
 def _visible(query: int, length: int, left: float) -> float:
-    """Pairs of a query and a key that it sees: itself, and at most `left` before it."""
+    """Count the pairs of a query and a key that it sees: itself, and at most `left` keys before it."""
     first, last = length - query + 1, length
     if last <= left + 1:
         return (first + last) * query / 2

@@ -1,7 +1,7 @@
-"""How long the GPU does nothing between two steps, from a profiler's trace.
+"""Idle time of the GPU between two steps, from a profiler's trace.
 
-A step is everything from one prepare kernel to the next; it is idle where neither a kernel nor a copy runs between the
-last kernel of one step and the first of the next. Gaps inside a graph are not counted: they are the graph's own.
+A step runs from one prepare kernel to the next. The GPU is idle where neither a kernel nor a copy runs between the last
+kernel of one step and the first of the next. Gaps inside a graph do not count.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
 
 STEP_KERNEL = "_prepare_kernel"
-"""Ours. Others prepare things too: `prepare_varlen_num_blocks_kernel` of FlashAttention 3."""
+"""Our kernel's name; FlashAttention 3 has a `prepare_varlen_num_blocks_kernel`."""
+IDLE_TOKENS = 64
 Activity = tuple[float, float, str]
-"""Of the device: start and end in us, and the name of a kernel or copy."""
+"""Start and end in us, and the name of a kernel or copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleReport:
-    """Of `num_steps` steps: wall time of the trace and of it the time between steps with nothing running, in us."""
+    """Wall time of `num_steps` steps, and the idle time between them, in us."""
 
     num_steps: int
     wall_us: float
@@ -40,20 +41,15 @@ class IdleReport:
         return self.idle_us / self.wall_us if self.wall_us else 0.0
 
 
-IDLE_TOKENS = 64
-
-
 def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
-    """Share of the wall time in which the GPU does nothing between steps, while all sequences decode.
+    """Measure the share of the wall time in which the GPU is idle between steps, while all sequences decode.
 
     Raises:
         ConfigError: the engine runs on a CPU.
     """
-    if llm.plan.device.kind != "cuda":
-        raise ConfigError("device", llm.plan.device.kind, "idle time is read from a GPU's trace; cuda works")
     for case, decode in steady_decodes(llm, cases, progress, "idle cases", IDLE_TOKENS):
         before = Counter(llm.step_counts)
-        report = measure_idle(decode)
+        report = idle_between_steps(device_activities(decode))
         facts = {
             "bs": case.num_seqs,
             "ctx": case.context,
@@ -65,24 +61,25 @@ def bench_idle(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
 
 
 def steady_decodes(
-    llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress, what: str, num_tokens: int
+    llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress, unit: str, num_tokens: int
 ) -> Iterator[tuple[DecodeCase, Callable[[], object]]]:
-    """Each case with what decodes so many tokens of all its sequences, whose prompts are cached by then."""
+    """Yield each case with a function that decodes `num_tokens` tokens of its sequences after cached prompts.
+
+    Raises:
+        ConfigError: the engine runs on a CPU.
+    """
+    if llm.plan.device.kind != "cuda":
+        raise ConfigError("device", llm.plan.device.kind, "the time of a step is read from a GPU's trace; cuda works")
     rng = random.Random(0)
     for done, case in enumerate(cases):
-        progress(what, done, len(cases))
+        progress(unit, done, len(cases))
         prompts = [random_prompt(llm, rng, case.context) for _ in range(case.num_seqs)]
         timed(llm, prompts, [greedy(1)] * len(prompts))
         yield case, partial(timed, llm, prompts, [greedy(num_tokens)] * len(prompts))
 
 
-def measure_idle(run: Callable[[], object]) -> IdleReport:
-    """Profiles `run`, which executes steps on the current GPU and waits for them."""
-    return idle_between_steps(device_activities(run))
-
-
 def device_activities(run: Callable[[], object]) -> list[Activity]:
-    """Everything that the GPU did in `run`, which waits for it."""
+    """Return all kernels and copies of the GPU during `run`."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -94,7 +91,7 @@ def device_activities(run: Callable[[], object]) -> list[Activity]:
 
 
 def idle_between_steps(activities: list[Activity]) -> IdleReport:
-    """From (start, end, name) of everything the device did, in us; the first step is only where the trace begins."""
+    """Return the idle time between the steps of a trace; activities before the first prepare kernel are left out."""
     activities = sorted(activities)
     starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name]
     if len(starts) < 2:

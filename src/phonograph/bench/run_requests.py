@@ -1,7 +1,8 @@
-"""Runs many requests through an engine at once and notes when each token came, for evaluations and benchmarks."""
+"""Runs many requests through an engine at once and records when each token came, for evaluations and benchmarks."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from phonograph.engine.outputs import CompletionOutput, RequestOutput
 class Answer:
     """One request with one sample.
 
-    times: seconds from the start of the run to the end of each step that added to it
+    times: seconds from the start of the run to the end of each step that added tokens
     """
 
     output: RequestOutput
@@ -28,18 +29,18 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token, the time in the queue included."""
+        """Seconds to the first token, time in the queue included."""
         return self.times[0]
 
     @property
     def itl(self) -> list[float]:
         """Seconds between neighbouring tokens."""
-        return [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
+        return [late - early for early, late in itertools.pairwise(self.times)]
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """answers: in the order of the prompts; steps: how many steps each kind of decision had in this run."""
+    """Answers in the order of the prompts, and the number of steps by kind of decision."""
 
     answers: list[Answer]
     seconds: float
@@ -60,13 +61,16 @@ def run_requests(
     params: Sequence[SamplingParams],
     on_finish: Callable[[int, Answer], None] | None = None,
 ) -> Run:
-    """Queues all prompts at once (n = 1 each) and steps until every one is answered.
+    """Queue all prompts at once (n = 1 each) and step until all are answered.
 
     Args:
-        on_finish: called with a prompt's position and its answer as soon as that is complete.
+        llm: the engine.
+        prompts: token ids of each prompt.
+        params: parameters of each prompt.
+        on_finish: callback with the index of a prompt and its complete answer.
 
     Raises:
-        RequestError: a prompt cannot be served; those queued before it have been taken back.
+        RequestError: a prompt cannot be served; the queued ones have been aborted.
     """
     session = llm.session
     before = Counter(llm.step_counts)

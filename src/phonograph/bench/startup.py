@@ -1,12 +1,13 @@
-"""Time from the start of a process to an engine that is ready, and where it goes.
+"""Time from the start of a process to a ready engine, by phase.
 
-Each start is a process of its own, as a user's would be. The first has an empty cache of compiled kernels, the second
-finds what the first left. A start ends when the engine says that it is ready; the first tokens follow, timed apart, so
-that work put off until the first request shows.
+Each start is a process of its own. The first has an empty cache of compiled kernels; the second finds the kernels of
+the first. A start ends when the engine is ready. The first tokens are timed apart, so that work deferred to the first
+request shows.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -26,36 +27,26 @@ TIMEOUT_SECONDS = 600
 FIRST_TOKENS, FIRST_PROMPT = 8, 16
 
 
-class PhaseClock:
-    """Notes when phases begin; time is that of the wall, which parent and child processes share."""
-
-    def __init__(self) -> None:
-        self._starts: dict[str, float] = {}
-
-    def begin(self, phase: str) -> None:
-        """The phase before ends here. Begun again, a phase goes on."""
-        self._starts.setdefault(phase, time.time())
-
-    def seconds(self, end: float) -> dict[str, float]:
-        """Duration of each phase, the last one up to `end`."""
-        starts = [*self._starts.values(), end]
-        return {
-            phase: round(late - early, 3) for phase, early, late in zip(self._starts, starts, starts[1:], strict=False)
-        }
-
-
-def start_once(config: EngineConfig, clock: PhaseClock) -> dict[str, Any]:
-    """In the child: starts an engine, answers one request, and tells when each of it began and ended."""
+def start_once(config: EngineConfig) -> dict[str, Any]:
+    """Start an engine in this process, answer one request, and return the seconds of each phase."""
+    # The wall clock, which parent and child processes share.
+    starts = {"imports": time.time()}
     from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
 
-    clock.begin("configuration")
-    llm = LLM(config=config, progress=lambda phase, done, total: clock.begin(phase))
+    starts["configuration"] = time.time()
+
+    def begin(phase: str, done: int, total: int) -> None:
+        starts.setdefault(phase, time.time())
+
+    llm = LLM(config=config, progress=begin)
     ready = time.time()
+    seconds = (end - start for start, end in itertools.pairwise([*starts.values(), ready]))
+    phases = {phase: round(duration, 3) for phase, duration in zip(starts, seconds, strict=True)}
     llm.generate([list(range(FIRST_PROMPT))], SamplingParams(temperature=0.0, max_tokens=FIRST_TOKENS, ignore_eos=True))
     return {
         "ready": ready,
-        "phases": clock.seconds(ready),
+        "phases": phases,
         "engine_seconds": round(llm.start_seconds, 3),
         "first_tokens_seconds": round(time.time() - ready, 3),
         "graphs": len(llm.plan.captures.largest_first()),
@@ -65,14 +56,14 @@ def start_once(config: EngineConfig, clock: PhaseClock) -> dict[str, Any]:
 
 
 def bench_startup(config: EngineConfig, progress: BenchProgress) -> list[Row]:
-    """Seconds from process start to ready, with nothing compiled and with everything.
+    """Measure the seconds from process start to ready, without compiled kernels and with them.
 
     Raises:
-        PhonographError: a child failed; with the last line it said.
+        PhonographError: a child failed; the message ends with its last line.
     """
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="phonograph-startup-") as folder:
-        # JSON is YAML; what was given, not what follows from it, as the child decides the rest anew.
+        # JSON is YAML. Only explicit settings: the child derives the others.
         file = Path(folder) / "config.yaml"
         file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
         for done, case in enumerate(CASES):
@@ -94,8 +85,8 @@ def _start(config_file: Path, folder: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise PhonographError(f"an engine did not start within {TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        raise PhonographError(f"an engine did not start: {said[-1] if said else f'exit code {done.returncode}'}")
+        lines = done.stderr.strip().splitlines()
+        raise PhonographError(f"an engine did not start: {lines[-1] if lines else f'exit code {done.returncode}'}")
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     seconds = facts.pop("ready") - started
     phases: dict[str, float] = facts.pop("phases")

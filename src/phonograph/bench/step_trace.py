@@ -1,7 +1,8 @@
-"""Where the time of a decode step goes, from a profiler's trace: products, attention, the rest, and gaps.
+"""Time of a decode step by part, from a profiler's trace: products, attention, the rest, and gaps.
 
-Kernels overlap, since each lets the next one begin early. So a kernel's time here is what it adds: from the end of all
-before it, or its own start if that is later, to its own end. What is left between is a gap. Both sum to the wall time.
+Kernels overlap, since each lets the next one begin early. A kernel's time here is what it adds: from the end of all
+kernels before it, or its own start if that is later, to its own end. The time between is a gap. All parts together are
+the wall time.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phonograph.bench.cases import DecodeCase
-from phonograph.bench.floor import Work, decode_work, this_chip
+from phonograph.bench.floor import decode_work, this_chip
 from phonograph.bench.idle_trace import STEP_KERNEL, Activity, device_activities, steady_decodes
 from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError, PhonographError, shortened
+from phonograph.errors import PhonographError, shortened
 from phonograph.kernels.kernel_parts import kernel_part
 
 TOKENS = 48
-KERNELS_TOLD = 12
-_SETTLED = 8
-"""Steps at the beginning of a trace that are left out: the host fills its queue there."""
+MAX_KERNELS = 12
+"""Kernels of a row at most."""
+_WARMUP_STEPS = 8
+"""Steps at the beginning of a trace that are left out, since the host fills its queue there."""
 PARTS = ("products", "attention", "rest", "gaps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Means over `num_steps` steps, in us. kernels: by name, those that add most first, with launches a step."""
+    """Means over `num_steps` steps, in us.
+
+    kernels: (name, us, launches a step), largest time first
+    """
 
     num_steps: int
     parts_us: dict[str, float]
@@ -40,15 +45,15 @@ class StepParts:
 
 
 def step_parts(activities: Sequence[Activity]) -> StepParts:
-    """From (start, end, name) of everything the device did, in us; steps are from one prepare kernel to the next.
+    """Return the parts of the steps in a trace; a step runs from one prepare kernel to the next.
 
-    Only steps of the commonest number of activities count, so that a prefill among decodes does not.
+    Only steps with the most common number of activities count, so that a prefill among decodes is left out.
 
     Raises:
-        PhonographError: a kernel of these steps is in no table of `kernel_parts`.
+        PhonographError: a kernel of these steps is missing in `kernel_parts`.
     """
     activities = sorted(activities)
-    starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name][_SETTLED:]
+    starts = [index for index, (_, _, name) in enumerate(activities) if STEP_KERNEL in name][_WARMUP_STEPS:]
     steps = list(itertools.pairwise(starts))
     if not steps:
         return StepParts(num_steps=0, parts_us=dict.fromkeys(PARTS, 0.0), kernels=[])
@@ -65,7 +70,7 @@ def step_parts(activities: Sequence[Activity]) -> StepParts:
             added[name] += more
             launches[name] += 1
             end = max(end, stop)
-        # Until the next step begins, which may be before this one's last kernel has ended.
+        # The next step may begin before this one's last kernel has ended.
         parts["gaps"] += max(0.0, activities[last][0] - end)
     count = len(steps)
     kernels = [(name, added[name] / count, launches[name] / count) for name in added]
@@ -74,7 +79,6 @@ def step_parts(activities: Sequence[Activity]) -> StepParts:
 
 
 def _parts_by_name(names: set[str]) -> dict[str, str]:
-    """Returns the part of each kernel, for all kernels of a report."""
     found = {name: part for name in names if (part := kernel_part(name)) is not None}
     unknown = sorted(names - found.keys())
     if unknown:
@@ -86,20 +90,18 @@ def _parts_by_name(names: set[str]) -> dict[str, str]:
 
 
 def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -> Iterator[Row]:
-    """The parts of a step while all sequences decode, and what products and attention do in theirs.
+    """Measure the parts of a step while all sequences decode, with the work of products and attention.
 
     Raises:
         ConfigError: the engine runs on a CPU.
-        PhonographError: a kernel of the step is in no table of `kernel_parts`.
+        PhonographError: a kernel of the step is missing in `kernel_parts`.
     """
     plan = llm.plan
-    if plan.device.kind != "cuda":
-        raise ConfigError("device", plan.device.kind, "the parts of a step are read from a GPU's trace; cuda works")
     chip = this_chip(plan.device.kind)
     for case, decode in steady_decodes(llm, cases, progress, "step cases", TOKENS):
         before = Counter(llm.step_counts)
         found = step_parts(device_activities(decode))
-        products, attention = decode_work(
+        work = decode_work(
             plan.model,
             dtype=plan.dtype,
             kv_cache_dtype=plan.attention.kv_cache_dtype,
@@ -111,16 +113,15 @@ def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
             "ctx": case.context,
             "step_us": round(found.step_us, 1),
             **{f"{name}_us": round(value, 1) for name, value in found.parts_us.items()},
-            "work": {"products": _told(products), "attention": _told(attention)},
+            "work": {
+                name: {"bytes": part.num_bytes, "operations": part.num_operations}
+                for name, part in zip(("products", "attention"), work, strict=True)
+            },
             "kernels": [
                 {"kernel": name[:120], "us": round(us, 2), "launches": round(launches, 2)}
-                for name, us, launches in found.kernels[:KERNELS_TOLD]
+                for name, us, launches in found.kernels[:MAX_KERNELS]
             ],
         }
         if chip is not None:
-            facts["floor_us"] = round(1e6 * sum(chip.seconds(*work) for work in (products, attention)), 1)
+            facts["floor_us"] = round(1e6 * sum(chip.seconds(*part) for part in work), 1)
         yield Row(suite="step", case=str(case), facts=facts, steps=Counter(llm.step_counts) - before)
-
-
-def _told(work: Work) -> dict[str, float]:
-    return {"bytes": work.num_bytes, "operations": work.num_operations}

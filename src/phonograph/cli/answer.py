@@ -1,4 +1,4 @@
-"""A streamed answer, which Ctrl-C ends between two steps."""
+"""Streamed answers that Ctrl-C ends between two steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def stream_answer(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
 ) -> tuple[RequestOutput | None, bool]:
-    """Runs one prompt of one sample and calls `show` with each new piece of text.
+    """Run one prompt with one sample and pass each new piece of text to `show`.
 
-    Ctrl-C ends the answer after the step that is running; a second one before that interrupts as usual.
+    Ctrl-C ends the answer after the running step. A second Ctrl-C before that interrupts as usual.
 
     Returns:
-        the output (None if it was interrupted before the first token), and whether it was interrupted.
+        The output (None if interrupted before the first token), and True if it was interrupted.
 
     Raises:
         RequestError: the prompt cannot be served.
@@ -41,5 +41,5 @@ def stream_answer(
 
 
 def print_piece(text: str) -> None:
-    """A piece of streamed text."""
+    """Print a piece of streamed text."""
     print(text, end="", flush=True)

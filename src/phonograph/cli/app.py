@@ -1,6 +1,6 @@
-"""The `phonograph` command: its commands by name, and what an error looks like.
+"""The `phonograph` command: its subcommands and its error messages.
 
-Commands are named by where they are and imported when they are run, so that `phonograph --help` needs no torch.
+A subcommand is registered by its import path and imported when it runs, so that `phonograph --help` needs no torch.
 """
 
 from __future__ import annotations
@@ -19,36 +19,22 @@ from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
 
 COMMANDS = {
-    "generate": ("phonograph.cli.commands.generate:generate", "Continue or answer prompts, and say which graphs ran."),
-    "chat": ("phonograph.cli.commands.chat:chat", "Talk with the model, each answer streamed."),
-    "explain": (
-        "phonograph.cli.commands.explain:explain",
-        "Print what would run and why, for any device, without weights.",
-    ),
-    "serve": ("phonograph.cli.commands.serve:serve", "Serve a model to OpenAI's clients over HTTP."),
-    "verify": (
-        "phonograph.cli.commands.verify:verify",
-        "Replay every captured graph on random batches and compare with eager.",
-    ),
-    "eval": (
-        "phonograph.cli.commands.eval:app",
-        "Score the demo model on held-out tasks, and compare such evaluations.",
-    ),
-    "bench": (
-        "phonograph.cli.commands.bench:app",
-        "Measure published workloads, attention kernels, start-up, idle time.",
-    ),
-    "config": (
-        "phonograph.cli.commands.config:config",
-        "Print the effective configuration and where each value comes from.",
-    ),
+    "generate": "Continue or answer prompts, and say which graphs ran.",
+    "chat": "Talk with the model, each answer streamed.",
+    "explain": "Print what would run and why, for any device, without weights.",
+    "serve": "Serve a model to OpenAI's clients over HTTP.",
+    "verify": "Replay every captured graph on random batches and compare with eager.",
+    "eval": "Score the demo model on held-out tasks, and compare such evaluations.",
+    "bench": "Measure published workloads, attention kernels, start-up, idle time.",
+    "config": "Print the effective configuration and where each value comes from.",
 }
-"""What each command is: the function that runs it, and one line for the help."""
+"""Subcommands by name, each with its line in the help."""
+WITH_SUBCOMMANDS = ("bench", "eval")
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
-OF_OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
-"""What measures engines that are not here."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
+"""Commands that measure engines of other processes."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = App(
     name="phonograph",
@@ -56,13 +42,20 @@ app = App(
     version=__version__,
     help_format="plaintext",
 )
-for _name, (_function, _summary) in COMMANDS.items():
-    app.command(_function, name=_name, help=_summary)
+for _name, _summary in COMMANDS.items():
+    _function = "app" if _name in WITH_SUBCOMMANDS else _name
+    app.command(f"phonograph.cli.commands.{_name}:{_function}", name=_name, help=_summary)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Runs the command that `tokens` (or the process's arguments) name; returns the exit code: 2 for a user error, and
-    what a shell has for the signal where the reader of the output is gone."""
+    """Run a command.
+
+    Args:
+        tokens: words of the command line; the process's arguments by default.
+
+    Returns:
+        The exit code: 2 for a user error, 128 + SIGPIPE if the reader of the output is gone.
+    """
     words = sys.argv[1:] if tokens is None else tokens
     if _starts_engine(words):
         start_early()
@@ -71,40 +64,39 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
     except UnknownOptionError as error:
         known = {name for argument in error.argument_collection for name in argument.names}
-        _say(explain_flag(error.token.keyword or error.token.value, known) or " ".join(str(error).split()))
-        return 2
+        return _user_error(explain_flag(error.token.keyword or error.token.value, known) or error)
     except (PhonographError, CycloptsError) as error:
-        _say(" ".join(str(error).split()))
-        return 2
+        return _user_error(error)
     except BrokenPipeError:
-        return _reader_gone()
+        return _broken_pipe()
     except SystemExit as end:
-        # Rich makes this of a closed pipe.
+        # Rich turns a closed pipe into SystemExit.
         if isinstance(end.__context__, BrokenPipeError):
-            return _reader_gone()
+            return _broken_pipe()
         raise
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
-        _say(f"{error.filename or 'the output'} cannot be written: {error.strerror}; make room, or write elsewhere")
-        _drop_unwritten()
-        return 2
+        _discard_output()
+        name = error.filename or "the output"
+        return _user_error(f"{name} cannot be written: {error.strerror}; make room, or write elsewhere")
     finally:
         resume_collector()
     return result if isinstance(result, int) else 0
 
 
-def _say(text: str) -> None:
-    print(f"phonograph: error: {text}", file=sys.stderr)
+def _user_error(error: object) -> int:
+    print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
-def _reader_gone() -> int:
-    _drop_unwritten()
+def _broken_pipe() -> int:
+    _discard_output()
     return 128 + signal.SIGPIPE
 
 
-def _drop_unwritten() -> None:
-    """Lets go of output that nobody takes, or Python would try again at its end and complain."""
+def _discard_output() -> None:
+    """Discard buffered output that cannot be written. Python would try again at exit and complain."""
     for stream in (sys.stdout, sys.stderr):
         try:
             print(end="", flush=True, file=stream)
@@ -113,7 +105,7 @@ def _drop_unwritten() -> None:
 
 
 def _starts_engine(words: Sequence[str]) -> bool:
-    """Whether this process is likely to start one on a GPU."""
-    if tuple(words[:2]) in OF_OTHER_PROCESSES and "--once" not in words:
+    """Return True if this process is likely to start an engine on a GPU."""
+    if tuple(words[:2]) in OTHER_PROCESSES and "--once" not in words:
         return False
     return bool(words) and words[0] in WITH_ENGINE and not {"cpu", "--device=cpu"} & set(words)

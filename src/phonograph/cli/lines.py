@@ -1,4 +1,4 @@
-"""Text that comes from outside: lines of standard input, and arguments, which need not be text at all."""
+"""Reading of text from standard input and arguments, which may be in another encoding."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from phonograph.errors import RequestError, shortened
 
 
 def read_line() -> str | None:
-    """The next line of standard input, or None at its end.
+    """Return the next line of standard input, or None at its end.
 
     Raises:
-        RequestError: it is not in the encoding of standard input.
+        RequestError: the line is not in the encoding of standard input.
     """
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
-        # Else the lines before one that cannot be decoded would be lost with it.
+        # A line that cannot be decoded would otherwise lose the lines read with it.
         sys.stdin.reconfigure(errors="surrogateescape")
     line = sys.stdin.readline()
     return check_text("standard input", line.rstrip("\r\n")) if line else None
 
 
 def check_text(source: str, text: str) -> str:
-    """The text itself, if all of it could be decoded.
+    """Return the text if all of it was decoded.
 
     Raises:
-        RequestError: it could not; the tokenizer would refuse it in words of its own.
+        RequestError: a part was not decoded.
     """
     try:
         text.encode()

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 INTERVAL = 10.0
-"""Seconds between two lines where stderr is no terminal."""
+"""Seconds between two lines if stderr is not a terminal."""
 
 
 @contextmanager
 def progress_bar() -> Generator[Callable[..., None]]:
-    """Yields a function that takes (phase, done, total), and a note such as a score where there is one."""
+    """Yield a function that takes (phase, done, total) and an optional remark, such as a score."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with _lines() as show:
@@ -43,7 +43,7 @@ def progress_bar() -> Generator[Callable[..., None]]:
 
 @contextmanager
 def _lines() -> Generator[Callable[..., None]]:
-    """Prints the latest report every INTERVAL seconds from a thread, since a phase may report less often."""
+    """Print the latest report every INTERVAL seconds from a thread, since a phase may report less often."""
     latest = ""
     began = time.monotonic()
     ended = threading.Event()
@@ -51,7 +51,7 @@ def _lines() -> Generator[Callable[..., None]]:
 
     def report(phase: str, done: int, total: int, remark: str = "") -> None:
         nonlocal latest
-        latest = " ".join(filter(None, (f"{phase}: {done} of {total},", remark and f"{remark},")))
+        latest = f"{phase}: {done} of {total}," + (f" {remark}," if remark else "")
 
     def write() -> None:
         while not ended.wait(INTERVAL):

@@ -1,7 +1,6 @@
 """Sampling parameters as flags, the same in every command that generates text.
 
-The commands differ from the Python API in two defaults: they are greedy, so that an answer repeats, and an answer may
-be longer.
+Two defaults differ from the Python API: commands are greedy, so that an answer repeats, and allow longer answers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def _flag(text: str, *, name: str | None = None, negative: str = "") -> Paramete
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """The parameters of SamplingParams that a person types; the sampling seed is apart from the engine's own."""
+    """Fields of SamplingParams as flags. `sampling_seed` is its `seed`, since --seed is the engine's."""
 
     temperature: Annotated[float, _flag("0 is greedy; 1 draws from the model's own distribution.")] = 0.0
     max_tokens: Annotated[int, _flag("Tokens to generate, at most.")] = 256
@@ -44,7 +43,7 @@ class SamplingFlags:
     ignore_eos: Annotated[bool, _flag("Go on after the model's end-of-sequence token.")] = False
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
-        """The parameters of a request.
+        """Return the parameters of a request.
 
         Raises:
             RequestError: a value is out of range.

@@ -1,24 +1,27 @@
-"""What several commands print in the same way: JSON, the bars of a start, the graphs that ran and why.
+"""Output that several commands share: JSON, tables, notes, and facts about an engine.
 
-Results go to stdout, everything about how they came to be to stderr, so that a pipe gets results only. Nothing here
-imports torch before a command runs, which keeps `--help` quick.
+Results go to stdout, everything else to stderr, so that a pipe gets results only. No import here loads torch before a
+command runs, which keeps `--help` quick.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.table import Table
 
 from phonograph.cli.progress import progress_bar
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.batch import TokenLogprobs
+from phonograph.errors import ConfigError
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 Json = Annotated[
     bool, Parameter(name="--json", negative="", show_default=False, help="Print JSON, one object a line, for programs.")
 ]
+MAX_LINES = 10
+"""Lines that `print_lines` prints at most."""
 
 
 def _check_output(kind: object, path: Path | None) -> None:
@@ -38,36 +43,78 @@ def _check_output(kind: object, path: Path | None) -> None:
 
 
 OUTPUT = Parameter(show_default=False, validator=_check_output)
-"""What every `--output FILE` is made of, beside its help: one that cannot be written is refused before the work."""
+"""Base of every `--output FILE`: refuses a file that cannot be written before the work starts."""
+Output = Annotated[Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")]
 
 
 def print_json(value: object) -> None:
-    """One line. JSON knows neither NaN nor infinity: they become null."""
+    """Print one line of JSON; NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
+def print_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table on stdout."""
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False)
+
+
+def print_lines(lines: Sequence[object]) -> None:
+    """Print the first lines of a list that may be long, and the number of the others."""
+    for line in lines[:MAX_LINES]:
+        print(line)
+    if len(lines) > MAX_LINES:
+        print(f"... and {len(lines) - MAX_LINES} more; --json has them all")
+
+
 def note(text: str, *, style: str = "dim") -> None:
-    """One line on stderr about how a result came to be."""
+    """Print one line on stderr."""
     Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def report(
+    record: dict[str, Any], print_tables: Callable[[], None], *, as_json: bool, save: Callable[[], None] | None
+) -> None:
+    """Save a result and print it. It is printed even if saving fails, since the disk may have become full."""
+    try:
+        if save is not None:
+            save()
+    finally:
+        if as_json:
+            print_json(record)
+        else:
+            print_tables()
+
+
+def check_installed(command: str, packages: Iterable[str], extra: str) -> None:
+    """Check that the packages of an extra are installed.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(command, ", ".join(missing), f"not installed; pip install 'phonograph[{extra}]'")
+
+
 def start(config: EngineConfig, *, serves: bool = True) -> LLM:
-    """The engine, with bars for the weights and the graphs while it starts. serves: as `LLM` has it."""
+    """Start an engine with progress bars. See `LLM` for `serves`."""
     from phonograph.engine.llm import LLM
 
-    with progress_bar() as report:
-        return LLM(config=config, progress=report, serves=serves)
+    with progress_bar() as progress:
+        return LLM(config=config, progress=progress, serves=serves)
 
 
 def steps_text(steps: Counter[str]) -> str:
-    """Returns the steps by what ran them, as "15 steps: 14 full decode, 1 full mixed"."""
+    """Return the steps by kind of decision, as "15 steps: 14 full decode, 1 full mixed"."""
     total = steps.total()
     kinds = ", ".join(f"{count} {label}" for label, count in steps.most_common())
     return f"{total} step{'' if total == 1 else 's'}" + (f": {kinds}" if kinds else "")
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
-    """The fields that the JSON of every command has that runs an engine."""
+    """Return the JSON fields of every command that runs an engine."""
     plan = llm.plan
     return {
         "model": llm.config.model,
@@ -80,7 +127,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
 
 
 def mode_facts(plan: EnginePlan) -> dict[str, Any]:
-    """The mode asked for (null: the default), the one that runs, and the chain of reasons from one to the other."""
+    """Return the requested mode (None: the default), the resolved one, and the reasons in between."""
     resolution = plan.resolution
     return {
         "asked": None if resolution.asked is None else resolution.asked.value,
@@ -90,7 +137,7 @@ def mode_facts(plan: EnginePlan) -> dict[str, Any]:
 
 
 def completion_facts(completion: CompletionOutput) -> dict[str, Any]:
-    """One sample."""
+    """Return the JSON fields of one sample."""
     facts: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -103,7 +150,7 @@ def completion_facts(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def compact(sizes: Sequence[int]) -> str:
-    """Ascending sizes in few words: "1-16, 18-32 by 2, 40"."""
+    """Return ascending sizes as ranges: "1-16, 18-32 by 2, 40"."""
     parts: list[str] = []
     start = 0
     while start < len(sizes):
@@ -121,7 +168,6 @@ def compact(sizes: Sequence[int]) -> str:
 
 
 def _logprob_facts(position: TokenLogprobs) -> dict[str, Any]:
-    """The sampled token, and the most likely ones beside it."""
     rows = [
         {"token_id": token_id, "logprob": logprob, "rank": rank}
         for token_id, logprob, rank in zip(position.token_ids, position.logprobs, position.ranks, strict=True)

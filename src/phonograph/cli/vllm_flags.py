@@ -1,4 +1,4 @@
-"""vLLM's flags that are unknown here: the flag that means the same, or the reason why there is none."""
+"""Errors for flags of vLLM: the flag that means the same here, or the reason for its absence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RENAMED = {
     "--logprobs": "--extra-body",
     "--metadata": "--label",
 }
-"""vLLM's flag, and the one that takes its place here."""
+"""Flags of vLLM, each with the flag that replaces it here."""
 
 ALWAYS = {
     "--enable-chunked-prefill": "prefills are always chunked",
@@ -35,7 +35,7 @@ ALWAYS = {
     "--disable-log-requests": "the text of requests is not logged",
     "--disable-custom-all-reduce": "an engine runs on one GPU",
 }
-"""vLLM's flags for what cannot be set here, because it always holds."""
+"""Flags of vLLM for behaviour that is fixed here, each with that behaviour."""
 
 _GPUS = "an engine runs on one GPU"
 _LORA = "adapters are merged into the weights beforehand"
@@ -70,14 +70,15 @@ MISSING = {
     **dict.fromkeys(("--enable-request-id-headers", "--request-id-prefix"), ""),
     **dict.fromkeys(("--profile", "--use-beam-search", "--hf-split", "--hf-subset", "--random-prefix-len"), ""),
 }
-"""vLLM's flags for what is not here yet, and the fact behind it where one says more."""
+"""Flags of vLLM for features that are missing here, each with the present limit if it says more."""
 
 
 def explain_flag(flag: str, known: Container[str]) -> str | None:
-    """Returns one sentence about a flag of vLLM's; None for others.
+    """Return one sentence about a flag of vLLM; None for other flags.
 
-    flag:  as it was typed, perhaps with a value behind =
-    known: flags of the command
+    Args:
+        flag: the flag as typed, perhaps with =value.
+        known: flags of the command.
     """
     name = flag.split("=", 1)[0]
     if name.startswith("--"):

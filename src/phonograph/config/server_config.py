@@ -27,7 +27,19 @@ class ServerConfig(Settings):
     port: Annotated[int, values.whole(0, 65535)] = Field(
         default=8000, description="TCP port to listen on; 0 selects a free one."
     )
+    root_path: values.OptionalText = Field(default=None, description="Path of the server behind a proxy.")
     api_key: values.Texts = Field(default=(), description="Valid API keys; without any, requests are not checked.")
+    allowed_origins: values.Texts = Field(
+        default=(), description="Origins of web pages that may send requests; * is any."
+    )
+    allowed_methods: values.Texts = Field(default=("*",), description="HTTP methods that these pages may use.")
+    allowed_headers: values.Texts = Field(default=("*",), description="HTTP headers that these pages may send.")
+    allow_credentials: values.Flag = Field(default=False, description="Let these pages send credentials.")
+    uvicorn_log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
+        default="info", description="Log level of the HTTP server."
+    )
+    disable_uvicorn_access_log: values.Flag = Field(default=False, description="Do not log each request.")
+
     served_model_name: values.Texts = Field(
         default=(), description="Names of the model in requests, the first one also in answers; default: the model's."
     )
@@ -44,14 +56,12 @@ class ServerConfig(Settings):
         default=None, description="Format of the model's tool calls."
     )
     max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
-
-    allowed_origins: values.Texts = Field(
-        default=(), description="Origins of web pages that may send requests; * is any."
+    request_timeout: values.OptionalDuration = Field(
+        default=None, description="Timeout in seconds from a request to the end of its answer."
     )
-    allowed_methods: values.Texts = Field(default=("*",), description="HTTP methods that these pages may use.")
-    allowed_headers: values.Texts = Field(default=("*",), description="HTTP headers that these pages may send.")
-    allow_credentials: values.Flag = Field(default=False, description="Let these pages send credentials.")
-    root_path: values.OptionalText = Field(default=None, description="Path of the server behind a proxy.")
+    shutdown_timeout: values.Seconds = Field(
+        default=20.0, description="Grace period in seconds for running requests after SIGTERM."
+    )
 
     max_queued_requests: values.Count = Field(
         default=4096, description="Maximum waiting prompts, times their samples; more are refused."
@@ -82,13 +92,3 @@ class ServerConfig(Settings):
     body_timeout: values.Duration = Field(
         default=10.0, description="Timeout in seconds for a request's body, plus one second for each 128 KiB received."
     )
-    request_timeout: values.OptionalDuration = Field(
-        default=None, description="Timeout in seconds from a request to the end of its answer."
-    )
-    shutdown_timeout: values.Seconds = Field(
-        default=20.0, description="Grace period in seconds for running requests after SIGTERM."
-    )
-    uvicorn_log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
-        default="info", description="Log level of the HTTP server."
-    )
-    disable_uvicorn_access_log: values.Flag = Field(default=False, description="Do not log each request.")

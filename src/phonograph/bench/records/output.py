@@ -1,6 +1,6 @@
-"""Files for results: tried before the work, and named where they cannot be written.
+"""Result files: checked before the work, and named in the error of a failed write.
 
-Without torch, which those who only ask how a program is called should not wait for.
+No import of torch, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from phonograph.errors import ConfigError
 
 
 def check_output(path: Path) -> None:
-    """Tries whether a file can be written, before the work whose results it is for.
+    """Check that a result file can be written, and leave it as it was.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     with writing(path):
-        # A pipe's reader would take the end of the try for the end of the results.
+        # The reader of a pipe would take the end of this check for the end of the results.
         if path.is_fifo():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,10 +32,10 @@ def check_output(path: Path) -> None:
 
 
 def output_file(text: str) -> Path:
-    """A file for results as an option names it, tried: a type for `argparse`.
+    """Parse and check an option that names a result file, as a type for `argparse`.
 
     Raises:
-        ArgumentTypeError: it cannot be written.
+        ArgumentTypeError: the file cannot be written.
     """
     try:
         check_output(Path(text))
@@ -46,7 +46,7 @@ def output_file(text: str) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Makes an error of the system one that names the file, as that of a full disk does not.
+    """Turn an OSError into an error that names the file, which that of a full disk does not.
 
     Raises:
         ConfigError: the file cannot be written.

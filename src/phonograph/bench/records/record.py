@@ -1,4 +1,4 @@
-"""Where a figure comes from: date, hardware, versions, command and commit, for every result file."""
+"""Provenance of a measurement: date, hardware, versions, command and commit, for every result file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from phonograph.core.device import num_cores
 
 _LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")
-"""What runs when something is measured, from the top of the repository."""
+"""Code that runs in a measurement, from the top of the repository."""
 
 
 def provenance() -> dict[str, Any]:
-    """What a reader needs to repeat a measurement, as JSON can hold it.
+    """Return the JSON facts that a reader needs to repeat a measurement.
 
-    To be taken before measuring: the commit is then that of the code which runs, and the load is that of others, so
-    that a figure taken beside other work says so.
+    Call it before measuring: then the commit is that of the running code, and the load that of other processes.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -39,7 +38,7 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "phonograph": __version__,
             "python": platform.python_version(),
-            # Its own word for it says which build it is; the package's may not.
+            # Names the build too, which the version of the package may not.
             "torch": torch.__version__,
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
         },
@@ -49,7 +48,7 @@ def provenance() -> dict[str, Any]:
 
 
 def write_result(path: Path, origin: dict[str, Any], result: dict[str, Any]) -> None:
-    """Writes a result with its provenance, `origin`, in front, readable and fit for a diff.
+    """Write a result after its provenance, `origin`, as indented JSON.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -60,7 +59,7 @@ def write_result(path: Path, origin: dict[str, Any], result: dict[str, Any]) -> 
 
 
 def _program(path: Path) -> list[str]:
-    """How the program is started again; where it lies on this machine is nobody's business."""
+    """Return the words that start the program, without its path on this machine."""
     if path.name == "__main__.py":
         return ["python", "-m", path.parent.name]
     if path.suffix != ".py":
@@ -70,21 +69,16 @@ def _program(path: Path) -> list[str]:
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": num_cores()}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1] if match else platform.processor() or platform.machine()
+    cpu = match[1] if match else platform.processor() or platform.machine()
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"cpu": cpu, "cores": num_cores(), **gpu}
 
 
 def _commit() -> dict[str, Any] | None:
-    """The commit of this checkout, and whether its code was changed; None where the package is no checkout."""
+    """Return the commit of this checkout and True if its code was changed; None outside of a checkout."""
     folder = Path(__file__).parent
     head = _git(folder, "rev-parse", "HEAD")
     if head is None or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:

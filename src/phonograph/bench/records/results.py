@@ -1,7 +1,6 @@
-"""What all benchmarks share: rows of results, and records of them in a file.
+"""Rows of results, and records of them in a file.
 
-What is measured is in `bench_engine`, `bench_attention` and `bench_startup`. A row says which graph decisions ran it,
-so that nobody takes the figures of an eager run for those of a graph.
+A row counts the steps by graph decision, so that an eager run shows as such.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from phonograph.bench.records.output import writing
 from phonograph.errors import ConfigError
 
 BenchProgress = Callable[[str, int, int], None]
-"""Called with what is counted, how many of it are done, and of how many."""
+"""Callback with the unit of work, the number done, and the number in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One case of one suite.
 
-    facts: what was measured, with units in the names; what was asked is among them
-    steps: how many steps of the measured run each kind of decision had; empty where no engine ran
+    facts: settings and results, with units in the names
+    steps: number of steps by kind of decision; empty if no engine ran
     """
 
     suite: str
@@ -41,7 +40,8 @@ class Row:
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """
+    """Check the lower bound of a setting.
+
     Raises:
         ConfigError: the value is below `least`.
     """
@@ -50,7 +50,7 @@ def check_at_least(name: str, value: int, least: int) -> None:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles; empty where there is nothing to summarise."""
+    """Return mean and percentiles, or nothing for no values."""
     if not seconds:
         return {}
     p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
@@ -58,7 +58,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Adds one JSON line to a file, which is made if need be.
+    """Append one JSON line to a file, which is created if need be.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -70,11 +70,6 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All records of files that `append_record` wrote; of a file that is not there, none."""
-    return [
-        json.loads(line)
-        for path in paths
-        if path.exists()
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip()
-    ]
+    """Read the records that `append_record` wrote; a missing file has none."""
+    lines = (line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines())
+    return [json.loads(line) for line in lines if line.strip()]

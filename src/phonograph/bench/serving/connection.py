@@ -1,8 +1,7 @@
-"""One HTTP exchange, recorded: each piece of the answer with the time at which it reached this process.
+"""HTTP exchanges, recorded: each piece of the answer with the time at which it reached this process.
 
-The clock is read in the socket's callback, and what came is kept as it is and read later (`events`). A client that
-wakes a task for each piece, and reads it there, is late by as much as it has to do for all streams: at 256 streams and
-25,000 tokens a second it times itself (docs/evaluation.md has figures).
+The socket's callback reads the clock and keeps the bytes; `events` parses them later. A client that parses each piece
+in a task of its own times itself when many streams are open (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import httptools
 from phonograph.errors import ConfigError
 
 SHOWN_ERROR = 300
-"""Characters of a server's answer that an error shows, where it is not in OpenAI's form."""
+"""Characters in an error of an answer that is not in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where requests go.
+    """Destination of requests.
 
-    address: the host, or the IP address that it was found to have, so that no request has to look it up
-    prefix:  of every path
+    address: the host, or its IP address, which spares requests the look-up
+    prefix:  first part of every path
     tls:     None for plain HTTP
     """
 
@@ -40,9 +39,10 @@ class Target:
 
     @classmethod
     def parse(cls, base_url: str) -> Target:
-        """
+        """Parse an HTTP URL.
+
         Raises:
-            ConfigError: it is no HTTP URL.
+            ConfigError: it is not an HTTP URL.
         """
         url = urlsplit(base_url)
         try:
@@ -61,7 +61,7 @@ class Target:
         )
 
     def head(self, method: str, path: str, length: int, headers: dict[str, str]) -> bytes:
-        """The head of a request with a body of so many bytes."""
+        """Return the head of a request with a body of `length` bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         fields = {
             "host": f"{host}:{self.port}",
@@ -76,12 +76,12 @@ class Target:
 
 @dataclass(slots=True)
 class Recording:
-    """What came, and when.
+    """One exchange.
 
-    start:  when the exchange began, before its connection was made; seconds of `time.perf_counter`, as `times`
-    times:  one for each of `pieces`, of the body
-    peer:   the address that answered
-    error:  why there is no complete answer with status 200
+    start:  begin of the exchange, before the connection; seconds of `time.perf_counter`, as `times`
+    times:  arrival of each of `pieces`, parts of the body
+    peer:   address that answered
+    error:  reason if there is no complete answer with status 200
     """
 
     start: float = 0.0
@@ -106,10 +106,10 @@ async def exchange(
     timeout: float | None,
     recording: Recording | None = None,
 ) -> Recording:
-    """Sends a request on a connection of its own and records the answer; whatever goes wrong is its `error`.
+    """Send a request on a new connection and record the answer; any failure is the recording's `error`.
 
-    timeout:   seconds from the beginning to the last piece, or None
-    recording: what is filled in, for who cancels this and wants what had come
+    The timeout is in seconds from the start to the last piece, or None. A caller that may cancel the exchange passes
+    its own `recording` to see the pieces so far.
     """
     recording = recording or Recording()
     recording.start = time.perf_counter()
@@ -140,7 +140,7 @@ async def exchange(
 
 
 class _Receiver(asyncio.Protocol):
-    """The parser's and the socket's callbacks. `done` is set when no more is to come."""
+    """Callbacks of parser and socket. `done` is set at the end of the answer."""
 
     def __init__(self, recording: Recording, done: asyncio.Future[None]) -> None:
         self._recording = recording
@@ -185,7 +185,7 @@ class _Receiver(asyncio.Protocol):
 
 
 def _message(body: bytes) -> str:
-    """What a server says is wrong, as OpenAI's servers say it, or as it stands."""
+    """Return the message of an error in OpenAI's form, or the begin of the body."""
     text = body.decode("utf-8", "replace")
     try:
         found: Any = json.loads(text)["error"]

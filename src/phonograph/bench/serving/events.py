@@ -1,4 +1,4 @@
-"""From a recorded stream of server-sent events to one request's figures."""
+"""Parsing of recorded server-sent events into the metrics of one request."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from phonograph.bench.serving.connection import Recording
 class Sample:
     """One choice of an answer. Its times are seconds from the start of the request.
 
-    times:  when each chunk of output came
-    end:    when its last chunk came, with output or without
+    times:  arrival of each chunk of output
+    end:    arrival of its last chunk, with output or without
     tokens: its share of the answer's tokens by chunks of output, since `usage` counts all samples together
-    text:   of all chunks
+    text:   text of all chunks
     """
 
     times: list[float] = field(default_factory=list[float])
@@ -33,18 +33,18 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token but the first, on average; None where there is no second one."""
+        """Mean seconds of each token but the first; None if there is only one."""
         return (self.end - self.times[0]) / (self.tokens - 1) if self.tokens >= 2 else None
 
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """One request's answer. Token counts are the server's (`usage`); a chunk may hold several tokens, or none.
+    """Answer to one request. Token counts are the server's (`usage`); a chunk may hold several tokens, or none.
 
     start:   seconds since the run began
     latency: seconds from `start` to the last chunk
-    samples: the choices in the order of their index; none where no token was generated
-    error:   why it counts as failed
+    samples: choices in the order of their index; none if no token was generated
+    error:   reason of a failed request
     """
 
     start: float
@@ -57,7 +57,7 @@ class Reply:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from `start`, the connection included, to the first chunk of output; None where none came."""
+        """Seconds from `start`, the connection included, to the first chunk of output, or None."""
         return min((sample.times[0] for sample in self.samples), default=None)
 
     @property
@@ -66,11 +66,11 @@ class Reply:
 
 
 class BrokenStream(Exception):
-    """The stream says, or shows, that the answer is not complete."""
+    """Error of a stream that is incomplete or reports an error."""
 
 
 def read_reply(recording: Recording, run_start: float) -> Reply:
-    """Reads what a streamed completion or chat left. Whatever is missing from it is an error of the reply."""
+    """Parse a recorded stream of a completion or chat; any fault is the reply's `error`."""
     reply = Reply(start=recording.start - run_start, error=recording.error)
     if recording.error is not None:
         return reply
@@ -84,10 +84,10 @@ def read_reply(recording: Recording, run_start: float) -> Reply:
 
 
 def chunks(recording: Recording) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The chunks of a stream, and when the last byte of each came.
+    """Yield the chunks of a stream, each with the arrival of its last byte.
 
     Raises:
-        BrokenStream: one of them is an error, or no JSON object.
+        BrokenStream: a chunk is an error, or not a JSON object.
     """
     for at, data in _events(recording.times, recording.pieces):
         if data == b"[DONE]":
@@ -127,9 +127,9 @@ def _read(recording: Recording, reply: Reply) -> None:
 
 
 def _divide_tokens(samples: Sequence[Sample], output_tokens: int) -> None:
-    """Gives each sample its share of the answer's tokens: its own number where each token is a chunk."""
+    """Divide the answer's tokens among its samples by chunks; exact if each token is a chunk."""
     for sample in samples:
-        # A sample whose tokens are no text, such as an end of sequence alone, has one chunk: that which ends it.
+        # A sample without text, such as an end of sequence alone, counts its last chunk.
         sample.times = sample.times or [sample.end]
     num_chunks = sum(len(sample.times) for sample in samples)
     for sample in samples:
@@ -137,22 +137,22 @@ def _divide_tokens(samples: Sequence[Sample], output_tokens: int) -> None:
 
 
 def _output_of(choice: dict[str, Any]) -> tuple[str, bool]:
-    """Text of a chunk's choice, and whether the chunk stands for output.
+    """Return the text of a chunk's choice, and True if the chunk stands for output.
 
-    A chunk without text may be a token that makes no character yet. It is none where it only says who speaks, or that
-    the answer has ended.
+    A chunk without text may be a token without a complete character. A chunk with only a role or a finish_reason is no
+    output.
     """
     delta = choice.get("delta")
     if delta is None:
         text = choice.get("text") or ""
     else:
         text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
-    speaks = delta is not None and "role" in delta
-    return text, bool(text) or not (speaks or choice.get("finish_reason") is not None)
+    has_role = delta is not None and "role" in delta
+    return text, bool(text) or not (has_role or choice.get("finish_reason") is not None)
 
 
 def _events(times: Sequence[float], pieces: Sequence[bytes]) -> Iterator[tuple[float, bytes]]:
-    """The data of each event, and when its last byte came. Comments and other fields have no data."""
+    """Yield the data of each event with the arrival of its last byte, without comments and other fields."""
     rest = b""
     for at, piece in zip(times, pieces, strict=True):
         *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -171,7 +171,7 @@ def _decode(data: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
     except ValueError:
-        raise BrokenStream(f"an event is no JSON: {data[:100].decode('utf-8', 'replace')}") from None
+        chunk = None
     if not isinstance(chunk, dict):
         raise BrokenStream(f"an event is no JSON object: {data[:100].decode('utf-8', 'replace')}")
     return chunk

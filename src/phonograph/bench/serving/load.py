@@ -1,10 +1,13 @@
-"""Sends requests as they are due, keeps what comes back, and watches what that costs this process."""
+"""Load on a server: sends requests when they are due, keeps the answers, and measures the cost of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
+import math
+import random
 import resource
 import time
 from collections.abc import Coroutine, Sequence
@@ -17,18 +20,18 @@ from phonograph.bench.serving.events import Reply, read_reply
 from phonograph.errors import ConfigError, EndpointError
 
 HELD_BYTES = 256 * 2**20
-"""Bytes of answers that are kept to be read when the run is over; beyond them, answers are read as they end."""
+"""Bytes of answers that are kept to be parsed after the run; beyond them, answers are parsed as they end."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What was offered and what came of it.
+    """Answers of a run.
 
-    seconds:        from the first request to the end of the last answer
-    cpu_seconds:    processor time of this process meanwhile: near `seconds`, it measured itself
-    send_delay:     seconds by which the latest request was sent after it was due, waiting for room left out
+    seconds:     from the first request to the end of the last answer
+    cpu_seconds: processor time of this process; near `seconds`, the client measured itself
+    send_delay:  largest delay of a request behind its due time in seconds, without waits for max_concurrency
     """
 
     replies: list[Reply]
@@ -39,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """How requests are sent: where to, with which headers, and with how much patience (seconds, or None)."""
+    """Destination, headers and timeout (seconds, or None) of requests."""
 
     target: Target
     path: str
@@ -51,10 +54,10 @@ class Client:
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs on uvloop, which takes a quarter of the time of asyncio's own loop for a piece of a stream.
+    """Run a coroutine on uvloop, which is faster than asyncio's own loop.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: uvloop is not installed.
     """
     try:
         import uvloop
@@ -65,10 +68,10 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def find_model(target: Target, headers: dict[str, str]) -> tuple[Target, dict[str, Any]]:
-    """The target with the address that answered, and the first model of its /v1/models.
+    """Return the target with the address that answered, and the first model of its /v1/models.
 
     Raises:
-        EndpointError: there is no server, or it has no such list.
+        EndpointError: there is no server, or it has no list of models.
     """
     answer = await exchange(target, "GET", "/v1/models", b"", headers=headers, timeout=30)
     if answer.error is not None:
@@ -81,18 +84,32 @@ async def find_model(target: Target, headers: dict[str, str]) -> tuple[Target, d
     return dataclasses.replace(target, address=answer.peer or target.address), model
 
 
+def arrival_times(rng: random.Random, count: int, *, rate: float, burstiness: float) -> list[float]:
+    """Return the ascending due times of `count` requests in seconds from the start; all 0 at an infinite rate.
+
+    The gaps are gamma-distributed with shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less comes in
+    bursts, more is more even, infinity is a steady beat. The times are scaled so that the last is count / rate, as
+    vLLM's benchmark does, which makes the offered rate exact.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(count)]
+    scale = count / rate / math.fsum(gaps)
+    return list(itertools.accumulate(gap * scale for gap in gaps))
+
+
 async def warm_up(client: Client, bodies: Sequence[bytes], max_concurrency: int | None) -> None:
-    """Sends requests that are not counted, all at once.
+    """Send requests that are not counted, all at once.
 
     Raises:
-        EndpointError: one of them fails, which the measured ones then would too.
+        EndpointError: a request fails, as the measured ones would.
     """
-    load = await offer(client, bodies, [0.0] * len(bodies), max_concurrency=max_concurrency, progress=_silent)
-    failed = [reply.error for reply in load.replies if reply.error is not None]
-    if failed:
-        raise EndpointError(
-            f"{client.target.host}:{client.target.port}{client.path}: a request to warm up: {failed[0]}"
-        )
+    due = [0.0] * len(bodies)
+    load = await offer(client, bodies, due, max_concurrency=max_concurrency, progress=_no_progress)
+    for reply in load.replies:
+        if reply.error is not None:
+            endpoint = f"{client.target.host}:{client.target.port}{client.path}"
+            raise EndpointError(f"{endpoint}: a request to warm up: {reply.error}")
 
 
 async def offer(
@@ -103,20 +120,20 @@ async def offer(
     max_concurrency: int | None,
     progress: BenchProgress,
 ) -> Load:
-    """Sends each body when it is due, in seconds from now, at most so many at a time, and waits for all answers."""
+    """Send each body when it is due, in seconds from now, at most `max_concurrency` at once; wait for all answers."""
     _allow_many_connections(len(bodies))
     room = asyncio.Semaphore(max_concurrency or len(bodies) or 1)
     recordings: list[Recording | Reply] = []
     delays = [0.0]
-    held = 0
+    num_bytes = 0
     cpu, start = time.process_time(), time.perf_counter()
 
     async def send(body: bytes) -> None:
-        nonlocal held
+        nonlocal num_bytes
         async with room:
             recording = await client.post(body)
-        held += sum(map(len, recording.pieces))
-        recordings.append(recording if held <= HELD_BYTES else read_reply(recording, start))
+        num_bytes += sum(map(len, recording.pieces))
+        recordings.append(recording if num_bytes <= HELD_BYTES else read_reply(recording, start))
         progress("requests", len(recordings), len(bodies))
 
     async with asyncio.TaskGroup() as group:
@@ -132,15 +149,13 @@ async def offer(
     return Load(replies=replies, seconds=seconds, cpu_seconds=cpu, send_delay=max(delays))
 
 
+def _no_progress(*_: object) -> None: ...
+
+
 def _allow_many_connections(count: int) -> None:
-    """Each takes a file descriptor, of which a process may have 1024 until it asks for more."""
+    """Raise the limit of open files, of which each connection takes one; the default is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft < wanted:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
-
-
-def _silent(*_: object) -> None:
-    pass
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

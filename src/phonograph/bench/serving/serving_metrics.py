@@ -1,7 +1,8 @@
-"""The figures of a serving benchmark, under the names that `vllm bench serve --save-result` gives them."""
+"""Metrics of a serving benchmark, under the names of `vllm bench serve --save-result`."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +14,14 @@ from phonograph.bench.serving.load import Load
 
 
 def serving_metrics(load: Load) -> dict[str, Any]:
-    """Counts, rates and latencies, the latter two of completed requests; None where there is nothing to make them of.
+    """Return counts of all requests, and rates and latencies of completed ones; None if there is no value.
 
     TTFT is the time to the first token, TPOT the time per output token after it, ITL the time between tokens, E2EL the
     whole time of a request. TPOT and ITL are of samples: a request with n=2 has two of each.
 
-    Beside vLLM's keys:
-        total_cached_tokens:        prompt tokens that the server found in its prefix cache
-        chunks_per_output_token:    1 where each token came as a chunk of its own; else itl is not between tokens
-        error_counts:               failed requests by what went wrong
-        client_cpu_share:           processor time of this client by the duration
-        max_send_delay_ms:          by how much the latest request was sent after it was due
+    Keys that vLLM lacks: total_cached_tokens (prompt tokens from the prefix cache), chunks_per_output_token (1 if each
+    token was a chunk; else itl is not between tokens), error_counts (failed requests by error), client_cpu_share
+    (processor time of this client / duration), max_send_delay_ms (largest delay of a request behind its due time).
     """
     done = [reply for reply in load.replies if reply.error is None]
     prompt_tokens = sum(reply.prompt_tokens for reply in done)
@@ -57,7 +55,7 @@ def serving_metrics(load: Load) -> dict[str, Any]:
 
 
 def details(load: Load) -> dict[str, Any]:
-    """Lists with one entry a request, in the order of their start, failed ones included."""
+    """Return lists with one entry a request, in the order of their start, failed ones included."""
     replies = load.replies
     return {
         "input_lens": [reply.prompt_tokens for reply in replies],
@@ -79,7 +77,7 @@ def _latency(kind: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak_tokens(done: Sequence[Reply]) -> float:
-    """Output tokens in the busiest whole second of the run; those of a sample are spread over its chunks."""
+    """Count the output tokens in the busiest whole second; tokens of a sample are spread over its chunks."""
     times: list[float] = []
     weights: list[float] = []
     for reply in done:
@@ -90,10 +88,6 @@ def _peak_tokens(done: Sequence[Reply]) -> float:
 
 
 def _peak_requests(done: Sequence[Reply]) -> int:
-    """Answers that were awaited at once, at most; at one moment, ends come before beginnings."""
+    """Return the largest number of open requests; at one moment, ends come before beginnings."""
     changes = sorted([(reply.start, 1) for reply in done] + [(reply.start + reply.latency, -1) for reply in done])
-    peak = now = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    return peak
+    return max(itertools.accumulate(change for _, change in changes), default=0)

@@ -1,29 +1,28 @@
-"""`phonograph bench`: the published workloads, the attention kernels and the start, with the graph decisions that ran.
+"""`phonograph bench`: published workloads, attention kernels and start-up, with the graph decisions that ran.
 
-Each command prints a table, or with `--json` its record in one line. The steps are part of every row, so that figures
-of an eager run show as such.
+Each command prints a table, or with `--json` its record in one line. Each row counts the steps by graph decision, so
+that an eager run shows as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
+from phonograph.cli import show
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
+from phonograph.cli.show import Json, Output, note, start
 from phonograph.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from phonograph.bench.records.results import Row
     from phonograph.bench.suites import Suite
 
-Output = Annotated[Path | None, OUTPUT, Parameter(help="File to append the result to, one JSON object a line.")]
 COLUMNS = {
     "decode": ("itl_ms", "floor_ms"),
     "latency": ("out_len", "bs", "ms"),
@@ -34,25 +33,42 @@ COLUMNS = {
     "attention": ("provider", "page", "us", "schedule_us", "tb_s", "tflops", "floor_us", "x_floor", "err"),
     "startup": ("seconds", "engine_seconds", "first_tokens_seconds"),
 }
-"""The fields of a suite's rows that its table has, beside the case and the steps."""
+"""Fields of a suite's rows in its table, beside the case and the steps."""
+_DECODE_CASES = "Sequences x context of each row, as 1x1k,8x32k."
+CASE_COMMANDS = {
+    "decode": ("Time between tokens while 1 to 256 sequences decode, with short and long contexts.", _DECODE_CASES),
+    "mixed": (
+        "Time one long decode beside a stream of short prompts, two sequences at a time.",
+        "Tokens of the long prompt, one row a number: 16k,64k.",
+    ),
+    "idle": (
+        "Share of the time between steps in which a GPU does nothing, from a profiler's trace of steady decode.",
+        _DECODE_CASES,
+    ),
+    "step": (
+        "Where a decode step's time goes on a GPU: products, attention, the rest and gaps, from a profiler's trace.",
+        _DECODE_CASES,
+    ),
+}
+"""Commands whose only option is their cases: the help of the command, and of the option."""
 
 app = App(name="bench", help="Measure what the engine does, on random tokens, or a server.", help_format="plaintext")
 app.command("phonograph.cli.commands.bench_serve:serve", name="serve", help="Load any server with OpenAI's API.")
 
 
-@app.command
-@takes_engine_config
-def decode(
-    config: EngineConfig,
-    *,
-    cases: Annotated[str | None, Parameter(help="Sequences x context of each row, as 1x1k,8x32k.")] = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> int:
-    """Time between tokens while 1 to 256 sequences decode, with short and long contexts."""
-    from phonograph.bench.suites import decode_suite
+def _add_case_command(name: str) -> None:
+    def command(config: EngineConfig, *, cases: str | None = None, output: Output = None, as_json: Json = False) -> int:
+        from phonograph.bench.suites import case_suite
 
-    return _run_suites(config, {"decode": decode_suite(cases)}, output, as_json=as_json)
+        return _run_suites(config, {name: case_suite(name, cases)}, output, as_json=as_json)
+
+    summary, cases = CASE_COMMANDS[name]
+    command.__doc__ = f"{summary}\n\nArgs:\n    cases: {cases}\n"
+    app.command(takes_engine_config(command), name=name)
+
+
+for _name in CASE_COMMANDS:
+    _add_case_command(_name)
 
 
 @app.command
@@ -83,21 +99,6 @@ def latency(
 
 @app.command
 @takes_engine_config
-def mixed(
-    config: EngineConfig,
-    *,
-    cases: Annotated[str | None, Parameter(help="Tokens of the long prompt, one row a number: 16k,64k.")] = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> int:
-    """Time one long decode beside a stream of short prompts, two sequences at a time."""
-    from phonograph.bench.suites import mixed_suite
-
-    return _run_suites(config, {"mixed": mixed_suite(cases)}, output, as_json=as_json)
-
-
-@app.command
-@takes_engine_config
 def throughput(
     config: EngineConfig,
     *,
@@ -117,36 +118,6 @@ def throughput(
 
 @app.command
 @takes_engine_config
-def idle(
-    config: EngineConfig,
-    *,
-    cases: Annotated[str | None, Parameter(help="Sequences x context of each row, as 1x1k,256x512.")] = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> int:
-    """Share of the time between steps in which a GPU does nothing, from a profiler's trace of steady decode."""
-    from phonograph.bench.suites import idle_suite
-
-    return _run_suites(config, {"idle": idle_suite(cases)}, output, as_json=as_json)
-
-
-@app.command
-@takes_engine_config
-def step(
-    config: EngineConfig,
-    *,
-    cases: Annotated[str | None, Parameter(help="Sequences x context of each row, as 1x1k,256x512.")] = None,
-    output: Output = None,
-    as_json: Json = False,
-) -> int:
-    """Where a decode step's time goes on a GPU: products, attention, the rest and gaps, from a profiler's trace."""
-    from phonograph.bench.suites import step_suite
-
-    return _run_suites(config, {"step": step_suite(cases)}, output, as_json=as_json)
-
-
-@app.command
-@takes_engine_config
 def suite(
     config: EngineConfig,
     *,
@@ -159,16 +130,16 @@ def suite(
     as_json: Json = False,
 ) -> int:
     """Run several workloads with one start of the engine."""
-    from phonograph.bench import suites as bench_suites
+    from phonograph.bench.suites import case_suite, check_suites, latency_suite, throughput_suite
 
-    wanted = bench_suites.check_suites(suites)
+    names = check_suites(suites)
     every = {
-        "decode": bench_suites.decode_suite(decode_cases),
-        "latency": bench_suites.latency_suite(latency_cases),
-        "mixed": bench_suites.mixed_suite(mixed_cases),
-        "throughput": bench_suites.throughput_suite(num_prompts),
+        "decode": case_suite("decode", decode_cases),
+        "latency": latency_suite(latency_cases),
+        "mixed": case_suite("mixed", mixed_cases),
+        "throughput": throughput_suite(num_prompts),
     }
-    return _run_suites(config, {name: every[name] for name in wanted}, output, as_json=as_json)
+    return _run_suites(config, {name: every[name] for name in names}, output, as_json=as_json)
 
 
 @app.command
@@ -221,12 +192,10 @@ def startup(
     as_json: Json = False,
 ) -> int:
     """Time from the start of a process to an engine that is ready: the first on a machine, and the second."""
-    from phonograph.bench.startup import PhaseClock, bench_startup, start_once
+    from phonograph.bench.startup import bench_startup, start_once
 
     if once:  # a child of the command
-        clock = PhaseClock()
-        clock.begin("imports")
-        print_json(start_once(config, clock))
+        show.print_json(start_once(config))
         return 0
     from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
@@ -240,7 +209,7 @@ def startup(
 
 
 def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | None, *, as_json: bool) -> int:
-    """Starts an engine and measures. If a case fails, the rows before it are reported all the same."""
+    """Start an engine and run workloads. If a case fails, the rows before it are still reported."""
     from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
 
@@ -248,7 +217,8 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
     llm = start(with_published_settings(config, mixed="mixed" in suites))
     limits = llm.plan.limits
     facts = {
-        **engine_facts(llm),
+        **origin,
+        **show.engine_facts(llm),
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -262,39 +232,41 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
                     rows.append(row)
     except BaseException:
         if rows:
-            _report({**origin, **facts, "complete": False}, rows, output, as_json=as_json)
+            _report({**facts, "complete": False}, rows, output, as_json=as_json)
         raise
-    _report({**origin, **facts}, rows, output, as_json=as_json)
+    _report(facts, rows, output, as_json=as_json)
     if not as_json:
         note(llm.plan.resolution.label)
     return 0
 
 
-def _report(origin: dict[str, Any], rows: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
+def _report(facts: dict[str, Any], rows: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
     from phonograph.bench.records.results import append_record
 
-    record = {**origin, "rows": [row.as_json() for row in rows]}
-    try:
-        if output is not None:
-            append_record(output, record)
-    finally:  # a disk may have become full
-        if as_json:
-            print_json(record)
-        else:
-            for suite_name in dict.fromkeys(row.suite for row in rows):
-                _print_table(suite_name, [row for row in rows if row.suite == suite_name])
+    record = {**facts, "rows": [row.as_json() for row in rows]}
+    save = None if output is None else partial(append_record, output, record)
+    show.report(record, lambda: _print_tables(rows), as_json=as_json, save=save)
+
+
+def _print_tables(rows: Sequence[Row]) -> None:
+    for suite_name in dict.fromkeys(row.suite for row in rows):
+        _print_table(suite_name, [row for row in rows if row.suite == suite_name])
 
 
 def _print_table(suite_name: str, rows: Sequence[Row]) -> None:
     columns = [name for name in COLUMNS[suite_name] if any(name in row.facts for row in rows)]
     phases = list(dict.fromkeys(phase for row in rows for phase in row.facts.get("phases", {})))
-    with_steps = any(row.steps for row in rows)
-    table = Table(suite_name, *columns, *phases, *(["what ran"] if with_steps else []))
-    for row in rows:
-        cells = [_cell(row.facts.get(name)) for name in columns]
-        cells += [_cell(row.facts["phases"].get(phase)) for phase in phases]
-        table.add_row(row.case, *cells, *([steps_text(row.steps)] if with_steps else []))
-    Console().print(table, markup=False)
+    steps = ["what ran"] if any(row.steps for row in rows) else []
+    cells = (
+        (
+            row.case,
+            *(_cell(row.facts.get(name)) for name in columns),
+            *(_cell(row.facts["phases"].get(phase)) for phase in phases),
+            *(show.steps_text(row.steps) for _ in steps),
+        )
+        for row in rows
+    )
+    show.print_table((suite_name, *columns, *phases, *steps), cells)
     for row in rows:
         if "error" in row.facts:
             print(f"{row.case}: {row.facts['error']}")

@@ -1,4 +1,4 @@
-"""`phonograph chat`: a conversation, each answer streamed, on a terminal or line by line from a pipe."""
+"""`phonograph chat`: a conversation on a terminal, or line by line from a pipe, with streamed answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from phonograph.cli.answer import print_piece, stream_answer
 from phonograph.cli.lines import read_line
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
-from phonograph.cli.show import (
-    Json,
-    completion_facts,
-    engine_facts,
-    note,
-    print_json,
-    start,
-    steps_text,
-)
+from phonograph.cli.show import Json, completion_facts, engine_facts, note, print_json, start, steps_text
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, RequestError
 
@@ -36,7 +28,7 @@ _HELP = "/clear forgets the conversation, /exit ends; Ctrl-C ends an answer"
 def chat(
     config: EngineConfig,
     *,
-    system: Annotated[str | None, Parameter(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, Parameter(help="System message of the conversation.")] = None,
     sampling: SamplingFlags = GREEDY,
     as_json: Json = False,
 ) -> int:
@@ -63,7 +55,7 @@ def chat(
 
 
 class _Conversation:
-    """The turns so far, and how the next answer is printed."""
+    """Turns so far, and the output format of answers."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, as_json: bool) -> None:
         self._llm = llm
@@ -76,19 +68,21 @@ class _Conversation:
         self._messages = list(self._start)
 
     def answer(self, text: str) -> None:
-        """Answers one turn. One that cannot be answered leaves the conversation as it was."""
+        """Answer one turn. A refused turn leaves the conversation unchanged."""
         before = Counter(self._llm.step_counts)
         began = time.perf_counter()
         turn = {"role": "user", "content": text}
+        pieces: list[str] = []
         try:
+            prompt = self._llm.encode_chat([*self._messages, turn])
             output, interrupted = stream_answer(
-                self._llm,
-                self._llm.encode_chat([*self._messages, turn]),
-                self._params,
-                (lambda piece: None) if self._as_json else print_piece,
+                self._llm, prompt, self._params, pieces.append if self._as_json else print_piece
             )
         except RequestError as error:
-            self._report_refusal(text, error)
+            if self._as_json:
+                print_json({"prompt": text, "error": str(error)})
+            else:
+                note(f"refused: {error}; /clear starts anew", style="red")
             return
         if not self._as_json:
             print(flush=True)
@@ -98,30 +92,23 @@ class _Conversation:
         self._messages += [turn, {"role": "assistant", "content": completion.text}]
         steps = self._llm.step_counts - before
         if self._as_json:
-            print_json(
-                {
-                    **engine_facts(self._llm),
-                    "prompt": text,
-                    "num_prompt_tokens": len(output.prompt_token_ids),
-                    **completion_facts(completion),
-                    "num_cached_tokens": output.num_cached_tokens,
-                    "steps": dict(steps),
-                    "seconds": round(time.perf_counter() - began, 4),
-                }
-            )
+            facts = {
+                **engine_facts(self._llm),
+                "prompt": text,
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                **completion_facts(completion),
+                "num_cached_tokens": output.num_cached_tokens,
+                "steps": dict(steps),
+                "seconds": round(time.perf_counter() - began, 4),
+            }
+            print_json(facts)
             return
         cut = {"length": " - cut where max_tokens or the context ended", "abort": " - interrupted"}
         note(steps_text(steps) + cut.get("abort" if interrupted else completion.finish_reason or "", ""))
 
-    def _report_refusal(self, text: str, error: RequestError) -> None:
-        if self._as_json:
-            print_json({"prompt": text, "error": str(error)})
-        else:
-            note(f"refused: {error}; /clear starts anew", style="red")
-
 
 def _read_line() -> str | None:
-    """The next line, or None at the end. Ctrl-C empties the line that is being typed."""
+    """Return the next line, or None at the end. Ctrl-C clears the line being typed."""
     if not sys.stdin.isatty():
         line = read_line()
         return None if line is None else line.strip()

@@ -1,4 +1,4 @@
-"""`phonograph config`: what the settings come to, and which source gave each."""
+"""`phonograph config`: the effective settings, each with the source of its value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from phonograph.cli.options import GROUPS, takes_engine_settings
+from phonograph.cli.options import HEADINGS, takes_engine_settings
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.sources import SourcedValue
 
@@ -23,25 +23,21 @@ def config(
     ] = False,
 ) -> None:
     """Print the effective configuration and where each value comes from."""
-    effective, given = settings
+    effective, sources = settings
     values = effective.model_dump(mode="json")
     if as_json:
         rows = {
-            name: {"value": value, "source": given[name].source, "where": given[name].where}
-            if name in given
+            name: {"value": value, "source": sources[name].source, "where": sources[name].where}
+            if name in sources
             else {"value": value, "source": "default"}
             for name, value in values.items()
         }
         print(json.dumps(rows, indent=2))
         return
     table = Table("setting", "value", "from", title="Effective configuration", title_justify="left")
-    for names in GROUPS.values():
-        for name in names:
-            if name in values:
-                table.add_row(name, _shown(values[name]), given[name].where if name in given else "default")
-        table.add_section()
+    for name, value in values.items():
+        if name in HEADINGS:
+            table.add_section()
+        shown = "unset" if value is None else json.dumps(value).strip('"')
+        table.add_row(name, shown, sources[name].where if name in sources else "default")
     Console().print(table, markup=False)
-
-
-def _shown(value: object) -> str:
-    return "unset" if value is None else json.dumps(value).strip('"')

@@ -1,4 +1,4 @@
-"""`phonograph eval`: repeats the evaluation of the demo model, and compares two evaluations answer by answer."""
+"""`phonograph eval`: evaluates the demo model, and compares two evaluations answer by answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
+from phonograph.cli import show
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import OUTPUT, Json, engine_facts, note, print_json, start, steps_text
+from phonograph.cli.show import OUTPUT, Json, note, start
 from phonograph.config.engine_config import EngineConfig
 from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
 
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
     from phonograph.bench.compare import TaskComparison
     from phonograph.bench.demo_eval import TaskResult
 
-_SHOWN_DIVERGENCES = 10
-
 app = App(name="eval", help="Evaluate the demo model, and compare evaluations.", help_format="plaintext")
 
 
 def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with `--model demo` unless another model is named: the tasks are those of the demo model."""
+    """Set `--model demo` unless a model is named, since the tasks are those of the demo model."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **keywords: Any) -> int:
@@ -58,7 +55,7 @@ def demo(
     as_json: Json = False,
 ) -> int:
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
-    # What follows needs torch, which `--help` does not.
+    # These need torch, which `--help` does not.
     from phonograph.bench.demo_eval import evaluate_demo
     from phonograph.bench.records.record import provenance, write_result
 
@@ -74,21 +71,17 @@ def demo(
             progress=lambda task, done, total, correct: report(task, done, total, f"{correct / done:.3f} right"),
         )
     facts = {
-        **engine_facts(llm),
+        **show.engine_facts(llm),
         "eval_seed": eval_seed,
         "recall_tokens": recall_tokens,
         "tasks": [_task_facts(result) for result in results],
     }
     items = [asdict(item) for result in results for item in result.items]
-    try:
-        if output is not None:
-            write_result(output, origin, {**facts, "items": items})
-    finally:  # a disk may have become full
-        if as_json:
-            print_json({**origin, **facts})
-        else:
-            _print_results(results)
-            note(f"{llm.plan.resolution.label}, {steps_text(sum((result.steps for result in results), Counter()))}")
+    save = None if output is None else functools.partial(write_result, output, origin, {**facts, "items": items})
+    show.report({**origin, **facts}, lambda: _print_results(results), as_json=as_json, save=save)
+    if not as_json:
+        steps = sum((result.steps for result in results), Counter[str]())
+        note(f"{llm.plan.resolution.label}, {show.steps_text(steps)}")
     return 0
 
 
@@ -105,7 +98,7 @@ def compare(
 
     comparisons = compare_items(read_items(first), read_items(second))
     if as_json:
-        print_json({"tasks": [asdict(comparison) for comparison in comparisons]})
+        show.print_json({"tasks": [asdict(comparison) for comparison in comparisons]})
     else:
         _print_comparisons(comparisons)
     return int(any(comparison.divergences for comparison in comparisons))
@@ -126,9 +119,8 @@ def _task_facts(result: TaskResult) -> dict[str, Any]:
 
 
 def _print_results(results: list[TaskResult]) -> None:
-    table = Table("task", "right", "score", "tokens in", "out", "seconds", "out/s")
-    for result in results:
-        table.add_row(
+    rows = [
+        (
             result.task,
             f"{result.num_correct} of {len(result.items)}",
             f"{result.score:.4f} ± {result.standard_error:.4f}",
@@ -137,23 +129,28 @@ def _print_results(results: list[TaskResult]) -> None:
             f"{result.seconds:.1f}",
             f"{result.output_tokens / result.seconds:.0f}",
         )
-    Console().print(table, markup=False)
+        for result in results
+    ]
+    show.print_table(("task", "right", "score", "tokens in", "out", "seconds", "out/s"), rows)
 
 
 def _print_comparisons(comparisons: list[TaskComparison]) -> None:
-    table = Table("task", "answers", "first", "second", "difference", "tokens differ in")
-    for one in comparisons:
-        table.add_row(
-            one.task,
-            str(one.count),
-            f"{one.first_score:.4f}",
-            f"{one.second_score:.4f}",
-            f"{one.difference:+.4f} ± {one.standard_error:.4f}",
-            str(len(one.divergences)),
+    rows = [
+        (
+            task.task,
+            str(task.count),
+            f"{task.first_score:.4f}",
+            f"{task.second_score:.4f}",
+            f"{task.difference:+.4f} ± {task.standard_error:.4f}",
+            str(len(task.divergences)),
         )
-    Console().print(table, markup=False)
-    divergences = [found for one in comparisons for found in one.divergences]
-    for found in divergences[:_SHOWN_DIVERGENCES]:
-        print(f"{found.task} {found.index}: from token {found.position} on, {found.first} against {found.second}")
-    if len(divergences) > _SHOWN_DIVERGENCES:
-        print(f"... and {len(divergences) - _SHOWN_DIVERGENCES} more; --json has them all")
+        for task in comparisons
+    ]
+    show.print_table(("task", "answers", "first", "second", "difference", "tokens differ in"), rows)
+    show.print_lines(
+        [
+            f"{found.task} {found.index}: from token {found.position} on, {found.first} against {found.second}"
+            for task in comparisons
+            for found in task.divergences
+        ]
+    )

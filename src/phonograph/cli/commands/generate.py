@@ -1,4 +1,4 @@
-"""`phonograph generate`: continues prompts, and says which graphs ran."""
+"""`phonograph generate`: continues or answers prompts, and prints the graphs that ran."""
 
 from __future__ import annotations
 
@@ -11,25 +11,18 @@ from phonograph.cli.answer import print_piece, stream_answer
 from phonograph.cli.lines import check_text, read_line
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
-from phonograph.cli.show import (
-    Json,
-    completion_facts,
-    engine_facts,
-    note,
-    print_json,
-    start,
-    steps_text,
-)
+from phonograph.cli.show import Json, completion_facts, engine_facts, note, print_json, start, steps_text
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import RequestError, shortened
 
 if TYPE_CHECKING:
-    from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
     from phonograph.engine.outputs import RequestOutput
 
 _STDIN = "Another prompt from each line of standard input."
 _TOKEN_IDS = "A prompt as token ids, such as 1,2,3; may be given several times."
+_RAW = "Continue the text, instead of answering it as in a chat."
+_LOGPROBS = "Log-probabilities of the sampled and of so many likely tokens; needs --json."
 
 
 @takes_engine_config
@@ -38,15 +31,10 @@ def generate(
     *prompts: Annotated[str, Parameter(help="Prompts.")],
     stdin: Annotated[bool, Parameter(name="-", negative="", show_default=False, help=_STDIN)] = False,
     token_ids: Annotated[list[str] | None, Parameter(negative="", help=_TOKEN_IDS)] = None,
-    raw: Annotated[
-        bool,
-        Parameter(negative="", show_default=False, help="Continue the text, instead of answering it as in a chat."),
-    ] = False,
+    raw: Annotated[bool, Parameter(negative="", show_default=False, help=_RAW)] = False,
     sampling: SamplingFlags = GREEDY,
     n: Annotated[int, Parameter(help="Samples of each prompt.")] = 1,
-    logprobs: Annotated[
-        int | None, Parameter(help="Log-probabilities of the sampled and of so many likely tokens; needs --json.")
-    ] = None,
+    logprobs: Annotated[int | None, Parameter(help=_LOGPROBS)] = None,
     as_json: Json = False,
 ) -> int:
     """Continue prompts, or answer them where the model has a chat template."""
@@ -62,12 +50,17 @@ def generate(
         raise RequestError("prompts", list(prompts), problem)
     llm = start(config)
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
-    ready = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
+    encoded = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
     shown = [*texts, *map(_shown_ids, ids)]
     began = time.perf_counter()
-    if len(ready) == 1 and n == 1 and not as_json:
-        return _stream(llm, ready[0], params)
-    outputs = llm.generate(ready, params)
+    if len(encoded) == 1 and n == 1 and not as_json:
+        output, interrupted = stream_answer(llm, encoded[0], params, print_piece)
+        if output is not None and llm.tokenizer is None:
+            print_piece(_shown_ids(output.outputs[0].token_ids))
+        print()
+        note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
+        return 130 if interrupted else 0
+    outputs = llm.generate(encoded, params)
     seconds = time.perf_counter() - began
     if as_json:
         rows = [row for text, output in zip(shown, outputs, strict=True) for row in _rows(text, output)]
@@ -85,23 +78,14 @@ def _token_ids(text: str) -> list[int]:
         raise RequestError("token_ids", text, "must be token ids with commas between them, such as 1,2,3") from None
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
-    output, interrupted = stream_answer(llm, prompt, params, print_piece)
-    if output is not None and llm.tokenizer is None:
-        print_piece(_shown_ids(output.outputs[0].token_ids))
-    print()
-    note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
-    return 130 if interrupted else 0
-
-
 def _rows(text: str, output: RequestOutput) -> list[dict[str, Any]]:
-    """One for each sample, or one with the error."""
+    """Return a row for each sample, or one row with the error."""
     if output.error is not None:
         return [{"prompt": text, "error": str(output.error)}]
     prompt = {"prompt": text, "num_prompt_tokens": len(output.prompt_token_ids)}
     return [
-        {**prompt, "sample": one.index, **completion_facts(one), "num_cached_tokens": output.num_cached_tokens}
-        for one in output.outputs
+        {**prompt, "sample": sample.index, **completion_facts(sample), "num_cached_tokens": output.num_cached_tokens}
+        for sample in output.outputs
     ]
 
 

@@ -1,4 +1,4 @@
-"""`phonograph verify`: shows that every captured graph computes what eager computes, on batches it has not seen."""
+"""`phonograph verify`: compares every captured graph with eager runs, on batches unlike the captured ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.table import Table
 
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import Json, compact, engine_facts, note, print_json, start
+from phonograph.cli.show import Json, compact, engine_facts, note, print_json, print_lines, print_table, start
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 
 if TYPE_CHECKING:
     from phonograph.graphs.modes import GraphKey
     from phonograph.graphs.verification import VerifyReport
-
-_SHOWN_MISMATCHES = 10
 
 
 @takes_engine_config
@@ -44,16 +40,16 @@ def verify(
             progress=lambda done, total: report_progress("replays", done, total),
         )
     seconds = time.perf_counter() - began
+    mismatches = Counter(mismatch.key for mismatch in report.mismatches)
     if as_json:
-        print_json({**engine_facts(llm), "seconds": round(seconds, 4), **_facts(report)})
+        print_json({**engine_facts(llm), "seconds": round(seconds, 4), **_facts(report, mismatches)})
     else:
-        _print(report)
+        _print(report, mismatches)
         note(llm.plan.resolution.label)
     return 0 if report.ok else 1
 
 
-def _facts(report: VerifyReport) -> dict[str, Any]:
-    differing = _differing_tensors(report)
+def _facts(report: VerifyReport, mismatches: Counter[GraphKey]) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "replays": report.num_replays,
@@ -65,7 +61,7 @@ def _facts(report: VerifyReport) -> dict[str, Any]:
             "longest_sequence": report.longest_sequence,
         },
         "graphs": [
-            {**_graph_facts(key), "replays": count, "mismatches": differing[key]}
+            {**_graph_facts(key), "replays": count, "mismatches": mismatches[key]}
             for key, count in report.replays.items()
         ],
         "mismatches": [
@@ -91,25 +87,19 @@ def _graph_facts(key: GraphKey) -> dict[str, Any]:
     }
 
 
-def _differing_tensors(report: VerifyReport) -> Counter[GraphKey]:
-    return Counter(mismatch.key for mismatch in report.mismatches)
-
-
-def _print(report: VerifyReport) -> None:
-    differing = _differing_tensors(report)
-    table = Table("graphs", "sizes in tokens", "replays", "mismatches")
-    for kind in dict.fromkeys(key.kind for key in report.replays):
-        keys = [key for key in report.replays if key.kind == kind]
-        table.add_row(
+def _print(report: VerifyReport, mismatches: Counter[GraphKey]) -> None:
+    kinds = dict.fromkeys(key.kind for key in report.replays)
+    keys = {kind: [key for key in report.replays if key.kind == kind] for kind in kinds}
+    rows = [
+        (
             kind,
-            compact(sorted(key.num_tokens for key in keys)),
-            str(sum(report.replays[key] for key in keys)),
-            str(sum(differing[key] for key in keys)),
+            compact(sorted(key.num_tokens for key in keys[kind])),
+            str(sum(report.replays[key] for key in keys[kind])),
+            str(sum(mismatches[key] for key in keys[kind])),
         )
-    Console().print(table, markup=False)
-    for mismatch in report.mismatches[:_SHOWN_MISMATCHES]:
-        print(mismatch)
-    if len(report.mismatches) > _SHOWN_MISMATCHES:
-        print(f"... and {len(report.mismatches) - _SHOWN_MISMATCHES} more; --json has them all")
+        for kind in kinds
+    ]
+    print_table(("graphs", "sizes in tokens", "replays", "mismatches"), rows)
+    print_lines(report.mismatches)
     if report.ok:
         print(f"{report.num_replays} replays of {len(report.replays)} graphs, each equal to eager bit by bit")

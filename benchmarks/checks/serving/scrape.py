@@ -1,4 +1,4 @@
-"""What a server's /metrics says at one moment. Read without the server's packages, which a client need not have."""
+"""Values of a server's /metrics, read without the server's packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REASON = re.compile(r'finished_reason="(\w+)"')
 
 
 async def read_metrics(target: Target) -> dict[str, float]:
-    """By name, added over labels; those with a finished_reason by name and reason.
+    """Return values by name, added over labels; those with a finished_reason by name and reason.
 
     Raises:
         RuntimeError: there is no answer.

@@ -1,0 +1,141 @@
+"""Settings of `phonograph bench serve`, and the body of its requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phonograph.bench.cases import Lengths
+from phonograph.bench.records.results import check_at_least
+from phonograph.errors import ConfigError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A text, token ids, or the messages of a chat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRequest:
+    """A prompt, and the tokens of its answer: at most, or exactly if the end of sequence is ignored."""
+
+    prompt: Prompt
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingBench:
+    """Settings of one run. The command's flags and their help are made from these fields.
+
+    Attributes:
+        base_url: Server to measure.
+        endpoint: /v1/completions or /v1/chat/completions.
+        model: Model to ask for; else the first that the server has.
+        tokenizer: Folder or hub id of the tokenizer that makes prompts; else the model's.
+        dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, or prompts from a file.
+        dataset_path: File of jsonl: one object a line with prompt or messages, and max_tokens if need be.
+        num_prompts: Requests to send; else 100, or all of the file.
+        input_len: Tokens of a random prompt, or a range such as 100-1023.
+        output_len: Tokens to generate, or a range; not for sharegpt-like.
+        prompt_format: Form of random prompts; else text to chats, tokens to completions.
+        request_rate: Requests a second; inf sends all at once.
+        burstiness: Shape of the gaps between requests: 1 Poisson, less in bursts, more evenly.
+        max_concurrency: Requests that are open at once, at most.
+        num_warmups: Requests before the measured ones, not counted.
+        temperature: Of the sampling; 0 is greedy.
+        ignore_eos: Generate on to the full length; else for random prompts only.
+        extra_body: JSON object of more fields for every request.
+        request_timeout: Seconds after which an answer counts as failed.
+        label: Name of this run in the record.
+        seed: Of lengths, prompts and arrivals.
+        save_detailed: Times, texts and errors of each request too.
+
+    Raises:
+        ConfigError: a setting is out of range, or contradicts another.
+    """
+
+    base_url: str = "http://127.0.0.1:8000"
+    endpoint: str = COMPLETIONS
+    model: str | None = None
+    tokenizer: str | None = None
+    dataset_name: Literal["random", "sharegpt-like", "jsonl"] = "random"
+    dataset_path: Path | None = None
+    num_prompts: int | None = None
+    input_len: str = "1024"
+    output_len: str = "128"
+    prompt_format: Literal["tokens", "text"] | None = None
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 1
+    temperature: float = 0.0
+    ignore_eos: bool | None = None
+    extra_body: str = "{}"
+    request_timeout: float | None = None
+    label: str | None = None
+    seed: int = 0
+    save_detailed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in (COMPLETIONS, CHAT):
+            raise ConfigError("endpoint", self.endpoint, f"must be {COMPLETIONS} or {CHAT}")
+        if (self.dataset_name == "jsonl") != (self.dataset_path is not None):
+            raise ConfigError("dataset_path", self.dataset_path, "goes with dataset_name='jsonl', and only with it")
+        if self.is_chat and self.prompt_format == "tokens":
+            raise ConfigError("prompt_format", "tokens", "a chat takes text; leave it out, or use another endpoint")
+        for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
+            if not value > 0:
+                raise ConfigError(name, value, "must be a number > 0, or inf")
+        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
+            raise ConfigError("request_timeout", self.request_timeout, "must be a number of seconds > 0")
+        check_at_least("num_prompts", 1 if self.num_prompts is None else self.num_prompts, 1)
+        check_at_least("num_warmups", self.num_warmups, 0)
+        check_at_least("max_concurrency", 1 if self.max_concurrency is None else self.max_concurrency, 1)
+        Lengths.parse("input_len", self.input_len)
+        Lengths.parse("output_len", self.output_len)
+        self.extra_fields()
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == CHAT
+
+    def extra_fields(self) -> dict[str, Any]:
+        """Parse `extra_body`."""
+        try:
+            fields = json.loads(self.extra_body)
+        except ValueError as error:
+            raise ConfigError("extra_body", self.extra_body, f"is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError("extra_body", self.extra_body, "must be a JSON object")
+        return fields
+
+    def body(self, request: ServingRequest, model: str) -> bytes:
+        """Return the request as JSON: streamed, with the usage at its end.
+
+        Raises:
+            ConfigError: the endpoint does not take this kind of prompt.
+        """
+        prompt = request.prompt
+        if self.is_chat:
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            elif prompt and isinstance(prompt[0], int):
+                raise ConfigError("endpoint", self.endpoint, f"takes no token ids; use {COMPLETIONS}")
+            fields = {"messages": prompt, "max_completion_tokens": request.output_len}
+        elif not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+            raise ConfigError("endpoint", self.endpoint, f"takes no messages; use {CHAT}")
+        else:
+            fields = {"prompt": prompt, "max_tokens": request.output_len}
+        ignore_eos = self.dataset_name != "jsonl" if self.ignore_eos is None else self.ignore_eos
+        body = {
+            "model": model,
+            **fields,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if ignore_eos else {}),
+            **self.extra_fields(),
+        }
+        return json.dumps(body, ensure_ascii=False).encode()
