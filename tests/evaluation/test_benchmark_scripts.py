@@ -18,9 +18,9 @@ def test_host_cost_of_256_decodes(benchmark_script: Load) -> None:
     parts = benchmark_script("host_cost").measure(num_seqs=256, context_len=1024, num_steps=120)
     total = parts["before the model"]
     print(f"schedule, dispatch and fill for 256 decodes: median {total['median_us']} us, P99 {total['p99_us']} us")
-    assert {"schedule", "apply", "decide", "fill", "append", "update"} < parts.keys()
+    assert {"schedule", "load", "apply", "decide", "rows", "write", "append", "update"} < parts.keys()
     assert total["mean_us"] == pytest.approx(
-        sum(parts[name]["mean_us"] for name in ("schedule", "apply", "decide", "fill")), abs=1
+        sum(parts[name]["mean_us"] for name in ("schedule", "load", "apply", "decide", "rows", "write")), abs=1
     )
     assert total["median_us"] < 2000
 
@@ -31,9 +31,9 @@ def test_host_cost_is_measured_on_full_batches(benchmark_script: Load) -> None:
     # One prefill of all, then decodes only; what is filled in is what the scheduler asked for.
     assert [batch.num_decodes for batch in batches] == [0] + [5] * 7
     last = batches[-1]
-    assert host.buffers.positions_np[:5].tolist() == last.context_lens
-    assert host.buffers.input_ids_np[:5].tolist() == [7 + slot for slot in last.slots]
-    assert host.buffers.slot_mapping_np[:5].min() >= 0
+    assert host.inputs.positions[:5].tolist() == last.context_lens
+    assert host.inputs.input_ids[:5].tolist() == [7 + slot for slot in last.slots]
+    assert host.inputs.slot_mapping[:5].min() >= 0
 
 
 def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
