@@ -171,7 +171,10 @@ def test_the_engine_ends_with_a_server_that_is_killed() -> None:
     ("flags", "says"),
     [
         (["--max-model-len", "9999999"], "max_model_len=9999999: exceeds the model's context length of 8192"),
-        (["--chat-template", "absent.jinja"], "chat_template='absent.jinja': is no template and no file"),
+        (
+            ["--chat-template", "absent.jinja"],
+            "chat_template='absent.jinja': is neither a template nor a readable file",
+        ),
     ],
 )
 def test_a_start_that_fails_is_one_line(start: Callable[..., Process], flags: list[str], says: str) -> None:
