@@ -21,6 +21,7 @@ from mkdocs.structure.files import File
 
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, main
+from phonograph.cli.vllm_flags import ALWAYS, MISSING, RENAMED
 from phonograph.config.values import Kind
 from phonograph.models.catalog import HUB_IDS
 from phonograph.models.registry import ARCHITECTURES
@@ -62,6 +63,7 @@ def on_files(files: Any, config: Any) -> Any:
         "reference/metrics.md": metrics_page(),
         "reference/errors.md": "# Errors\n\n::: phonograph.errors\n    options:\n      show_root_heading: false\n",
         "reference/models.md": models_page(),
+        "reference/vllm-flags.md": vllm_flags_page(),
         "changelog.md": root_page("CHANGELOG.md"),
         "contributing.md": root_page("CONTRIBUTING.md"),
     }
@@ -249,5 +251,25 @@ def models_page() -> str:
             "`--load-format dummy`. A configuration of an architecture that is not in the table above is there to show "
             "the refusal.",
             table(("name", "hub id"), catalog),
+        ]
+    )
+
+
+def vllm_flags_page() -> str:
+    """Return the page of vLLM's flags that have another name here or do not exist."""
+    renamed = ((f"`{flag}`", f"`{ours}`") for flag, ours in sorted(RENAMED.items()))
+    always = ((f"`{flag}`", reason) for flag, reason in sorted(ALWAYS.items()))
+    missing = ((f"`{flag}`", reason) for flag, reason in sorted(MISSING.items()))
+    return "\n\n".join(
+        [
+            "# Flags of vLLM",
+            "A flag of vLLM that is not on this page has the same name here if [the settings](settings.md) list it. The "
+            "command line answers a flag of this page with its row.",
+            "## Other names",
+            table(("vLLM", "Phonograph"), renamed),
+            "## Always on or always off",
+            table(("vLLM", "reason"), always),
+            "## Not here",
+            table(("vLLM", "reason"), missing),
         ]
     )
