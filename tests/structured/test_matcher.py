@@ -1,4 +1,4 @@
-"""Matchers: masks and tokens, against matchers that start anew and against sets of texts."""
+"""Matchers: masks, tokens, drafts and the way back, against matchers that start anew and against sets of texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_grammars import byte_compiler, byte_vocabulary, num_allowed
+from byte_grammars import byte_compiler, byte_vocabulary
 
 from phonograph.core.grammar import Grammar, GrammarError, Matcher
 from phonograph.core.structured_outputs import StructuredOutputs
@@ -63,13 +63,13 @@ def check(matcher: Matcher, grammar: Grammar, taken: list[int], rng: random.Rand
     anew = replayed(grammar, taken)
     assert matcher.ended == anew.ended == (taken[-1:] in ([ENDS[0]], [ENDS[1]]))
     if matcher.ended:
-        assert num_allowed(anew, [ENDS[0]]) == num_allowed(anew, [97]) == 0
+        assert matcher.validate([ENDS[0]]) == matcher.validate([97]) == 0
         return []
     choices = allowed(matcher)
     assert choices == allowed(anew) and choices and not set(choices) & {THINK, *range(THINK, SIZE)}
     assert len(set(choices) & {*ENDS}) in (0, 2)
     for token_id in {*rng.sample(range(SIZE), 20), *rng.sample(choices, min(3, len(choices))), *ENDS, THINK, SIZE - 1}:
-        assert num_allowed(replayed(grammar, taken), [token_id]) == (token_id in choices)
+        assert matcher.validate([token_id]) == (token_id in choices)
     return choices
 
 
@@ -78,15 +78,30 @@ def test_any_way_to_a_position_is_the_same(compiler: GrammarCompiler, kind: str)
     grammar, ends = compiled(compiler, **GRAMMARS[kind]), 0
     for seed in range(WALKS):
         rng = random.Random(f"{kind} {seed}")
-        others: list[tuple[Matcher, list[int]]] = []
         matcher, taken = grammar.matcher(), list[int]()
+        others: list[tuple[Matcher, list[int]]] = []
         for _ in range(25):
             choices = check(matcher, grammar, taken, rng)
-            if matcher.ended:
-                others.append((matcher, taken))
-                matcher, taken = grammar.matcher(), []
-            elif rng.random() < 0.2:
-                for token_id in {*rng.sample(range(SIZE), 30)} - {*choices}:
+            action = rng.random()
+            if action < 0.1:
+                others.append((matcher.copy(), list(taken)))
+            elif action < 0.25 or matcher.ended:
+                count = rng.randint(0, len(taken))
+                matcher.rollback(count)
+                del taken[len(taken) - count :]
+            elif action < 0.4:
+                draft = [*rng.choices(choices, k=2), rng.choice(range(SIZE)), ENDS[1], rng.choice(choices)]
+                copy, count = matcher.copy(), 0
+                for token_id in draft:
+                    try:
+                        copy.accept(token_id)
+                    except GrammarError:
+                        break
+                    count += 1
+                assert matcher.validate(draft) == count
+            elif action < 0.55:
+                wrong = [one for one in rng.sample(range(SIZE), 30) if not matcher.validate([one])]
+                for token_id in wrong:
                     with pytest.raises(GrammarError, match=f"token {token_id} is not allowed here"):
                         matcher.accept(token_id)
             else:
@@ -95,7 +110,6 @@ def test_any_way_to_a_position_is_the_same(compiler: GrammarCompiler, kind: str)
                 matcher.accept(token_id)
                 taken.append(token_id)
                 ends += matcher.ended
-        # Matchers of one grammar do not change each other.
         for other, there in others:
             check(other, grammar, there, rng)
     assert ends > WALKS / 4
@@ -106,10 +120,9 @@ def test_masks_are_those_of_the_texts(compiler: GrammarCompiler) -> None:
         rng = random.Random(seed)
         texts = {"".join(rng.choices('aab"é', k=rng.randint(1, 5))) for _ in range(rng.randint(1, 6))}
         grammar, encoded = compiled(compiler, choice=sorted(texts)), {text.encode() for text in texts}
-        pending = [(list[int](), b"")]
+        pending = [(grammar.matcher(), b"")]
         while pending:
-            taken, begun = pending.pop()
-            matcher = replayed(grammar, taken)
+            matcher, begun = pending.pop()
             right = {
                 token_id
                 for token_id, token in enumerate(TOKENS[: ENDS[0]])
@@ -121,14 +134,16 @@ def test_masks_are_those_of_the_texts(compiler: GrammarCompiler) -> None:
             }
             assert choices & {*ENDS} == ({*ENDS} if begun in encoded else set())
             for token_id in right:
-                pending.append(([*taken, token_id], begun + TOKENS[token_id]))
+                after = matcher.copy()
+                after.accept(token_id)
+                pending.append((after, begun + TOKENS[token_id]))
 
 
 def test_special_tokens_are_no_text(compiler: GrammarCompiler) -> None:
     grammar = compiled(compiler, regex=r"[\s\S]*")
     for text in ("", "<think>", "</s>", "a<"):
         matcher = replayed(grammar, list(text.encode()))
-        right = [one for one in range(ENDS[0]) if num_allowed(replayed(grammar, list(text.encode())), [one])]
+        right = [token_id for token_id in range(ENDS[0]) if matcher.validate([token_id])]
         assert allowed(matcher) == [*right, *ENDS] and right[:128] == [*range(128)]
         for token_id in (THINK, THINK + 1, SIZE - 1):
             with pytest.raises(GrammarError, match="not allowed here"):
@@ -158,7 +173,7 @@ def test_a_text_that_must_follow_may_have_any_of_its_tokens() -> None:
         assert np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist() == [97, 257, 258]
     # Where the library looks for the end of this text, it does so until the memory is full.
     endless = compiler.request(StructuredOutputs(grammar='start: /a+/ "a"')).result(60).matcher()
-    assert num_allowed(endless, [97] * 50) == 50
+    assert endless.validate([97] * 50) == 50
     compiler.close()
 
 

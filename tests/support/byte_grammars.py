@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import copy
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from checks.structured.walk import Walk, Walker
-from phonograph.core.grammar import Grammar, GrammarError, Matcher
+from phonograph.core.grammar import Grammar
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.vocabulary import Vocabulary
@@ -35,26 +33,7 @@ def compiled(compiler: GrammarCompiler, **structured: Any) -> Grammar:
 def takes(grammar: Grammar, text: str) -> bool:
     """Return True if the grammar allows the text, and the end after it."""
     tokens = [*text.encode(), END]
-    return num_allowed(grammar.matcher(), tokens) == len(tokens)
-
-
-def copied(matcher: Any) -> Any:
-    """Return a matcher of the library at the same position."""
-    other = copy(matcher)
-    other._matcher = matcher._matcher.deep_copy()
-    return other
-
-
-def num_allowed(matcher: Matcher, token_ids: Iterable[int]) -> int:
-    """Let a matcher take tokens until it refuses one; return how many it took."""
-    count = 0
-    for token_id in token_ids:
-        try:
-            matcher.accept(token_id)
-        except GrammarError:
-            break
-        count += 1
-    return count
+    return grammar.matcher().validate(tokens) == len(tokens)
 
 
 @cache

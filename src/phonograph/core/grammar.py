@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,18 @@ class Matcher(Protocol):
         Raises:
             GrammarError: the grammar does not allow the token, and the position is unchanged; or a limit is reached.
         """
+        ...
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens the grammar allows one after another from here. Nothing changes."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens, including an end-of-sequence token."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Return an independent matcher at the same position."""
         ...
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:

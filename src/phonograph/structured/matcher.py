@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -131,26 +132,49 @@ class LibraryGrammar:
 
 
 class LibraryMatcher:
-    """Position of one output in a grammar."""
+    """A position in a grammar, behind `num_taken` tokens."""
 
-    def __init__(self, grammar: LibraryGrammar, matcher: Any) -> None:
+    def __init__(self, grammar: LibraryGrammar, matcher: Any, num_taken: int = 0, *, ended: bool = False) -> None:
         self._grammar = grammar
         self._matcher = matcher
-        self._begun = False
-        self.ended = False
+        self._num_taken = num_taken
+        self.ended = ended
 
     def accept(self, token_id: int) -> None:
+        # The end is not passed on: where nothing else can follow, the library would not count it in a rollback.
         is_end = token_id in self._grammar.eos
         if self.ended or not (self._matcher.is_accepting() if is_end else self._matcher.try_consume_tokens([token_id])):
             _check(self._matcher)
             raise GrammarError(f"the token {token_id} is not allowed here")
         _check(self._matcher)
-        self._begun = True
+        self._num_taken += 1
         self.ended = is_end
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        if self.ended:
+            return 0
+        text = list(takewhile(lambda token_id: token_id not in self._grammar.eos, token_ids))
+        num_allowed: int = self._matcher.validate_tokens(text)
+        if num_allowed == len(text) < len(token_ids):
+            there = self._matcher.deep_copy()
+            there.consume_tokens(text)
+            num_allowed += there.is_accepting()
+        return num_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        self._matcher.rollback(num_tokens - self.ended)
+        _check(self._matcher)
+        self._num_taken -= num_tokens
+        self.ended = False
+
+    def copy(self) -> LibraryMatcher:
+        return LibraryMatcher(self._grammar, self._matcher.deep_copy(), self._num_taken, ended=self.ended)
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         words_W = bitmask_RW[row]
-        if not self._begun:  # the most expensive mask of many grammars, and the same for all requests
+        if not self._num_taken:  # the most expensive mask of many grammars, and the same for all requests
             words_W[:] = self._grammar.first_W
             return
         _fill(self._matcher, words_W)
