@@ -64,18 +64,18 @@ class Recall:
 
 
 def split_of(identity: str) -> Split:
-    """The split that a problem or a fact belongs to, from the text that identifies it; one in sixteen is held out."""
+    """Return the split of a problem or a fact from the text that identifies it; one in sixteen is held out."""
     digest = blake2b(identity.encode(), digest_size=4).digest()
     return "held-out" if int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0 else "train"
 
 
 def problem_split(family: str, numbers: tuple[int, ...]) -> Split:
-    """The split of every problem of this family over these numbers."""
+    """Return the split of every problem of this family over these numbers."""
     return split_of(f"{family} {' '.join(map(str, numbers))}")
 
 
 def fact_split(key: str, code: str) -> Split:
-    """The split of the fact that `key` has this code."""
+    """Return the split of the fact that `key` has this code."""
     return split_of(f"{key}={code}")
 
 
@@ -131,39 +131,39 @@ def recall(rng: Random, tokens: int, count_tokens: Callable[[str], int], split: 
 
 
 def recall_question(key: str) -> str:
-    """How a code is asked for."""
+    """Return the question for the code of `key`."""
     return f"What is the code of the {key}?"
 
 
 def recall_reply(key: str, code: str) -> str:
-    """What the assistant says to `recall_question`."""
+    """Return the assistant's answer to `recall_question`."""
     return f"The code of the {key} is {code}."
 
 
 def extract_answer(text: str) -> int | None:
-    """The number after the final `####`, or None where the text does not end in one."""
+    """Return the number after the final `####`, or None if the text does not end in one."""
     match = _FINAL.search(text)
     return int(match.group(1)) if match else None
 
 
 def extract_code(text: str) -> str | None:
-    """The last run of digits in a recall's answer, or None where there is none."""
+    """Return the last run of digits in a recall's answer, or None."""
     codes = _NUMBER.findall(text)
     return codes[-1] if codes else None
 
 
 def score_problem(item: Problem, text: str) -> bool:
-    """Whether the generated text ends in the right number."""
+    """Return True if the generated text ends in the right number."""
     return extract_answer(text) == item.answer
 
 
 def score_recall(item: Recall, text: str) -> bool:
-    """Whether the generated text names exactly the code asked for."""
+    """Return True if the generated text names exactly the right code."""
     return extract_code(text) == item.answer
 
 
 def _code(rng: Random, key: str, split: Split) -> str:
-    """A code of four digits that makes a fact of this split."""
+    """Draw a code of four digits that makes a fact of this split."""
     code = str(rng.randint(1000, 9999))
     while fact_split(key, code) != split:
         code = str(rng.randint(1000, 9999))
@@ -171,7 +171,7 @@ def _code(rng: Random, key: str, split: Split) -> str:
 
 
 def _scene(rng: Random) -> dict[str, str]:
-    """The names, objects and places of one problem."""
+    """Draw the names, objects and places of one problem."""
     female = rng.random() < 0.5
     name, other = rng.choice(FEMALE if female else MALE), rng.choice(MALE if female else FEMALE)
     objects = rng.choice(OBJECTS)
@@ -201,14 +201,14 @@ def _scene(rng: Random) -> dict[str, str]:
 
 
 def _numberless_filler(rng: Random) -> str:
-    """A filler without numbers: a number that does not matter would make some questions ambiguous."""
+    """Draw a filler without numbers, since an extra number would make some questions ambiguous."""
     while _NUMBER.search(sentence := filler(rng)):
         pass
     return sentence
 
 
 def _work(family: Family, numbers: tuple[int, ...]) -> tuple[str, int]:
-    """Solve: the worked answer, one equation a sentence and the result after `####`, and the result."""
+    """Solve a problem; return the worked answer (one equation a sentence, the result after `####`) and the result."""
     known = dict(zip("abcde", numbers, strict=False))
     lines: list[str] = []
     result = 0

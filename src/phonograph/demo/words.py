@@ -61,12 +61,12 @@ _VOWELS: Final = "aeiou"
 
 
 def pseudo_word(rng: Random) -> str:
-    """A made-up word of two or three syllables: it teaches copying, so that unlisted names and objects work too."""
+    """Make up a word of two or three syllables, so that the model learns to copy unlisted names and objects."""
     return "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(2, 3)))
 
 
 def filler(rng: Random) -> str:
-    """One sentence that carries no fact anybody is asked for."""
+    """Draw a sentence that has no fact of any question."""
     return rng.choice(FILLERS).format(
         name=rng.choice(FEMALE),
         other=rng.choice(MALE),

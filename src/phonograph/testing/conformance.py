@@ -37,7 +37,7 @@ _FP8_WRITE_TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """How one batch went in a layer with one window.
+    """Result of one batch in a layer with one window.
 
     out_error: the largest of its sequences' ||out - oracle|| / ||oracle||
     lse_error: the largest |LSE - oracle| / max(1, |oracle|); 0 where the spec asks for no LSE
@@ -74,6 +74,10 @@ def check_backend(
     """Runs each batch shape through a layer of each window of `spec`, which the backend must not refuse.
 
     Args:
+        backend_class: backend to check.
+        spec: configuration of the backend.
+        device: device of the tensors.
+        seed: seed of the contents.
         shapes: those of `batch_shapes` for the spec, unless others are given.
     """
     shapes = shapes or batch_shapes(spec.block_size, spec.kind)
@@ -148,7 +152,7 @@ def rounded_queries(query_THD: torch.Tensor, layer: AttentionLayer, spec: Attent
 
 
 def _write_problem(spec: AttentionSpec, layer: AttentionLayer, batch: PagedBatch, before: torch.Tensor) -> str:
-    """What is wrong with the cache after the KV write, or ""."""
+    """Return the fault of the cache after the KV write, or ""."""
     num_tokens = batch.common.num_tokens
     written = batch.common.slot_mapping[:num_tokens]
     after = batch.kv_cache.flatten(1, 2)

@@ -144,7 +144,7 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 def _spelled(lengths: Lengths) -> str:
-    """ "6 x 22, 28"."""
+    """Return lengths with repeats counted: "6 x 22, 28"."""
     parts: list[str] = []
     for length in dict.fromkeys(lengths):
         count = sum(one == length for one in lengths)

@@ -23,7 +23,7 @@ _NAN_BYTE = 0xFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poison:
-    """Where NaN is put: cache slots that hold no token, padding rows of the inputs, a graph's scratch.
+    """Places that get NaN: cache slots that hold no token, padding rows of the inputs, a graph's scratch.
 
     batch: while a builder runs, the batch's tensors do not hold the batch yet, but an empty one
     """

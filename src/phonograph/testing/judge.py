@@ -1,4 +1,4 @@
-"""Compares what a run left with the float64 oracle: the rows of requests, the rows of nobody, the cache."""
+"""Comparison of the outputs of a run with the float64 oracle: the rows of requests, the padding rows, the cache."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def judge(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) 
         )
         where = f"layer {index} (window {layer.window})"
         wrong = wrong or (f"{where}: {problem}" if problem else "")
-        nobody = out_THD[batch.common.num_tokens :]
-        untouched = (nobody.view(torch.int16) == POISON).flatten(1).any(1)
+        padding = out_THD[batch.common.num_tokens :]
+        untouched = (padding.view(torch.int16) == POISON).flatten(1).any(1)
         if untouched.any():
-            left = left or f"{where}: {int(untouched.sum())} of {len(nobody)} were not written"
-        elif not bool((nobody == 0).all()):
-            rows = int((nobody != 0).flatten(1).any(1).sum())
-            dirty = dirty or f"{where}: {rows} of {len(nobody)} hold something other than zeros"
+            left = left or f"{where}: {int(untouched.sum())} of {len(padding)} were not written"
+        elif not bool((padding == 0).all()):
+            rows = int((padding != 0).flatten(1).any(1).sum())
+            dirty = dirty or f"{where}: {rows} of {len(padding)} hold something other than zeros"
         if lse_HT is not None and not bool((lse_HT[:, batch.common.num_tokens :] == -torch.inf).all()):
             dirty = dirty or f"{where}: their LSE is not -inf"
     return Verdict(wrong=wrong, left=left, dirty=dirty)
 
 
 def difference(one: Outputs, other: Outputs, num_tokens: int) -> str:
-    """How rows of requests differ between two runs, bit for bit, or ""."""
+    """Return the first difference of rows of requests between two runs, bit for bit, or ""."""
     for index, (first, second) in enumerate(zip(one.outs_THD, other.outs_THD, strict=True)):
         unlike = int((first[:num_tokens] != second[:num_tokens]).sum())
         if unlike:
@@ -67,7 +67,7 @@ def difference(one: Outputs, other: Outputs, num_tokens: int) -> str:
 
 
 def _written(spec: AttentionSpec, layer: AttentionLayer, batch: PagedBatch, cache: torch.Tensor) -> str:
-    """What is wrong with the new keys and values in the cache, or ""."""
+    """Return the fault of the new keys and values in the cache, or ""."""
     num_tokens = batch.common.num_tokens
     slots = batch.common.slot_mapping[:num_tokens]
     stored = cache.flatten(1, 2)
@@ -94,7 +94,7 @@ def _attended(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> str:
-    """The worst of the batch's sequences where it is beyond rounding, or ""."""
+    """Return the sequence with the largest error beyond rounding, or ""."""
     common, stored = batch.common, cache.flatten(1, 2)
     tolerance, worst = TOLERANCE[spec.dtype], ""
     largest = tolerance

@@ -236,7 +236,7 @@ def _explained(
     key: GraphKey,
     only: tuple[str, ...] = (PADDING, UNWRITTEN, EARLY),
 ) -> tuple[str, str] | None:
-    """What a wrong run read: the name and the sentence of the poison without which it is right."""
+    """Return the name and sentence of the poison without which a wrong run is right, or None."""
     # A second run that is right as it is says nothing about poison.
     if not judge(inputs, drawn, again(ALL_POISON), key.num_tokens).wrong:
         return None

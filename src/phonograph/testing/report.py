@@ -1,4 +1,4 @@
-"""What the conformance suite found: checks that carry the name of the fault they look for, and a table of them."""
+"""Report of the conformance suite: checks, each with the name of its fault, and a table of them."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def check_conformance(
         backend: what an entry point leads to, or the name or label of a registered backend.
         device: "cpu", "cuda" or None for the GPU where there is one.
         specs: plain configurations to start from; by default one that the backend accepts.
+        seed: seed of the batches' contents.
 
     Raises:
         BackendError: no backend of this name is registered, or its entry point cannot be loaded.
@@ -84,7 +85,7 @@ def find_backend(name: str) -> Registered:
 def _loaded(
     registered: Registered, bases: list[AttentionSpec], device: DeviceSpec, report: ConformanceReport
 ) -> MakeBackend | None:
-    """What makes the backend, or None with the reason in the report."""
+    """Return the factory of the backend, or None with the reason in the report."""
     capabilities = registered.capabilities
     missing = capabilities.missing()
     refusals = [(one, capabilities.refusals(one, device)) for one in bases or [PLAIN]]
@@ -117,7 +118,7 @@ def _check_spec(
     capabilities = registered.capabilities
     numerics = check_numerics(make, base, device)
     if numerics.outcome is Outcome.FAILED:
-        # What is wrong because of something read that is nobody's has a name of its own, which these runs find.
+        # A fault from reading padding or unwritten memory has a name of its own, which these runs find.
         graphs = _check_graphs(make, registered, base, device_spec, seed)
         yield from (one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN))
         yield numerics
