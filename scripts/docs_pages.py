@@ -263,8 +263,8 @@ def vllm_flags_page() -> str:
     return "\n\n".join(
         [
             "# Flags of vLLM",
-            "A flag of vLLM that is not on this page has the same name here if [the settings](settings.md) list it. The "
-            "command line answers a flag of this page with its row.",
+            "A flag of vLLM that is not on this page has the same name here if [the settings](settings.md) list it. "
+            "The command line answers a flag of this page with its row.",
             "## Other names",
             table(("vLLM", "Phonograph"), renamed),
             "## Always on or always off",
