@@ -240,7 +240,7 @@ def test_every_failure_has_the_name_of_the_fault(backend: type[Sample], fault: s
     [
         (HiddenMovedBuffer, "moved buffer", "lens has moved since the capture"),
         (LeaksPadding, "NaN in padding", "right without NaN in the padding rows"),
-        (MultipliesAbsentKeys, "reads what nobody wrote", "0 times NaN"),
+        (MultipliesAbsentKeys, "reads unwritten memory", "0 times NaN"),
         (BuildReadsTensors, "build reads the step before", "query_start_loc_cpu"),
         (ReadsOnTheHost, "refused capture", "host read"),
         (StaleSequenceCount, "stale sequence count", "num_reqs"),

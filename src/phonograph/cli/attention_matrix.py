@@ -70,7 +70,7 @@ class BackendRows:
 def make_matrix(
     spec: AttentionSpec, device: DeviceSpec, backends: Sequence[Capabilities] | None = None
 ) -> list[BackendRows]:
-    """The matrix of the built-in backends and some pairs of them, or of `backends`."""
+    """Return the matrix of the built-in backends and some pairs of them, or of `backends`."""
     if backends is None:
         triton, flash, infer = TritonCapabilities(), FlashAttention3Capabilities(), FlashInferCapabilities()
         pairs = (SplitCapabilities(triton, flash), SplitCapabilities(infer, flash))

@@ -43,7 +43,7 @@ class CascadeRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How one batch runs, with the reason.
+    """Decision for one batch, with the reason.
 
     Attributes:
         mode: FULL, PIECEWISE or NONE.

@@ -36,7 +36,7 @@ def verify_backend(
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Returns the exit code, 2 for a user error."""
+    """Return the exit code, 2 for a user error."""
     try:
         return app(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except (PhonographError, CycloptsError) as error:

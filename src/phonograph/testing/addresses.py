@@ -13,7 +13,7 @@ _DEPTH = 6
 
 
 def tensors_of(held: object, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors on `device` in `held`, by the path that leads there through fields, attributes and containers."""
+    """Return the tensors on `device` in `held`, by their path through fields, attributes and containers."""
     found: dict[str, torch.Tensor] = {}
     _walk(held, "", device, found, set(), _DEPTH)
     return found

@@ -1,6 +1,6 @@
 """Does a backend compute attention? Runs it on batches made to trip it and compares it with the oracle.
 
-It ships with the package so that whoever writes a backend elsewhere can run it there:
+It ships with the package, so that authors of other backends can run it:
 
     results = check_backend(MyBackend, spec, torch.device("cuda"))
     assert all(result.passed for result in results), [str(result) for result in results]
@@ -71,7 +71,7 @@ def check_backend(
     shapes: Sequence[BatchShape] = (),
     seed: int = 0,
 ) -> list[CaseResult]:
-    """Runs each batch shape through a layer of each window of `spec`, which the backend must not refuse.
+    """Run each batch shape through a layer of each window of `spec`, which the backend must not refuse.
 
     Args:
         backend_class: backend to check.
@@ -144,7 +144,7 @@ def _check(backend: AnyBackend, layer: AttentionLayer, shape: BatchShape, batch:
 
 
 def rounded_queries(query_THD: torch.Tensor, layer: AttentionLayer, spec: AttentionSpec) -> torch.Tensor:
-    """Queries as a backend that rounds them to FP8 sees them, in float32."""
+    """Return queries as a backend that rounds them to FP8 reads them, in float32."""
     group = spec.num_query_heads // spec.num_kv_heads
     scale_H = None if layer.q_scale is None else layer.q_scale.repeat_interleave(group)
     rounded = quantized(query_THD.float(), scale_H, spec).float()

@@ -86,7 +86,7 @@ def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
 def make_layer(
     spec: AttentionSpec, index: int, window: tuple[int, int], device: torch.device, generator: torch.Generator
 ) -> AttentionLayer:
-    """A layer with random parameters for each feature of `spec`."""
+    """Return a layer with random parameters for each feature of `spec`."""
 
     def parameter(present: bool, count: int, low: float, high: float) -> torch.Tensor | None:
         values = torch.empty(count).uniform_(low, high, generator=generator)

@@ -106,7 +106,7 @@ def _named(name: str, label: str, problem: str) -> Check:
 
 @contextmanager
 def _imports(own: str) -> Generator[set[str]]:
-    """Collects what is imported meanwhile: modules of others, and extension modules of package `own`."""
+    """Collect the modules imported meanwhile: those of other packages, and extension modules of package `own`."""
     found: set[str] = set()
     before = set(sys.modules)
     real: Callable[..., Any] = builtins.__import__

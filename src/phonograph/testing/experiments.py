@@ -41,7 +41,7 @@ def limits_for(device_type: str) -> BatchLimits:
 
 
 def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
-    """The directed ones for a graph, in the order in which their names are to be believed."""
+    """Return the directed experiments for a graph, those with the most reliable names first."""
     uniform = key.graphs is GraphSet.DECODE
     longest = limits.max_model_len
     # All tokens of the graph in all of its slots, so that there is no padding unless an experiment is about it.
@@ -122,7 +122,7 @@ def batch(name: str, query_lens: Lengths, seq_lens: Lengths) -> BatchShape:
 
 
 def describe(shape: BatchShape) -> str:
-    """A batch by its lengths."""
+    """Return a batch with these lengths."""
     return f"{shape.name} (queries {_spelled(shape.query_lens)}, sequences {_spelled(shape.seq_lens)})"
 
 
@@ -132,7 +132,7 @@ def _one_long_query(key: GraphKey) -> BatchShape:
 
 
 def _with_decodes(key: GraphKey, count: int) -> BatchShape:
-    """A third of the tokens in one query, the rest spread over the others, of which `count` have one token."""
+    """Return query lengths: a third of the tokens in one, the rest spread over the others, `count` of them single."""
     longest = key.num_tokens // 3
     spread = _even(key.num_tokens - longest - count, key.num_reqs - 1 - count)
     return batch(f"{count} decodes", [*[1] * count, *spread, longest], [200] * key.num_reqs)

@@ -19,7 +19,7 @@ UNDECLARED = "undeclared feature"
 
 
 def check_numerics(make: MakeBackend, base: AttentionSpec, device: torch.device) -> Check:
-    """The plain configuration on every batch of the suite, eager and unpadded by any graph."""
+    """Check the plain configuration on every batch of the suite, eagerly and without padding."""
     problem = _problem(make, base, device, batch_shapes(base.block_size, base.kind))
     if problem:
         return failed(NUMERICS, spec_text(base), f"{problem}; nothing is asked of it here beyond plain attention")
@@ -29,7 +29,7 @@ def check_numerics(make: MakeBackend, base: AttentionSpec, device: torch.device)
 def check_features(
     make: MakeBackend, capabilities: Capabilities, base: AttentionSpec, device_spec: DeviceSpec, device: torch.device
 ) -> tuple[list[Check], AttentionSpec]:
-    """`base` with one thing changed at a time, then with all features at once, where accepted.
+    """Check `base` with one change at a time, then with all features that are accepted together.
 
     Returns:
         The checks, and a configuration with as many features as work: `base` where one or their combination fails.
@@ -85,7 +85,7 @@ def _shapes(spec: AttentionSpec) -> list[BatchShape]:
 
 
 def _problem(make: MakeBackend, spec: AttentionSpec, device: torch.device, shapes: Sequence[BatchShape]) -> str:
-    """The first batch that is wrong, or ""."""
+    """Return the first wrong batch in words, or ""."""
     try:
         # A backend's class, or what else makes one: it is only called.
         results = check_backend(make, spec, device, shapes=shapes)  # pyright: ignore[reportArgumentType]

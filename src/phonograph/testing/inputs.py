@@ -62,7 +62,7 @@ class Inputs:
                 ((tokens,), torch.int64),
             )
         )
-        """What kernels read, and beside it what `prepare` copies there: starts, lengths, block table, slots."""
+        """Inputs of kernels, and the staging tensors that `prepare` copies: starts, lengths, block table, slots."""
         heads, kv_heads, size = spec.num_query_heads, spec.num_kv_heads, spec.head_size
         dtype: torch.dtype = getattr(torch, spec.dtype)
         # As in an engine, all three are parts of one projection's rows.
@@ -84,7 +84,7 @@ class Inputs:
         return make_batch(self.spec, on_host, shape, torch.device("cpu"), self.generator)
 
     def load(self, batch: PagedBatch, *, clears_padding: bool, poison: Poison = ALL_POISON) -> CommonMetadata:
-        """Writes a batch where `prepare` finds it; returns its metadata, whose tensors the step fills."""
+        """Write a batch where `prepare` reads it; return its metadata, whose tensors the step fills."""
         common = batch.common
         width = min(self.max_blocks, common.block_table.shape[1])
         for (_, staged), values in zip(
@@ -127,7 +127,7 @@ class Inputs:
         )
 
     def prepare(self) -> None:
-        """The head of a step: makes the batch's tensors of what was loaded."""
+        """Make the batch's tensors from the loaded batch, as the head of a step."""
         for static, staged in self._steps:
             static.copy_(staged)
 

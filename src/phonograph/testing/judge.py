@@ -31,7 +31,7 @@ class Verdict:
 
 
 def judge(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> Verdict:
-    """Looks at rows up to the padded `num_tokens`. What it reports is of the first layer with something wrong."""
+    """Compare rows up to the padded `num_tokens`; report the first layer with a difference."""
     wrong = left = dirty = ""
     for index, layer in enumerate(inputs.layers):
         cache = outputs.caches[index]

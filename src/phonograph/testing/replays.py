@@ -21,7 +21,7 @@ REFUSED, MOVED, SHAPE, PADDING, UNWRITTEN, EARLY, UNLIKE, RANDOM = (
     "moved buffer",
     "wrong at the padded shape",
     "NaN in padding",
-    "reads what nobody wrote",
+    "reads unwritten memory",
     "build reads the step before",
     "replay unlike eager",
     "wrong on a random batch",
@@ -125,7 +125,7 @@ def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchS
 def _capture(
     make: MakeBackend, inputs: Inputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
 ) -> None:
-    """Captures, and looks whether later builds of the key refill what the graph has."""
+    """Capture, and check that later builds of the key refill the tensors of the graph."""
     rig = Rig(make, inputs)
     try:
         captured = rig.capture(key, inputs.draw(shape, key))
@@ -247,7 +247,7 @@ def _explained(
 
 
 def _largest(key: GraphKey, inputs: Inputs) -> BatchShape:
-    """A batch that fills a graph, with contexts as long as the model allows."""
+    """Return a batch that fills a graph, with the longest contexts."""
     each = key.num_tokens // key.num_reqs
     queries = [each] * (key.num_reqs - 1)
     return batch("largest", [*queries, key.num_tokens - sum(queries)], [inputs.limits.max_model_len] * key.num_reqs)

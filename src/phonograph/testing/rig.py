@@ -41,13 +41,13 @@ class Rig:
             torch.cuda.synchronize(inputs.device)
 
     def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
-        """Loads a batch and builds its metadata, as before any run."""
+        """Load a batch and build its metadata, as before any run."""
         with torch.inference_mode(), self.runtime.scope():
             common = self.inputs.load(batch, clears_padding=self.clears_padding, poison=poison)
             return self.builder.build(common, key=key)
 
     def capture(self, key: GraphKey, batch: PagedBatch) -> AttentionMetadata:
-        """Captures `key` on a batch of its shape, on a GPU after one eager run that loads what kernels need.
+        """Capture `key` on a batch of its shape; on a GPU after one eager run, which loads the kernels.
 
         Raises:
             CaptureError: the backend did what a graph cannot hold.
@@ -75,7 +75,7 @@ class Rig:
             return self._outputs()
 
     def eager(self, key: GraphKey | None, batch: PagedBatch, poison: Poison = ALL_POISON) -> Outputs:
-        """Runs a batch without a graph, at the padded shape of `key`."""
+        """Run a batch without a graph, at the padded shape of `key`."""
         self._run(key, batch, poison)
         with torch.inference_mode(), self.runtime.scope():
             return self._outputs()

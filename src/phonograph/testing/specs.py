@@ -47,7 +47,7 @@ class Variation:
 
 
 def base_specs(capabilities: Capabilities, device: DeviceSpec) -> list[AttentionSpec]:
-    """The first plain configuration that the backend accepts, or none."""
+    """Return the first plain configuration that the backend accepts, or None."""
     dtypes = ("float32", "float16", "bfloat16") if device.kind == "cpu" else ("bfloat16", "float16", "float32")
     # On the CPU small ones, as they are as telling; on a GPU those that kernels are made for.
     head_sizes = (32, 64, 128, 96, 256) if device.kind == "cpu" else (128, 64, 96, 256, 32)
@@ -69,7 +69,7 @@ def base_specs(capabilities: Capabilities, device: DeviceSpec) -> list[Attention
 
 
 def variations(base: AttentionSpec, capabilities: Capabilities, device: DeviceSpec) -> list[Variation]:
-    """`base` with each thing changed alone. What changes nothing is left out."""
+    """Return `base` with each change alone, leaving out changes without effect."""
     changed = {name: replace(base, **changes) for name, changes in (_FEATURES | _SINGLE).items()}
     return [
         Variation(name=name, spec=spec, refusals=tuple(capabilities.refusals(spec, device)))
@@ -79,7 +79,7 @@ def variations(base: AttentionSpec, capabilities: Capabilities, device: DeviceSp
 
 
 def everything(base: AttentionSpec, capabilities: Capabilities, device: DeviceSpec) -> Variation:
-    """`base` with every feature that the backend accepts beside those before it."""
+    """Return `base` with every feature that the backend accepts beside the earlier ones."""
     names: list[str] = []
     spec = base
     for name, changes in _FEATURES.items():
@@ -91,7 +91,7 @@ def everything(base: AttentionSpec, capabilities: Capabilities, device: DeviceSp
 
 
 def spec_text(spec: AttentionSpec) -> str:
-    """A configuration in a few words."""
+    """Describe a configuration in a few words."""
     cache = "" if spec.kv_cache_dtype == spec.dtype else f" over {spec.kv_cache_dtype}"
     return (
         f"{spec.dtype}{cache}, heads {spec.num_query_heads}/{spec.num_kv_heads}, head size {spec.head_size}, "

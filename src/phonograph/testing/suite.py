@@ -30,7 +30,7 @@ def check_conformance(
     specs: Sequence[AttentionSpec] = (),
     seed: int = 0,
 ) -> ConformanceReport:
-    """Runs a backend through declaration, numerics, capture and replay; every fault that is looked for has a name.
+    """Run a backend through declaration, numerics, capture and replay; every detected fault has a name.
 
     Args:
         backend: what an entry point leads to, or the name or label of a registered backend.
@@ -69,7 +69,7 @@ def check_conformance(
 
 
 def find_backend(name: str) -> Registered:
-    """A registered backend by its name or label, in any case; of several versions the first whose kernels are here.
+    """Find a registered backend by name or label, in any case; of several versions the first with kernels here.
 
     Raises:
         BackendError: there is none.
@@ -145,7 +145,7 @@ def _check_graphs(
     where: str = "",
     only_decodes: bool = False,
 ) -> Iterator[Check]:
-    """The largest graph of every kind that the declared level allows; with all features the last kind only."""
+    """Return the largest graph of each kind that the declared level allows; with all features the last kind only."""
     if spec.kind is not AttentionKind.DECODER:
         yield not_applicable(SUPPORT, spec.kind.value, "graphs are captured of decoders")
         return

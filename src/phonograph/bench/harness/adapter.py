@@ -36,7 +36,7 @@ class PhonographLM(TemplateLM):
     llm:           an engine that is there already, instead of settings
     max_gen_toks:  tokens to generate where a task does not say
     add_bos_token: begin every text with the tokens that the tokenizer puts there; chat templates have their own
-    device:        as the engine's; "cuda:0", which the harness says where nobody chose, leaves it to the engine
+    device:        as the engine's; "cuda:0", the default of the harness, leaves it to the engine
     batch_size, max_batch_size: the harness always passes them, and they mean nothing here: the scheduler batches
 
     Raises:
@@ -96,11 +96,11 @@ class PhonographLM(TemplateLM):
         return (self.llm.config.tokenizer or self.llm.config.model).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's own, for the record of the run; another cannot be chosen here."""
+        """Return the name of the model's chat template for the run's record; no other can be chosen here."""
         return self._tokenizer.chat_template if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, up to where an answer begins or goes on."""
+        """Return the conversation as text, up to where an answer begins or continues."""
         return self._tokenizer.render_chat(
             chat_history,
             add_generation_prompt=add_generation_prompt,
@@ -185,7 +185,7 @@ class PhonographLM(TemplateLM):
 
 
 def _sampling_params(asked: dict[str, Any], *, max_tokens: int, stop: list[str]) -> SamplingParams:
-    """The engine's parameters from the harness's, which call them the same.
+    """Convert the harness's sampling parameters, which have the engine's names.
 
     Raises:
         RequestError: the engine does not know one, or its value is out of range.

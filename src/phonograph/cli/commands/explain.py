@@ -85,7 +85,7 @@ def explain(
 
 
 def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> BatchShape:
-    """The facts of a batch whose sequences share so many tokens: of these, what is computed and in full blocks."""
+    """Return a batch whose sequences share this many tokens, of which those computed in full blocks count."""
     from phonograph.runner.runner import shape_of
 
     shape, size = shape_of(batch), plan.limits.block_size

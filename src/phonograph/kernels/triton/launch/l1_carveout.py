@@ -10,7 +10,7 @@ from typing import Any
 from triton.compiler import CompiledKernel
 
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
-"""Of the driver's CUfunction_attribute."""
+"""Attribute number in the driver's CUfunction_attribute."""
 _carveouts: dict[object, int] = {}
 LARGE = 1 << 23
 """Weights from which a layer takes so long that changing the size of the L1 cache pays: all layers of an 8B model, none
