@@ -121,15 +121,15 @@ def settings_page() -> str:
         "second form that begins with `--no-`. If the default is empty, the engine chooses a value, which "
         "`phonograph explain` prints.",
     ]
-    fields = {**options.ENGINE_FIELDS, **options.SERVER_FIELDS}
-    for title, names in {**options.GROUPS, **options.SERVER_GROUPS}.items():
-        rows: list[tuple[str, ...]] = []
-        for name in names:
-            field = fields[name]
-            values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
-            default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
-            flag = " ".join(f"`{one}`" for one in (f"--{name.replace('_', '-')}", options.SHORTER.get(name)) if one)
-            rows.append((flag, f"`{values}`", default, field.description or ""))
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    heading = ""
+    for name, field in {**options.ENGINE_FIELDS, **options.SERVER_FIELDS}.items():
+        heading = options.HEADINGS.get(name, heading)
+        values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
+        default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
+        flag = " ".join(f"`{one}`" for one in (f"--{name.replace('_', '-')}", options.SHORT_NAMES.get(name)) if one)
+        tables.setdefault(heading, []).append((flag, f"`{values}`", default, field.description or ""))
+    for title, rows in tables.items():
         text += [f"## {title}", table(("flag", "value", "default", "meaning"), iter(rows))]
     return "\n\n".join(text)
 
@@ -138,7 +138,7 @@ def commands_page() -> str:
     """Return the page of commands, from their help without the settings of the engine and the server."""
     os.environ["COLUMNS"] = "100"
     text = ["# Commands", "All commands of an engine also take the flags of [the settings](settings.md)."]
-    shared = {*options.GROUPS, *options.SERVER_GROUPS}
+    shared = set(options.HEADINGS.values())
     subcommands = {
         "bench": ("latency", "throughput", "serve", "decode", "mixed", "suite", "attention", "step", "startup", "idle"),
         "eval": ("demo", "compare"),

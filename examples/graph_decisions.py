@@ -1,0 +1,21 @@
+"""Graphs that ran for a few requests, and the reasons for the graph mode, offline.
+
+python examples/graph_decisions.py
+"""
+
+from __future__ import annotations
+
+from phonograph import LLM, SamplingParams
+
+
+def main() -> None:
+    llm = LLM("demo", max_num_seqs=4, cudagraph_capture_sizes=[1, 2, 4])
+    for reason in llm.plan.resolution.reasons:
+        print(f"mode: {reason}")
+    llm.generate(["1 2 3", "4 5 6 7 8 9"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for decision, steps in llm.step_counts.most_common():
+        print(f"{steps} steps: {decision}")
+
+
+if __name__ == "__main__":
+    main()
