@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,9 @@ DRAFTS = 3
 """Speculative tokens of a step in the column of decodes with drafts."""
 BATCHES = ("decode", f"decode with {DRAFTS} drafts", "mixed or prefill")
 MODES = (None, GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY, GraphMode.PIECEWISE)
-"""The default, and what can be asked for. NONE is eager everywhere."""
+"""The default, and the modes of a request. NONE is eager everywhere."""
+COLUMNS = 118
+"""Width of the page's paragraphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +90,17 @@ def make_matrix(
 
 
 def markdown() -> str:
-    """docs/attention-matrix.md."""
+    """Return the text of docs/attention-matrix.md."""
     spec = DOCUMENTED
     lines = [
         "# Attention backends and graph modes",
         "",
-        "Written by `scripts/attention-matrix` from the values that decide in an engine; a test fails where this file "
-        f"is older than they are. The configuration: {spec.num_query_heads} query and {spec.num_kv_heads} KV heads of "
-        f"size {spec.head_size}, {spec.dtype}, blocks of {spec.block_size}, causal, no window. `phonograph explain "
-        "--matrix` prints the same for any model, and with `--device-name` for any device it knows.",
+        _paragraph(
+            "Written by `scripts/attention-matrix` from the declarations of the backends; a test compares both. "
+            f"Configuration: {spec.num_query_heads} query and {spec.num_kv_heads} KV heads of size {spec.head_size}, "
+            f"{spec.dtype}, blocks of {spec.block_size}, causal, no window. `phonograph explain --matrix` prints the "
+            "same for any model, and with `--device-name` for any known device."
+        ),
     ]
     for name in DOCUMENTED_DEVICES:
         device = known_device(name)
@@ -103,17 +108,22 @@ def markdown() -> str:
         for rows in make_matrix(spec, device):
             lines += ["", f"### {rows.backend}", ""]
             if rows.support is None:
-                lines.append(f"Refused: {'; '.join(rows.refusals)}.")
+                lines.append(_paragraph(f"Refused: {'; '.join(rows.refusals)}."))
                 continue
-            lines += [f"{rows.support.level.name}: {rows.support.reason}.", "", f"{rows.invariance}.", ""]
+            lines += [_paragraph(f"{rows.support.level.name}: {rows.support.reason}."), ""]
+            lines += [_paragraph(f"{rows.invariance}."), ""]
             lines += [f"| asked | runs as | {' | '.join(BATCHES)} |", f"|---|---|{'---|' * len(BATCHES)}"]
             for mode in rows.modes:
                 runs = " | ".join(mode.batches[kind] for kind in BATCHES)
                 lines.append(f"| {mode.asked_as} | {mode.runs_as} | {runs} |")
             steps = (reason for mode in rows.modes for reason in mode.reasons[1:])
             why = dict.fromkeys(without_support(step, rows.support) for step in steps)
-            lines += ["", *(f"- {text}" for text in why)] if why else []
+            lines += ["", *(_paragraph(f"- {text}", "  ") for text in why)] if why else []
     return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _mode_rows(backend: Capabilities, spec: AttentionSpec, device: DeviceSpec) -> Iterator[ModeRow]:
