@@ -31,7 +31,7 @@ from phonograph.models.spec import read_model_spec
 from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
-core_process = pytest.importorskip("phonograph.engine.process.main")
+run_engine = pytest.importorskip("phonograph.engine.process.run_engine")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU, on which tests/engine run all of this"
@@ -161,7 +161,7 @@ def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(
     engine = engine_start.start_engine(EngineConfig(**settings))
     (retry,) = engine.captured.retries
     assert retry.key.num_tokens == 1 and re.search(told, caplog.text)
-    facts = core_process._facts(engine, 1.0)
+    facts = run_engine._facts(engine, 1.0)
     assert facts.capture_retries == (retry,) and str(retry) in facts.notes
     monkeypatch.setattr(engine_start, "build_engine", lambda *_: engine)
     with pytest.raises(CaptureError, match=f"verify_graphs: .*{told}"):
