@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 from phonograph.cli import options
-from phonograph.cli.app import COMMANDS, main
+from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app, main
 from phonograph.cli.vllm_flags import ALWAYS, MISSING, RENAMED
 from phonograph.config.values import Kind
 from phonograph.models.catalog import HUB_IDS
@@ -139,13 +139,10 @@ def commands_page() -> str:
     os.environ["COLUMNS"] = "100"
     text = ["# Commands", "All commands of an engine also take the flags of [the settings](settings.md)."]
     shared = set(options.HEADINGS.values())
-    subcommands = {
-        "bench": ("latency", "throughput", "serve", "decode", "mixed", "suite", "attention", "step", "startup", "idle"),
-        "eval": ("demo", "compare"),
-    }
     for name in COMMANDS:
         text.append(f"## phonograph {name}")
-        for words in [[name], *([name, sub] for sub in subcommands.get(name, ()))]:
+        subcommands = [one for one in app[name] if not one.startswith("-")] if name in WITH_SUBCOMMANDS else []
+        for words in [[name], *([name, one] for one in subcommands)]:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 code = main([*words, "--help"])

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import plain_environment  # noqa: F401 - a fixture of every test here
-
-from phonograph.cli.app import main
+from commands import plain_environment, run  # noqa: F401 - a fixture of every test here
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,13 +56,11 @@ def llama() -> list[str]:
 def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
     """Run a command with --json; check the exit code and that stdout has JSON only, and return its lines."""
 
-    def run(*tokens: str, code: int = 0) -> list[dict[str, Any]]:
-        got = main([*tokens, "--json"])
-        captured = capsys.readouterr()
-        assert got == code, captured.err
-        return [json.loads(line, parse_constant=_refuse) for line in captured.out.splitlines()]
+    def lines(*tokens: str, code: int = 0) -> list[dict[str, Any]]:
+        printed = run(capsys, *tokens, "--json", code=code)
+        return [json.loads(line, parse_constant=_refuse) for line in printed.splitlines()]
 
-    return run
+    return lines
 
 
 def _refuse(constant: str) -> None:

@@ -112,10 +112,10 @@ class CpuInputs:
         self.block_table_np[:num_reqs, :num_blocks] = self.slot_blocks[slots, :num_blocks]
         # Empty slots have no query and no keys; padding tokens write to no cache slot.
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
-        self.logits_rows_np[:num_reqs] = self.query_start_loc_np[1 : num_reqs + 1] - 1
+        self.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
         if padded_reqs > num_reqs:
-            self.query_start_loc_np[num_reqs + 1 : padded_reqs + 1] = num_tokens
-            self.seq_lens_np[num_reqs:padded_reqs] = 0
+            query_start_loc[num_reqs + 1 : padded_reqs + 1] = num_tokens
+            seq_lens[num_reqs:padded_reqs] = 0
             self.logits_rows_np[num_reqs:padded_reqs] = 0
         if padded_tokens > num_tokens:
             self.input_ids_np[num_tokens:padded_tokens] = 0

@@ -147,13 +147,11 @@ class CudaInputs:
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
-        num_reqs = len(rows.slots)
-        seq_lens = rows.context_lens + rows.query_lens
+        num_reqs = rows.batch.num_reqs
         query_starts = upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        num_tokens = int(query_starts[num_reqs])
-        upload.views.header[:4] = num_reqs, num_tokens, rows.batch.num_decodes, prefix_len or 0
+        upload.views.header[:4] = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, prefix_len or 0
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         if sampling is None:
@@ -166,7 +164,7 @@ class CudaInputs:
         num_appended = self._append(upload, rows)
         used = self._layout.used_words(num_appends=num_appended, num_tokens=num_known)
         upload.send(self._staging, used)
-        return self._metadata(rows, key, prefix_len, num_tokens, query_starts, seq_lens)
+        return self._metadata(rows, key, prefix_len, query_starts)
 
     def _copy_tokens(self, upload: _Upload, known: dict[int, np.ndarray], num_reqs: int) -> int:
         token_starts, tokens = upload.views.token_starts, upload.views.tokens
@@ -207,20 +205,14 @@ class CudaInputs:
         apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_table)
 
     def _metadata(
-        self,
-        rows: StepRows,
-        key: GraphKey | None,
-        prefix_len: int | None,
-        num_tokens: int,
-        query_starts: np.ndarray,
-        seq_lens: np.ndarray,
+        self, rows: StepRows, key: GraphKey | None, prefix_len: int | None, query_starts: np.ndarray
     ) -> CommonMetadata:
-        num_reqs = len(rows.slots)
+        num_reqs, num_tokens = rows.batch.num_reqs, rows.batch.num_tokens
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
         starts_cpu[: num_reqs + 1] = query_starts[: num_reqs + 1]
         lens_cpu = np.zeros(padded_reqs, np.int32)
-        lens_cpu[:num_reqs] = seq_lens
+        lens_cpu[:num_reqs] = rows.context_lens + rows.query_lens
         views = self._views.get((padded_reqs, padded_tokens))
         if views is None:
             views = PaddedViews(
