@@ -113,8 +113,7 @@ class StepOutput:
         failures: by slot, sequences that must end; their tokens are invalid.
         logprobs: by slot, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
-            position
-            of a prompt has none.
+            position of a prompt has none.
     """
 
     slots: list[int] = field(default_factory=list[int])

@@ -31,8 +31,7 @@ class StructuredOutputs:
         disable_additional_properties: close objects that list properties and do not mention others. JSON Schema allows
             any others, and weak models then never end the object.
         strictness: "strict" rejects keywords of a JSON schema that cannot be enforced; "relaxed" ignores them and
-            reports
-            them in the output's warnings. None takes the engine's setting.
+            reports them in the output's warnings. None takes the engine's setting.
 
     Raises:
         RequestError: none or several are set, or a value is invalid.

@@ -43,9 +43,8 @@ class AsyncLLM:
         model: folder, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
-            process.
-            `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a separate
-            process, where work on this event loop does not delay its steps.
+            process. `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a
+            separate process, where work on this event loop does not delay its steps.
         progress: called during the start with the phase, the work done and the total work of the phase.
         settings: fields of EngineConfig, with its defaults.
 

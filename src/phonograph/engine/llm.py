@@ -42,8 +42,7 @@ class LLM:
         config: configuration in place of `model` and `settings`.
         progress: called during the start with the phase, the work done and the total work of the phase.
         serves: False for an engine that only runs `verify`. It accepts settings whose graphs can be captured but not
-            served
-            yet (num_speculative_tokens).
+            served yet (num_speculative_tokens).
         settings: fields of EngineConfig, with its defaults.
 
     Attributes:

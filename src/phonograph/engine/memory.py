@@ -52,8 +52,7 @@ class MemoryPlan:
     """Sizes in bytes, except num_blocks.
 
     graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
-        workspace
-        (shared with eager steps), with room for the masks of all rows
+        workspace (shared with eager steps), with room for the masks of all rows
     attention: buffers of the attention backend
     sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties
     block:     one KV block in all layers
@@ -100,8 +99,7 @@ def plan_memory(
 
     Raises:
         MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
-            device;
-            the message says what fits.
+            device; the message says what fits.
     """
     max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, limits.block_size
     weights = model.weight_bytes(dtype)

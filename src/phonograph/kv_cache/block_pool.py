@@ -62,8 +62,7 @@ class BlockPool:
         """Drop a reference to each block of a table.
 
         Starts at the tail, so that the tail of a chain is evicted before its head: a head without its tail can still be
-        used, a
-        tail without its head cannot be found.
+        used, a tail without its head cannot be found.
         """
         for block_id in reversed(block_ids):
             references = self._references[block_id] - 1

@@ -39,10 +39,9 @@ class CacheManager:
     """Allocator of blocks for sequences, with the prefix cache.
 
     A block is published when its last token is scheduled, and may be found by the next admission, even into the same
-    step.
-    It is read only after it is written, because steps run in the order of their schedules, and each layer writes the
-    keys
-    and values of the whole batch before it attends. Therefore every scheduled batch must be run, or `reset` called.
+    step. It is read only after it is written, because steps run in the order of their schedules, and each layer writes
+    the keys and values of the whole batch before it attends. Therefore every scheduled batch must be run, or `reset`
+    called.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -120,8 +119,7 @@ class CacheManager:
 
         Args:
             tables: all block tables. Those with blocks keep them, and publish nothing until they are admitted again,
-                because
-                their contents are older than the reset.
+                because their contents are older than the reset.
         """
         self.pool.forget()
         for table in tables:

@@ -13,8 +13,7 @@ def context_length(settings: Mapping[str, Any], rope: RopeParameters) -> tuple[i
     """Return the number of positions, and a description of the fields that determine it.
 
     YaRN serves the original length times its factor, linear scaling max_position_embeddings times its factor. For Llama
-    3's
-    scaling, max_position_embeddings includes the factor already.
+    3's scaling, max_position_embeddings includes the factor already.
     """
     lengths = {name: settings[name] for name in ("max_position_embeddings", *LENGTH_FIELDS) if settings[name]}
     name = min(lengths, key=lambda name: lengths[name])

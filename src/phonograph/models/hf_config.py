@@ -28,8 +28,7 @@ def read_settings(raw: Mapping[str, Any], architecture: str, model_type: str) ->
 
     Raises:
         UnsupportedModelError: model_type does not match the architecture; a field is not in the allow-list, or requires
-            a
-            feature that is not implemented.
+            a feature that is not implemented.
         ModelError: a value has the wrong type.
     """
     if raw.get("model_type") != model_type:

@@ -1,8 +1,7 @@
 """Rotary parameters of config.json, in its older and newer spellings, validated key by key.
 
 `rope_scaling` takes precedence over `rope_parameters`. Outside of both, `rope_theta` applies if the object has none,
-and
-`original_max_position_embeddings` always, as in transformers.
+and `original_max_position_embeddings` always, as in transformers.
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ class Transformer:
             positions_T: int64, the position of each token in its sequence.
             attend: attention of this step.
             rows_P: the only rows that the caller reads, int64. The last layer computes only these after its attention.
-                For
-                steps for which `kernels.leaves_rows_out` is True.
+                For steps for which `kernels.leaves_rows_out` is True.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
@@ -108,8 +107,7 @@ class Transformer:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
 
         Views have the shapes of `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
-        and [K, D]
-        for [D] in the checkpoint. Together they cover every weight.
+        and [K, D] for [D] in the checkpoint. Together they cover every weight.
         """
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
         if not self.spec.tie_word_embeddings:

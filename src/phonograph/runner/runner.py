@@ -117,8 +117,7 @@ class Runner:
 
         Raises:
             ReplayError: the inputs and metadata were prepared for another key, or were already replayed. Kernels can
-                loop
-                forever on the schedule of another batch.
+                loop forever on the schedule of another batch.
         """
         if self._prepared_for != key:
             raise ReplayError(f"{key} was to replay, but the inputs are those of {self._prepared_for}")

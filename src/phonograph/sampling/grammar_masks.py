@@ -60,8 +60,7 @@ class GrammarMasks:
         """Write the masks of these slots into the first rows of a bitmask, int32 [rows, words].
 
         A slot without a matcher, or whose output has ended, allows every token, and its token is dropped. If the first
-        rows
-        take long, threads share the others.
+        rows take long, threads share the others.
 
         Args:
             slots: the slots, by row.

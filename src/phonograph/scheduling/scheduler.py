@@ -35,8 +35,7 @@ class Scheduler:
     """Owner of the requests from `add` until they end. Not thread-safe: one thread drives it.
 
     The batches must be run in their order. Every batch with sequences must be passed to `update`, in the same order. A
-    batch
-    without sequences (nothing can run, or all that runs is in flight) needs neither.
+    batch without sequences (nothing can run, or all that runs is in flight) needs neither.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -265,8 +264,7 @@ class Scheduler:
         """Release slot and blocks of requests whose last token is in flight.
 
         This is done one step after that token was scheduled. Then, with one step in flight, all tokens that it computed
-        are
-        known, and all its full blocks can be found.
+        are known, and all its full blocks can be found.
         """
         for request in self._last_scheduled:
             if request.state is RequestState.RUNNING:

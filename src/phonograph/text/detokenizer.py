@@ -42,8 +42,7 @@ class TokenBytes:
     """Bytes of text that each token of a vocabulary adds.
 
     `errors` is the handler of invalid UTF-8, as in the tokenizer's decoder: with byte fallback each invalid byte
-    becomes
-    U+FFFD, else each invalid sequence.
+    becomes U+FFFD, else each invalid sequence.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -112,8 +111,7 @@ class TokenStream:
         special: special tokens of the vocabulary.
         skips_special: omit them from the text.
         after: tokens before the output. Their text continues in the output unless a special token ends it. If the
-            output
-            completes an unfinished character at their end, that character is part of the output.
+            output completes an unfinished character at their end, that character is part of the output.
     """
 
     def __init__(

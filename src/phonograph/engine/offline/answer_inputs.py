@@ -43,8 +43,7 @@ def answer_inputs(
 
     Raises:
         RequestError: the only input cannot be served, or a parameter is wrong for all. Of several inputs, one that
-            cannot
-            be served has its `error` set in its output.
+            cannot be served has its `error` set in its output.
         KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session can serve the next call.
     """
     params = _per_input("sampling_params", SamplingParams() if sampling_params is None else sampling_params, inputs)

@@ -40,8 +40,7 @@ class Attend(Protocol):
     """Attention of one step. It writes keys and values to the KV cache, and reads the cache.
 
     A model needs only `__call__`. The two methods split it, for a kernel set that rotates queries and keys and writes
-    the
-    cache in one launch.
+    the cache in one launch.
     """
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:

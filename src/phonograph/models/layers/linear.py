@@ -14,8 +14,7 @@ class Linear:
 
     Attributes:
         weight_IO: [inputs, outputs]. In memory the rows are outputs on a GPU and inputs on a CPU, whose library
-            multiplies
-            4 to 32 tokens faster so.
+            multiplies 4 to 32 tokens faster so.
         bias_O: [outputs], or None.
     """
 

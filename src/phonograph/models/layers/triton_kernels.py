@@ -132,9 +132,8 @@ class TritonKernels:
         """Return True if the last layer computes only the rows that need logits.
 
         It then always computes as many rows as there can be, so that all such steps run the same kernels. This only
-        pays if
-        these are at most half the tokens, and if there are enough tokens that products are not limited by reading the
-        weights.
+        pays if these are at most half the tokens, and if there are enough tokens that products are not limited by
+        reading the weights.
         """
         most_logits = self.workspace.logits_NV.shape[0]
         return self._config is None and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits

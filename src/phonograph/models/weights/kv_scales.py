@@ -39,8 +39,7 @@ class KVScales:
 
         Raises:
             WeightError: it is neither one number nor one for each head; a number is not finite and positive; or another
-                tensor
-                has the same scale.
+                tensor has the same scale.
         """
         match = _NAMES.fullmatch(name)
         assert match is not None

@@ -19,8 +19,7 @@ class ToolChoice:
     """Permitted use of tools.
 
     form:     "parsed": calls are found in the text; "named": the output is the arguments of one function; "required":
-        the
-        output is a list of calls
+        the output is a list of calls
     tools:    functions for the template
     function: name of the function, if `form` is "named"
     parallel: an answer may have several calls

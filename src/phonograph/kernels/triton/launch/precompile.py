@@ -133,9 +133,9 @@ def filed_under(function: JITFunction[Any], arguments: Sequence[Any], keywords: 
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Launch no kernel inside, but compiles all that would be; they are loaded when the block ends.
+    """Compile the kernels of all launches inside the block instead of launching them, and load them at its end.
 
-    Not for several threads at a time.
+    One thread at a time may use it.
 
     Raises:
         triton.CompilationError: a kernel does not compile.
