@@ -43,15 +43,16 @@ from product_problem import check_linear, poisoned
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
+from phonograph.kernels.triton.elementwise import layers as elementwise
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
-FOR_HOPPER = ("attention_prefill_hopper._prefill_kernel", "ring._ring_kernel")
+FOR_HOPPER = ("prefill_hopper._prefill_kernel", "gemm_ring._ring_kernel")
 
 
 def find_kernels() -> dict[int, str]:
     """All kernels that are launched (others are functions of these), by identity."""
     found: dict[int, str] = {}
-    for info in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, KernelInterface) and name.endswith("_kernel"):
                 found[id(value)] = f"{info.name.rpartition('.')[2]}.{name}"
@@ -63,7 +64,7 @@ def find_kernels() -> dict[int, str]:
 
 def watch(launched: set[int]) -> None:
     """Record each launch from now on."""
-    classes = {type(value) for value in vars(importlib.import_module(f"{kernels.__name__}.layers")).values()}
+    classes = {type(value) for value in vars(elementwise).values()}
     for kind in (one for one in classes if issubclass(one, KernelInterface)):
         run = kind.run
 
