@@ -34,11 +34,16 @@ from phonograph.attention.composite.backend import SplitBackend
 from phonograph.attention.flash_attn.backend import (
     FlashAttention2Backend,
     FlashAttention3Backend,
+    FlashAttention4Backend,
     FlashAttentionBackend,
 )
 
 FULL = (-1, -1)
-BACKENDS: dict[str, type[FlashAttentionBackend]] = {"2": FlashAttention2Backend, "3": FlashAttention3Backend}
+BACKENDS: dict[str, type[FlashAttentionBackend]] = {
+    "2": FlashAttention2Backend,
+    "3": FlashAttention3Backend,
+    "4": FlashAttention4Backend,
+}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "version": ("3", "2"),
     "head_size": (128, 64, 32, 72, 96, 192, 256),

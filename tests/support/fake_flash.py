@@ -261,7 +261,6 @@ def package_varlen(
         slopes=alibi_slopes,
         folds=True,
     )
-    numbers = numbers.nan_to_num(nan=0.0)
     return (numbers, lse, None) if return_attn_probs else numbers
 
 
@@ -310,7 +309,6 @@ def with_kvcache(
         softcap=softcap,
         descales=(q_descale, k_descale, v_descale),
     )
-    numbers = numbers.nan_to_num(nan=0.0)
     return (numbers, lse, None, None) if return_softmax_lse else numbers
 
 
@@ -351,7 +349,7 @@ def cute_varlen(
         softcap=softcap,
         sinks=learnable_sink,
     )
-    return numbers.nan_to_num(nan=0.0), lse if return_lse else None
+    return numbers, lse if return_lse else None
 
 
 _VARLEN = "from fake_flash import {} as flash_attn_varlen_func\n"

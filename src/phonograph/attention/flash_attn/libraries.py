@@ -167,11 +167,13 @@ class Library:
         # Some have no argument for the output, and version 2 writes elsewhere where it folds query heads.
         if out.data_ptr() != out_THD.data_ptr():
             out = out.reshape(out_THD.shape)
-            if metadata.whole:
+            if metadata.whole and "out" in self.arguments.values():
                 out_THD.copy_(out)
             else:
+                # A library without this argument returns a new tensor, with anything in rows of no request.
+                starts = metadata.common.query_start_loc
                 rows = torch.arange(out_THD.shape[0], dtype=torch.int32, device=out_THD.device)
-                written = (rows >= metadata.common.query_start_loc[:1])[:, None, None]
+                written = ((rows >= starts[:1]) & (rows < starts[-1:]))[:, None, None]
                 torch.where(written, out, out_THD, out=out_THD)
         return lse if self.spec.lse else None
 
