@@ -57,7 +57,7 @@ class TritonKernels:
         return Stream(hidden_TE, None if self._is_one_row(hidden_TE) else normed_TE)
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
-        out_TF = self.workspace.qkv_TF[: len(stream.hidden_TE)]
+        out_TF = self.workspace.qkv_TF[: stream.hidden_TE.shape[0]]
         weight_OI, bias_O = layer.linear.weight_IO.t(), layer.linear.bias_O
         if stream.normed_TE is None:
             gemv(stream.hidden_TE, weight_OI, bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
@@ -95,7 +95,7 @@ class TritonKernels:
         return out_TF
 
     def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
-        space, rows, squares, config = self.workspace, len(stream.hidden_TE), stream.squares, self._config
+        space, rows, squares, config = self.workspace, stream.hidden_TE.shape[0], stream.squares, self._config
         weight_2IE, bias_2I, inner_TI = layer.linear.weight_IO.t(), layer.linear.bias_O, space.inner_TI[:rows]
         normed_TE = stream.normed_TE
         if normed_TE is None:
@@ -140,7 +140,7 @@ class TritonKernels:
 
     def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
         """Return the rows in the memory of the projection and of the norm of all rows."""
-        space, count = self.workspace, len(rows_P)
+        space, count = self.workspace, rows_P.shape[0]
         attended_PF = space.qkv_TF[:count, : attended_TF.shape[1]]
         normed_PE, hidden_PE = space.normed_TE[:count], space.normed_TE[count : 2 * count]
         layers.gather_rows(attended_TF, rows_P, attended_PF)
@@ -150,7 +150,7 @@ class TritonKernels:
     def logits(
         self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
     ) -> torch.Tensor:
-        num_logits = len(hidden_TE if rows_N is None else rows_N)
+        num_logits = (hidden_TE if rows_N is None else rows_N).shape[0]
         rows_NE, logits_NV = self.workspace.rows_NE[:num_logits], self.workspace.logits_NV[:num_logits]
         if rows_N is None:
             layers.rms_norm(hidden_TE, norm_E, self._eps, rows_NE)
@@ -160,11 +160,11 @@ class TritonKernels:
         return logits_NV
 
     def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
-        return len(hidden_TE) == 1 and self._config is None
+        return hidden_TE.shape[0] == 1 and self._config is None
 
     def _defers_norm(self, stream: Stream, following: Linear) -> bool:
         """Return True if the next product divides by the norm."""
         if self._config is not None or stream.is_part:
             return False
         num_inputs, num_outputs = following.weight_IO.shape
-        return takes_squares(len(stream.hidden_TE), num_outputs, num_inputs, stream.hidden_TE.dtype)
+        return takes_squares(stream.hidden_TE.shape[0], num_outputs, num_inputs, stream.hidden_TE.dtype)
