@@ -112,7 +112,7 @@ def test_embedding_and_projections_of_normed_rows(pair: Pair, rows: int) -> None
 def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, rows: int, last: bool) -> None:
     layer = pair.model.layers[0]
     results = []
-    attended = pair.random(rows, layer.output.weight_IO.shape[0])
+    attended = pair.random(rows, layer.output.matrix.shape[0])
     for kernels, begun in pair.streams(rows):
         stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
         inner = kernels.project_gated(stream, layer.gate_up)
@@ -144,7 +144,7 @@ def test_attention_norms_and_rotates_and_writes_the_cache(pair: Pair, rows: int)
 def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
     layer = pair.model.layers[-1]
     chosen = torch.randperm(rows)[: MAX_LOGITS // 2].to(pair.model.device)
-    attended = pair.random(rows, layer.output.weight_IO.shape[0])
+    attended = pair.random(rows, layer.output.matrix.shape[0])
     results = []
     for kernels, begun in pair.streams(rows):
         stream, part = kernels.keep_rows(begun, attended, chosen)

@@ -296,7 +296,7 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError, "GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3"),
         ({"architectures": None}, UnsupportedModelError, "none named.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'.*silu"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedModelError, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, UnsupportedModelError, "quantization_config"),
         ({"torch_dtype": "float64"}, UnsupportedModelError, "float64.*bfloat16"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "dynamic.*llama3"),
         (

@@ -46,10 +46,11 @@ def decode_work(model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: 
 
     An embedding that is not the LM head too is left out, since a step reads one row a sequence of it.
     """
-    weights = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    weights = model.num_parameters - embedding
     pairs = model.num_layers * model.head_size * num_seqs * context
     return (
-        Work(weights * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs),
+        Work(model.weight_bytes(dtype) - embedding * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs),
         Work(2 * pairs * model.num_kv_heads * ELEMENT_BYTES[kv_cache_dtype], 4.0 * pairs * model.num_query_heads),
     )
 

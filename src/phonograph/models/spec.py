@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,8 @@ from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.hf_config import FULL, check_overrides, read_settings
 from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.weights.model_files import model_folder
@@ -43,6 +45,7 @@ class ModelSpec:
         rope_factor: factor on cos and sin.
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
+        quantization: format of quantized projections, or None.
         notes: decisions while reading, for `explain`.
     """
 
@@ -67,15 +70,26 @@ class ModelSpec:
     rope_factor: float
     dtype: str
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+        projections = (outputs * inputs for _, outputs, inputs in self.quantized_projections())
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(projections)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in `dtype`."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
+        """Return the bytes of all weights, of which those that are not quantized are in `dtype`."""
+        element = DTYPE_BYTES[dtype]
+        dense = sum(math.prod(shape) for shape in self.tensor_shapes().values()) * element
+        return dense + sum(
+            scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in self.quantized_projections()
+        )
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
+        quantization = self.quantization
+        return quantization.scheme if quantization is not None and quantization.covers(module) else None
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -87,33 +101,47 @@ class ModelSpec:
         return replace(self, eos_token_ids=token_ids)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor that a checkpoint of this model must have."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_rows, kv_rows = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
+        """Return name and shape of every tensor that a checkpoint must have, but those of quantized projections."""
+        hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
-            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
             shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
             shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
-            for name, rows, columns, bias in (
-                (f"{attention}.q_proj", q_rows, hidden, self.qkv_bias),
-                (f"{attention}.k_proj", kv_rows, hidden, self.qkv_bias),
-                (f"{attention}.v_proj", kv_rows, hidden, self.qkv_bias),
-                (f"{attention}.o_proj", hidden, q_rows, self.o_bias),
-                (f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
-                (f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
-                (f"{mlp}.down_proj", hidden, inner, self.mlp_bias),
-            ):
-                shapes[f"{name}.weight"] = (rows, columns)
+            for name, rows, columns, bias in self._projections(layer):
+                if self.scheme_of(name) is None:
+                    shapes[f"{name}.weight"] = (rows, columns)
                 if bias:
                     shapes[f"{name}.bias"] = (rows,)
             if self.qk_norm:
-                shapes[f"{attention}.q_norm.weight"] = (self.head_size,)
-                shapes[f"{attention}.k_norm.weight"] = (self.head_size,)
+                for name in ("q_norm", "k_norm"):
+                    shapes[f"model.layers.{layer}.self_attn.{name}.weight"] = (self.head_size,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def _projections(self, layer: int) -> list[tuple[str, int, int, bool]]:
+        """Return the name, outputs, inputs and bias of each projection."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_rows, kv_rows = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        return [
+            (f"{attention}.q_proj", q_rows, hidden, self.qkv_bias),
+            (f"{attention}.k_proj", kv_rows, hidden, self.qkv_bias),
+            (f"{attention}.v_proj", kv_rows, hidden, self.qkv_bias),
+            (f"{attention}.o_proj", hidden, q_rows, self.o_bias),
+            (f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
+            (f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
+            (f"{mlp}.down_proj", hidden, inner, self.mlp_bias),
+        ]
+
+    def quantized_projections(self) -> Iterator[tuple[Scheme, int, int]]:
+        """Yield the format, outputs and inputs of each quantized projection."""
+        for layer in range(self.num_layers if self.quantization is not None else 0):
+            for name, outputs, inputs, _ in self._projections(layer):
+                scheme = self.scheme_of(name)
+                if scheme is not None:
+                    yield scheme, outputs, inputs
 
 
 def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:
@@ -205,8 +233,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _make_spec(
     settings: Mapping[str, Any], name: str, architecture: Architecture, end_tokens: tuple[int, ...]
 ) -> ModelSpec:
-    if settings["quantization_config"] is not None:
-        raise UnsupportedModelError("quantization_config is set, but quantized weights are not supported")
     if settings["hidden_act"] not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is not supported; supported is silu")
     dtype = settings["dtype"] or "float32"
@@ -224,7 +250,8 @@ def _make_spec(
     frequencies, factor = rope_frequencies(rope, head_size)
     length, source = context_length(settings, rope)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
-    return ModelSpec(
+    quantized = settings["quantization_config"]
+    spec = ModelSpec(
         architecture=name,
         num_layers=settings["num_hidden_layers"],
         hidden_size=settings["hidden_size"],
@@ -246,8 +273,29 @@ def _make_spec(
         rope_factor=factor,
         dtype=dtype,
         eos_token_ids=eos_token_ids,
+        quantization=None if quantized is None else read_quantization(quantized),
         notes=() if note is None else (note,),
     )
+    _check_quantization(spec)
+    return spec
+
+
+def _check_quantization(spec: ModelSpec) -> None:
+    """Check that the parts of each fused matrix have one format, and that the format has matrices of these sizes."""
+    if spec.quantization is None:
+        return
+    for layer in range(spec.num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for prefix, parts in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
+            covered = {part: spec.scheme_of(f"{prefix}.{part}") is not None for part in parts}
+            if len(set(covered.values())) > 1:
+                ignored = ", ".join(part for part, is_covered in covered.items() if not is_covered)
+                raise UnsupportedModelError(
+                    f"quantization_config leaves {ignored} of {prefix} in 16 bits and quantizes the rest of "
+                    f"{', '.join(parts)}, which run as one matrix; that is not supported"
+                )
+    for scheme, outputs, inputs in spec.quantized_projections():
+        scheme.stored(outputs, inputs)
 
 
 def _switch(settings: Mapping[str, Any], rule: bool | str) -> bool:

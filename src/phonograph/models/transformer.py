@@ -17,6 +17,7 @@ from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.decoder_layer import DecoderLayer
 from phonograph.models.layers.kernel_set import Attend, KernelSet
 from phonograph.models.layers.linear import NormedLinear, WeightAllocator
+from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.kv_scales import KVScales
 
@@ -25,7 +26,8 @@ class Transformer:
     """Weights of a model, allocated without contents, and its forward pass on a kernel set.
 
     Attributes:
-        parameters: the weights in memory layout, all contiguous.
+        parameters: the weights in the model's type, in memory layout, all contiguous.
+        quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
         kernels: set by `bind`, before the first step.
     """
@@ -39,6 +41,7 @@ class Transformer:
         self.kv_scales = KVScales()
         allocate = WeightAllocator(dtype, device)
         self.parameters = allocate.parameters
+        self.quantized = allocate.quantized
         self.layers = [DecoderLayer.make(spec, index, allocate) for index in range(spec.num_layers)]
         self.final_norm = allocate.tensor(spec.hidden_size)
         self.lm_head_EV = allocate.matrix(spec.hidden_size, spec.vocab_size)
@@ -106,8 +109,9 @@ class Transformer:
     def destinations(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
 
-        Views have the shapes of `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
-        and [K, D] for [D] in the checkpoint. Together they cover every weight.
+        Weights in another format have none; see `quantized_modules`. Views have the shapes of
+        `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
+        and [K, D] for [D] in the checkpoint.
         """
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
         if not self.spec.tie_word_embeddings:
@@ -115,6 +119,18 @@ class Transformer:
         for layer in self.layers:
             views |= layer.checkpoint_views(self.spec)
         return views
+
+    def quantized_modules(self) -> Iterator[QuantizedModule]:
+        """Yield the modules of a checkpoint whose weights are in the format of a scheme."""
+        for layer in self.layers:
+            for linear, prefix, parts in layer.matrices(self.spec):
+                first = 0
+                for part, outputs in parts.items():
+                    name = f"{prefix}.{part}"
+                    scheme = self.spec.scheme_of(name)
+                    if scheme is not None:
+                        yield QuantizedModule(name, scheme, linear.weight, first, outputs)
+                    first += outputs
 
     def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
         """Yield each layer with the product that reads the stream after it, None after the last layer."""

@@ -38,13 +38,27 @@ class DecoderLayer:
     @classmethod
     def make(cls, spec: ModelSpec, index: int, allocate: WeightAllocator) -> DecoderLayer:
         q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         num_rotated_heads = spec.num_query_heads + spec.num_kv_heads
         # Dummy weights are drawn in the order of allocation.
         input_norm = allocate.tensor(spec.hidden_size)
-        qkv = allocate.linear(spec.hidden_size, q_size + 2 * kv_size, bias=spec.qkv_bias)
+        qkv = allocate.linear(
+            spec.hidden_size, q_size + 2 * kv_size, bias=spec.qkv_bias, scheme=spec.scheme_of(f"{attention}.q_proj")
+        )
         qk_norm = allocate.tensor(num_rotated_heads, spec.head_size) if spec.qk_norm else None
-        output = allocate.linear(q_size, spec.hidden_size, bias=spec.o_bias)
+        output = allocate.linear(
+            q_size, spec.hidden_size, bias=spec.o_bias, scheme=spec.scheme_of(f"{attention}.o_proj")
+        )
         mlp_norm = allocate.tensor(spec.hidden_size)
+        gate_up = allocate.linear(
+            spec.hidden_size,
+            2 * spec.intermediate_size,
+            bias=spec.mlp_bias,
+            scheme=spec.scheme_of(f"{mlp}.gate_proj"),
+        )
+        down = allocate.linear(
+            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, scheme=spec.scheme_of(f"{mlp}.down_proj")
+        )
         return cls(
             qkv=NormedLinear(input_norm, qkv),
             heads=AttentionHeads(
@@ -55,28 +69,33 @@ class DecoderLayer:
                 qk_norm=qk_norm,
             ),
             output=output,
-            gate_up=NormedLinear(
-                mlp_norm, allocate.linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-            ),
-            down=allocate.linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias),
+            gate_up=NormedLinear(mlp_norm, gate_up),
+            down=down,
         )
 
     def checkpoint_views(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights."""
         prefix = f"model.layers.{self.heads.layer}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        q_rows, kv_rows = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        attention = f"{prefix}.self_attn"
         views = {
             f"{prefix}.input_layernorm.weight": self.qkv.norm_I,
             f"{prefix}.post_attention_layernorm.weight": self.gate_up.norm_I,
         }
-        qkv_rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        gate_up_rows = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        views |= self.qkv.linear.checkpoint_views(attention, qkv_rows)
-        views |= self.output.checkpoint_views(attention, {"o_proj": spec.hidden_size})
-        views |= self.gate_up.linear.checkpoint_views(mlp, gate_up_rows)
-        views |= self.down.checkpoint_views(mlp, {"down_proj": spec.hidden_size})
+        for linear, part_prefix, outputs in self.matrices(spec):
+            views |= linear.checkpoint_views(part_prefix, outputs)
         if self.heads.qk_norm is not None:
             views[f"{attention}.q_norm.weight"] = self.heads.qk_norm[: spec.num_query_heads]
             views[f"{attention}.k_norm.weight"] = self.heads.qk_norm[spec.num_query_heads :]
         return views
+
+    def matrices(self, spec: ModelSpec) -> list[tuple[Linear, str, dict[str, int]]]:
+        """Return the matrices, each with the prefix of its names in a checkpoint and the outputs of its parts."""
+        attention, mlp = f"model.layers.{self.heads.layer}.self_attn", f"model.layers.{self.heads.layer}.mlp"
+        q_rows, kv_rows = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        inner = spec.intermediate_size
+        return [
+            (self.qkv.linear, attention, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}),
+            (self.output, attention, {"o_proj": spec.hidden_size}),
+            (self.gate_up.linear, mlp, {"gate_proj": inner, "up_proj": inner}),
+            (self.down, mlp, {"down_proj": spec.hidden_size}),
+        ]

@@ -7,29 +7,50 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phonograph.models.quantization.scheme import LinearWeight, Scheme
+from phonograph.models.quantization.unquantized import DenseWeight
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Weights of a matrix product: x @ weight + bias.
 
     Attributes:
-        weight_IO: [inputs, outputs]. In memory the rows are outputs on a GPU and inputs on a CPU, whose library
-            multiplies 4 to 32 tokens faster so.
+        weight: the matrix, in the format of the model's files.
         bias_O: [outputs], or None.
     """
 
-    weight_IO: torch.Tensor
+    weight: LinearWeight
     bias_O: torch.Tensor | None = None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The matrix [inputs, outputs] of a layer that is not quantized."""
+        assert isinstance(self.weight, DenseWeight), "the layer is quantized"
+        return self.weight.matrix_IO
+
+    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight + bias, [T, O], by torch's operators."""
+        return self.weight.product(x_TI, self.bias_O)
+
+    def add_product(self, x_TI: torch.Tensor, hidden_TO: torch.Tensor) -> None:
+        """Add x @ weight + bias to `hidden`, in place, by torch's operators."""
+        self.weight.add_product(x_TI, self.bias_O, hidden_TO)
 
     def checkpoint_views(self, prefix: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
+
+        A quantized layer has views of its biases only; its weights are loaded by its scheme.
 
         Args:
             prefix: prefix of the names.
             sizes: outputs of each part of a fused matrix, in order.
         """
         counts = list(sizes.values())
-        views = dict(zip((f"{prefix}.{name}.weight" for name in sizes), self.weight_IO.t().split(counts), strict=True))
+        views: dict[str, torch.Tensor] = {}
+        if isinstance(self.weight, DenseWeight):
+            parts = self.matrix.t().split(counts)
+            views |= zip((f"{prefix}.{name}.weight" for name in sizes), parts, strict=True)
         if self.bias_O is not None:
             views |= zip((f"{prefix}.{name}.bias" for name in sizes), self.bias_O.split(counts), strict=True)
         return views
@@ -47,23 +68,35 @@ class NormedLinear:
 class WeightAllocator:
     """Allocator of a model's weights, without contents.
 
-    `parameters` lists the weights in memory layout, all contiguous, in the order of allocation.
+    `parameters` lists the weights in memory layout, all contiguous, in the order of allocation; `quantized` lists those
+    in another format.
     """
 
     dtype: torch.dtype
     device: torch.device
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    quantized: list[LinearWeight] = field(default_factory=list[LinearWeight])
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        tensor = self.empty(*shape)
         self.parameters.append(tensor)
         return tensor
 
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor that is not in `parameters`."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
     def matrix(self, size_in: int, size_out: int) -> torch.Tensor:
-        """Return [size_in, size_out] in the memory layout of `Linear`."""
+        """Return [size_in, size_out] in the memory layout of `DenseWeight`."""
         if self.device.type == "cpu":
             return self.tensor(size_in, size_out)
         return self.tensor(size_out, size_in).t()
 
-    def linear(self, size_in: int, size_out: int, *, bias: bool) -> Linear:
-        return Linear(self.matrix(size_in, size_out), self.tensor(size_out) if bias else None)
+    def linear(self, size_in: int, size_out: int, *, bias: bool, scheme: Scheme | None = None) -> Linear:
+        """Return a layer without contents, in the format of `scheme`, or in the model's type."""
+        if scheme is None:
+            weight: LinearWeight = DenseWeight(self.matrix(size_in, size_out))
+        else:
+            weight = scheme.allocate(size_out, size_in, self.empty)
+            self.quantized.append(weight)
+        return Linear(weight, self.tensor(size_out) if bias else None)

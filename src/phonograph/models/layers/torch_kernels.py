@@ -42,8 +42,7 @@ class TorchKernels:
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         normed_TE = rms_norm(stream.hidden_TE, layer.norm_I, self._eps)
-        weight_IO, bias_O = layer.linear.weight_IO, layer.linear.bias_O
-        return torch.mm(normed_TE, weight_IO) if bias_O is None else torch.addmm(bias_O, normed_TE, weight_IO)
+        return layer.linear.product(normed_TE)
 
     def attention(self, qkv_TF: torch.Tensor, heads: AttentionHeads, rotary: Rotary, attend: Attend) -> torch.Tensor:
         num_query_heads, num_kv_heads = heads.num_query_heads, heads.num_kv_heads
@@ -59,9 +58,7 @@ class TorchKernels:
         return silu_and_mul(self.project(stream, layer))
 
     def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
-        stream.hidden_TE.addmm_(x, layer.weight_IO)
-        if layer.bias_O is not None:
-            stream.hidden_TE.add_(layer.bias_O)
+        layer.add_product(x, stream.hidden_TE)
         return stream
 
     def leaves_rows_out(self, num_tokens: int) -> bool:

@@ -58,7 +58,7 @@ class TritonKernels:
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         out_TF = self.workspace.qkv_TF[: stream.hidden_TE.shape[0]]
-        weight_OI, bias_O = layer.linear.weight_IO.t(), layer.linear.bias_O
+        weight_OI, bias_O = layer.linear.matrix.t(), layer.linear.bias_O
         if stream.normed_TE is None:
             gemv(stream.hidden_TE, weight_OI, bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
         else:
@@ -96,7 +96,7 @@ class TritonKernels:
 
     def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         space, rows, squares, config = self.workspace, stream.hidden_TE.shape[0], stream.squares, self._config
-        weight_2IE, bias_2I, inner_TI = layer.linear.weight_IO.t(), layer.linear.bias_O, space.inner_TI[:rows]
+        weight_2IE, bias_2I, inner_TI = layer.linear.matrix.t(), layer.linear.bias_O, space.inner_TI[:rows]
         normed_TE = stream.normed_TE
         if normed_TE is None:
             gemv(stream.hidden_TE, weight_2IE, bias_2I, inner_TI, mode=SILU, norm_K=layer.norm_I, eps=self._eps)
@@ -111,7 +111,7 @@ class TritonKernels:
 
     def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
         hidden_TE, normed_TE = stream.hidden_TE, stream.normed_TE
-        product = x, layer.weight_IO.t(), layer.bias_O, hidden_TE
+        product = x, layer.matrix.t(), layer.bias_O, hidden_TE
         if normed_TE is None:
             gemv(*product, mode=ADD)
         elif then is None:
@@ -166,5 +166,5 @@ class TritonKernels:
         """Return True if the next product divides by the norm."""
         if self._config is not None or stream.is_part:
             return False
-        num_inputs, num_outputs = following.weight_IO.shape
+        num_inputs, num_outputs = following.matrix.shape
         return takes_squares(stream.hidden_TE.shape[0], num_outputs, num_inputs, stream.hidden_TE.dtype)

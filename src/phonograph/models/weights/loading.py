@@ -7,8 +7,10 @@ weight is written exactly once, or loading fails.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError
+from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
@@ -84,7 +87,7 @@ def begin_loading(
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         model = Transformer(spec, dtype, device)
-    num_tensors = len(spec.tensor_shapes())
+    num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
 
     def report(num_there: int) -> None:
         if progress is not None:
@@ -147,6 +150,9 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     """
     shapes = model.spec.tensor_shapes()
     destinations = model.destinations()
+    modules = [(module, module.stored()) for module in model.quantized_modules()]
+    packed = {f"{module.name}.{end}": stored for module, ends in modules for end, stored in ends.items()}
+    parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
     unused: list[str] = []
     for file, indexed_names in files.items():
@@ -158,31 +164,60 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))
                         model.kv_scales.take(name, tensor, file, model.spec, model.device)
                         continue
-                    if name not in shapes:
+                    if name not in shapes and name not in packed:
                         # transformers ignores tensors that no part of the model takes. Tensors in the index belong to
                         # the checkpoint, and a model without them would be another one.
                         if is_unused_scale(name) or (indexed_names and own_name not in indexed_names):
                             unused.append(own_name)
-                        else:
+                        elif not _is_zero_bias(name, tensors, own_name, model.spec):
                             _refuse_unexpected(name, file, model.spec)
                         continue
                     if name in written:
                         raise WeightError(f"tensor {name} is in both {written[name]} and {file}; remove one")
                     tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
-                    _check(name, tensor, shapes[name], file)
-                    copies.add(name, destinations[name], tensor)
                     written[name] = file
+                    if name in packed:
+                        _check_packed(name, tensor, packed[name], file)
+                        parts[name] = tensor
+                    else:
+                        _check(name, tensor, shapes[name], file)
+                        copies.add(name, destinations[name], tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
     model.kv_scales.check(model.spec.num_layers)
-    missing = [name for name in shapes if name not in written]
+    expected = {name: list(shape) for name, shape in shapes.items()}
+    expected |= {name: list(stored.shape) for name, stored in packed.items() if stored.required}
+    missing = [name for name in expected if name not in written]
     if missing:
         indexed = [file.name for file, names in files.items() if missing[0] in names]
         raise WeightError(
-            f"tensor {missing[0]} {list(shapes[missing[0]])} is in none of {_some([file.name for file in files])}"
+            f"tensor {missing[0]} {expected[missing[0]]} is in none of {_some([file.name for file in files])}"
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
         )
+    for module, ends in modules:
+        own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
+        copies.run(partial(module.load, own))
     return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
+
+
+def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path) -> None:
+    shape = list(tensor.shape)
+    if shape != list(stored.shape) and not (tensor.numel() == 1 and math.prod(stored.shape) == 1):
+        raise WeightError(
+            f"tensor {name} in {file} has shape {shape}; quantization_config and sizes of the model ask for "
+            f"{list(stored.shape)}; do bits and group_size belong to this file?"
+        )
+    if tensor.dtype not in stored.dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in stored.dtypes)
+        raise WeightError(f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected {names}")
+
+
+def _is_zero_bias(name: str, tensors: Any, own_name: str, spec: ModelSpec) -> bool:
+    """Return True for a bias of zeros that a quantization tool added to a projection without bias."""
+    module, _, end = name.rpartition(".")
+    if end != "bias" or spec.scheme_of(module) is None or not module.startswith("model.layers."):
+        return False
+    return not bool(tensors.get_tensor(own_name).any())
 
 
 def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path) -> None:
@@ -193,7 +228,7 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Pat
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise WeightError(
             f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected float32, float16 or "
-            "bfloat16 (quantized weights are not supported)"
+            "bfloat16 (config.json has no quantization_config for it)"
         )
 
 
@@ -214,6 +249,8 @@ def _draw(model: Transformer, seed: int) -> None:
     generator = torch.Generator(model.device).manual_seed(seed)
     for parameter in model.parameters:
         parameter.normal_(0.0, DUMMY_STD, generator=generator)
+    for weight in model.quantized:
+        weight.draw(DUMMY_STD, generator)
     for name, view in model.destinations().items():
         if name.endswith("norm.weight"):
             view.fill_(1.0)

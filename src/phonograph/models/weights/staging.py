@@ -102,6 +102,14 @@ class Copies:
         else:
             self._futures.append(self._pool.submit(self._copy, name, destination, source))
 
+    def run(self, load: Callable[[], None]) -> None:
+        """Start to load weights of another format, which counts as one copy; errors as with `add`."""
+        if self._pool is None:
+            load()
+            self._count()
+        else:
+            self._futures.append(self._pool.submit(load))
+
     def finish(self) -> None:
         """Wait for all copies.
 

@@ -1,0 +1,87 @@
+"""Products with integer weights that have a scale for each group of inputs, in torch's operators.
+
+Weights are unpacked tile by tile, so that a second copy of a matrix never exists. This is the reference of the GPU's
+kernels, and what a CPU runs.
+
+Shapes: T tokens, I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_TILE = 1 << 19
+"""Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
+
+
+class Grouped(NamedTuple):
+    """Integer weights: (value - zero) * scale.
+
+    Attributes:
+        packed_OW: int32, values along the inputs, lowest bits first; whole groups, so I is rounded up.
+        scales_OG: in the type of the products.
+        zeros_OG: uint8, or None for 2 ** (bits - 1) everywhere.
+        bits: 4 or 8 of a value.
+        group: inputs of a group.
+    """
+
+    packed_OW: torch.Tensor
+    scales_OG: torch.Tensor
+    zeros_OG: torch.Tensor | None
+    bits: int
+    group: int
+
+    def rows(self, first: int, last: int) -> Grouped:
+        """Return the outputs from `first` up to `last`, as views."""
+        zeros_OG = None if self.zeros_OG is None else self.zeros_OG[first:last]
+        return self._replace(
+            packed_OW=self.packed_OW[first:last], scales_OG=self.scales_OG[first:last], zeros_OG=zeros_OG
+        )
+
+
+def dequantize(weight: Grouped) -> torch.Tensor:
+    """Return the weights [O, G * group] in the type of the scales."""
+    outputs, groups = weight.scales_OG.shape
+    bytes_OB = weight.packed_OW.view(torch.uint8)
+    width = bytes_OB.shape[1] * 8 // weight.bits
+    values = torch.empty(outputs, width, dtype=weight.scales_OG.dtype, device=weight.scales_OG.device)
+    if weight.bits == 8:
+        values.copy_(bytes_OB)
+    else:
+        pairs = values.view(outputs, -1, 2)
+        pairs[..., 0].copy_(bytes_OB & 15)
+        pairs[..., 1].copy_(bytes_OB >> 4)
+    values = values[:, : groups * weight.group]
+    grouped = values.unflatten(1, (groups, weight.group))
+    if weight.zeros_OG is None:
+        grouped.sub_(1 << (weight.bits - 1))
+    else:
+        grouped.sub_(weight.zeros_OG.unsqueeze(-1))
+    grouped.mul_(weight.scales_OG.unsqueeze(-1))
+    return values
+
+
+def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight^T + bias, [T, O]."""
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
+    for first, last in _tiles(weight):
+        tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
+        torch.mm(x_TI, tile.t(), out=out_TO[:, first:last])
+    return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
+    """Add x @ weight^T + bias to `hidden`, in place."""
+    for first, last in _tiles(weight):
+        tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
+        hidden_TO[:, first:last].addmm_(x_TI, tile.t())
+    if bias_O is not None:
+        hidden_TO.add_(bias_O)
+
+
+def _tiles(weight: Grouped) -> list[tuple[int, int]]:
+    outputs, groups = weight.scales_OG.shape
+    step = max(1, _TILE // (groups * weight.group))
+    return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]

@@ -1,0 +1,173 @@
+"""Integer weights with a scale for each group of inputs: what GPTQ, AWQ and compressed-tensors become in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.errors import WeightError
+from phonograph.kernels.torch.grouped import Grouped, add_product, product
+from phonograph.models.quantization.scheme import Allocate
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """Weights in groups of inputs.
+
+    Attributes:
+        values: the weights, whose inputs are in the order of the groups.
+        order_I: int64, the input of x that each input of `values` multiplies; None if they are in order.
+        inputs: inputs of the product.
+    """
+
+    values: Grouped
+    order_I: torch.Tensor | None
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inputs, self.values.scales_OG.shape[0]
+
+    def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        return product(self._ordered(x_TI), self.values, bias_O)
+
+    def add_product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
+        add_product(self._ordered(x_TI), self.values, bias_O, hidden_TO)
+
+    def draw(self, std: float, generator: torch.Generator) -> None:
+        values = self.values
+        values.packed_OW.random_(-(2**31), 2**31, generator=generator)
+        # Values that are uniform over all integers of so many bits have this standard deviation.
+        values.scales_OG.fill_(std / ((1 << values.bits) / math.sqrt(12)))
+        if values.zeros_OG is not None:
+            values.zeros_OG.fill_(1 << (values.bits - 1))
+        if self.order_I is not None:
+            self.order_I.copy_(torch.arange(self.inputs))
+
+    def write_scales(self, module: str, first: int, scales_OG: torch.Tensor) -> None:
+        """Fill the scales of outputs from `first` on.
+
+        Raises:
+            WeightError: a scale is zero, infinite or not a number, in the file or in the model's type.
+        """
+        into = self.values.scales_OG[first : first + scales_OG.shape[0]]
+        into.copy_(scales_OG)
+        if not bool((into.isfinite() & (into != 0)).all()):
+            raise WeightError(
+                f"{module} has scales that are zero, infinite or not a number in {_type(into)} (the file has "
+                f"{_type(scales_OG)}); download the file again, or set dtype to float32"
+            )
+
+    def write_zeros(self, first: int, zeros_OG: torch.Tensor) -> None:
+        """Fill the zeros of outputs from `first` on with integers of any type."""
+        assert self.values.zeros_OG is not None
+        self.values.zeros_OG[first : first + zeros_OG.shape[0]].copy_(zeros_OG)
+
+    def write_packed(self, first: int, packed_OW: torch.Tensor) -> None:
+        """Fill outputs from `first` on with words in the layout of `Grouped`."""
+        self.values.packed_OW[first : first + packed_OW.shape[0], : packed_OW.shape[1]].copy_(packed_OW)
+
+    def write_values(self, first: int, values_OI: torch.Tensor) -> None:
+        """Fill outputs from `first` on with unpacked integers, uint8."""
+        packed_OB = self.values.packed_OW[first : first + values_OI.shape[0]].view(torch.uint8)
+        if self.values.bits == 8:
+            packed_OB[:, : values_OI.shape[1]] = values_OI
+        else:
+            packed_OB[:, : -(-values_OI.shape[1] // 2)] = values_OI[:, 0::2]
+            packed_OB[:, : values_OI.shape[1] // 2] |= values_OI[:, 1::2] << 4
+
+    def write_order(self, module: str, group_I: torch.Tensor) -> torch.Tensor:
+        """Set the order of the inputs from the group of each input, and return it.
+
+        Raises:
+            WeightError: a group has another number of inputs than the format says, or does not exist; or another part
+                of the fused matrix has its inputs in another order.
+        """
+        assert self.order_I is not None
+        group_I = group_I.to(self.order_I.device)
+        order_I = torch.argsort(group_I, stable=True)
+        expected = torch.arange(self.inputs, device=order_I.device) // self.values.group
+        if not torch.equal(group_I[order_I].long(), expected):
+            raise WeightError(
+                f"{module}.g_idx does not put {self.values.group} inputs into each of {int(expected[-1]) + 1} groups; "
+                "the file is damaged, or made with another group_size than its configuration says"
+            )
+        if bool(self.order_I[0] >= 0) and not torch.equal(self.order_I, order_I):
+            raise WeightError(
+                f"{module}.g_idx orders the inputs unlike the projections that are fused with it, which is not "
+                "supported; quantize the model without desc_act (actorder)"
+            )
+        self.order_I.copy_(order_I)
+        return order_I
+
+    def _ordered(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return x_TI if self.order_I is None else x_TI.index_select(1, self.order_I)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedScheme:
+    """Base of formats that become a `GroupedWeight`.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: inputs of a group, -1 for all.
+        zeros: each group has a zero; else it is in the middle of the range.
+        ordered: the inputs of a group are spread over the matrix (desc_act, actorder).
+    """
+
+    bits: int
+    group_size: int
+    zeros: bool = False
+    ordered: bool = False
+
+    def group(self, inputs: int) -> int:
+        return inputs if self.group_size < 0 else self.group_size
+
+    def num_groups(self, inputs: int) -> int:
+        return -(-inputs // self.group(inputs))
+
+    def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> GroupedWeight:
+        groups, group = self.num_groups(inputs), self.group(inputs)
+        # Padding of the last group stays zero.
+        packed = allocate(outputs, self._num_words(inputs), dtype=torch.int32).zero_()
+        scales = allocate(outputs, groups)
+        zeros = allocate(outputs, groups, dtype=torch.uint8) if self.zeros else None
+        order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
+        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group), order, inputs)
+
+    def nbytes(self, outputs: int, inputs: int, element: int) -> int:
+        per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * (element + self.zeros)
+        return outputs * per_output + (8 * inputs if self.ordered else 0)
+
+    def describe(self, format_name: str) -> str:
+        """Return the format's name with bits and groups."""
+        group = "one group" if self.group_size < 0 else f"groups of {self.group_size}"
+        zeros = "with zeros" if self.zeros else "symmetric"
+        return f"{format_name}, {self.bits} bits, {group}, {zeros}" + (", inputs reordered" if self.ordered else "")
+
+    def _num_words(self, inputs: int) -> int:
+        return -(-self.num_groups(inputs) * self.group(inputs) * self.bits // 32)
+
+
+def slices(count: int, width: int) -> Iterator[slice]:
+    """Yield slices of `count` outputs in multiples of 8, each of at most 4 Mi numbers of `width` an output."""
+    step = max(8, (1 << 22) // width // 8 * 8)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
+
+
+def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Return the integers, uint8, of words of 32 bits along `dim` (0 or 1), lowest bits first."""
+    words = packed if dim == 1 else packed.t()
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    values = ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+    return values if dim == 1 else values.t()
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,125 @@
+"""Protocols of weight formats: a scheme describes and loads a format, and a weight is what a layer then holds.
+
+A new format is a module with a scheme, and its entry in `quantization_config.py`. Formats that differ only in how a file packs its
+numbers share a weight, so that each kernel is written once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint: its shape, the types that it may have, and False if files may lack it."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    required: bool = True
+
+
+class Allocate(Protocol):
+    """Allocation of a tensor of a model without contents; None is the model's type."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+
+class LinearWeight(Protocol):
+    """Weights of a matrix product in memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        ...
+
+    def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """Return x @ weight + bias, [T, O], by torch's operators."""
+        ...
+
+    def add_product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
+        """Add x @ weight + bias to `hidden`, in place, by torch's operators."""
+        ...
+
+    def draw(self, std: float, generator: torch.Generator) -> None:
+        """Fill the weights with random numbers of about this standard deviation."""
+        ...
+
+
+class Scheme(Protocol):
+    """Format of quantized weights. Schemes are plain values, which may be compared and sent to another process."""
+
+    @property
+    def name(self) -> str:
+        """Name for people, with bits and group size."""
+        ...
+
+    def stored(self, outputs: int, inputs: int) -> dict[str, Stored]:
+        """Return the tensors of one module in a checkpoint, by the ends of their names.
+
+        Raises:
+            UnsupportedModelError: the format has no matrix of these sizes.
+        """
+        ...
+
+    def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
+        """Return a weight without contents."""
+        ...
+
+    def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
+        """Convert a module's tensors into the outputs of `weight` from `first` on.
+
+        Raises:
+            WeightError: the contents are not those of the format; the message names the tensor.
+        """
+        ...
+
+    def nbytes(self, outputs: int, inputs: int, element: int) -> int:
+        """Return the bytes of a weight in memory; `element` is the size of the model's type."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModule:
+    """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on."""
+
+    name: str
+    scheme: Scheme
+    weight: LinearWeight
+    first: int
+    outputs: int
+
+    def stored(self) -> dict[str, Stored]:
+        """Return the tensors of the checkpoint by the ends of their names."""
+        inputs, _ = self.weight.shape
+        return self.scheme.stored(self.outputs, inputs)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Convert the module's tensors; raises WeightError as `Scheme.load`."""
+        self.scheme.load(self.name, tensors, self.weight, self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Weight format of a model's projections.
+
+    Attributes:
+        scheme: the format.
+        ignored: modules that are not quantized: names, ends of names after a dot, or "re:" and a pattern.
+    """
+
+    scheme: Scheme
+    ignored: tuple[str, ...] = ()
+
+    def covers(self, module: str) -> bool:
+        """Return True if the weights of a module are in the scheme's format."""
+        return not any(_matches(pattern, module) for pattern in self.ignored)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern or module.endswith(f".{pattern}") or module.startswith(f"{pattern}.")

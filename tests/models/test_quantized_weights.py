@@ -1,0 +1,201 @@
+"""Quantized checkpoints: what a model computes is what the weights mean, for every format and odd size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, load_model, make_checkpoint
+from dense import DenseSequences
+from quantized_checkpoints import FORMATS, Format, quantize_checkpoint, words
+from safetensors.torch import load_file, save_file
+
+from phonograph.errors import ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
+from phonograph.models.quantization.grouped_weight import unpack
+from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.spec import read_model_spec
+from phonograph.models.weights.loading import begin_loading
+
+CPU = torch.device("cpu")
+GPTQ = FORMATS["gptq"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+def test_logits_are_those_of_the_weights_that_the_file_means(family: str, name: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(family, tmp_path, seed=len(name), intermediate_size=112)
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    reference.load_state_dict(meant)
+    spec = read_model_spec(tmp_path)
+    sequences = DenseSequences(load_model(spec, tmp_path, dtype=torch.float32, device=CPU))
+    tokens = torch.randint(0, VOCAB_SIZE, (23,)).tolist()
+    sequences.add()
+    got = torch.cat([*sequences.step([(0, tokens[:9])]), *sequences.step([(0, tokens[9:10])])])
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens[:10]])).logits[0]
+    assert (got - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs", "group"), [(1, 8, 3, 8), (5, 100, 37, 32), (70, 33, 4100, 16)])
+def test_products(tokens: int, inputs: int, outputs: int, group: int, zeros: bool, bits: int) -> None:
+    """Against float64, with several tiles and a last group that is not whole."""
+    rng = np.random.default_rng()
+    groups = -(-inputs // group)
+    values = rng.integers(0, 1 << bits, (outputs, groups * group))
+    scales = torch.from_numpy(rng.uniform(-1, 1, (outputs, groups))).float()
+    zeros_OG = torch.from_numpy(rng.integers(0, 1 << bits, (outputs, groups))).to(torch.uint8) if zeros else None
+    weight = Grouped(torch.from_numpy(words(values, bits, 1)), scales, zeros_OG, bits, group)
+    middle = (torch.full_like(scales, 1 << (bits - 1)) if zeros_OG is None else zeros_OG).double()
+    matrix = (torch.from_numpy(values).double().view(outputs, groups, group) - middle[..., None]) * scales[..., None]
+    matrix = matrix.flatten(1)
+    assert torch.equal(dequantize(weight), matrix.float())
+    x, bias, hidden = torch.randn(tokens, inputs), torch.randn(outputs), torch.randn(tokens, outputs)
+    wanted = x.double() @ matrix[:, :inputs].t() + bias
+    assert (product(x, weight, bias) - wanted).norm() <= 1e-6 * wanted.norm()
+    wanted += hidden
+    add_product(x, weight, bias, hidden)
+    assert (hidden - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_unpacking_is_the_inverse_of_packing(dim: int) -> None:
+    for bits in (4, 8):
+        values = np.random.default_rng().integers(0, 1 << bits, (16, 24))
+        assert np.array_equal(unpack(torch.from_numpy(words(values, bits, dim)), bits, dim).numpy(), values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dummy_weights_and_bytes(name: str, tmp_path: Path) -> None:
+    """Random weights need no file, spread as others do, and take the bytes that the plan of memory counts."""
+    make_checkpoint("qwen2", tmp_path, intermediate_size=112)
+    quantize_checkpoint(tmp_path, FORMATS[name])
+    (tmp_path / "model.safetensors").unlink()
+    spec = read_model_spec(tmp_path)
+    with begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU, load_format="dummy") as loading:
+        loading.finish()
+    model = loading.model
+    weights: list[Any] = model.quantized
+    assert len(weights) == 4 * spec.num_layers
+    matrix = dequantize(weights[-1].values)
+    assert 0.01 < float(matrix.std()) < 0.04
+    tensors = [tensor for weight in weights for tensor in (*weight.values[:3], weight.order_I) if tensor is not None]
+    orders = sum(weight.order_I.nbytes for weight in weights if weight.order_I is not None)
+    taken = sum(tensor.nbytes for tensor in tensors) + sum(parameter.nbytes for parameter in model.parameters)
+    # The order of a fused matrix is counted once for each of its parts.
+    assert 0 <= spec.weight_bytes("float32") - taken <= 2 * orders
+    assert spec.num_parameters == read_model_spec(tmp_path, hf_overrides={"quantization_config": None}).num_parameters
+
+
+def broken(folder: Path, end: str, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.1.self_attn.k_proj.{end}"
+    tensors[name] = change(tensors[name])
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+
+
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[: len(tensor) // 2]
+
+
+def first_set(value: float) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "change", "words_of_error"),
+    [
+        (GPTQ, "qweight", halved, "group_size"),
+        (GPTQ, "qzeros", halved, "group_size"),
+        (GPTQ, "qweight", torch.Tensor.float, "expected int32"),
+        (GPTQ, "scales", first_set(0.0), "zero"),
+        (GPTQ, "scales", first_set(float("nan")), "not a number"),
+        (GPTQ, "g_idx", first_set(1), "desc_act=false"),
+        (FORMATS["gptq order"], "g_idx", first_set(77), "g_idx"),
+        (FORMATS["gptq order"], "g_idx", lambda tensor: tensor.flip(0).roll(1), "unlike the projections"),
+        (FORMATS["packed"], "weight_shape", first_set(9), "weight_shape"),
+        (FORMATS["awq"], "scales", first_set(float("inf")), "infinite"),
+    ],
+)
+def test_damaged_files(kind: Format, end: str, change: Any, words_of_error: str, tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    quantize_checkpoint(tmp_path, kind)
+    broken(tmp_path, end, change)
+    spec = read_model_spec(tmp_path)
+    with pytest.raises(WeightError, match=rf"k_proj.*{words_of_error}"):
+        load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_biases_that_tools_add(tmp_path: Path) -> None:
+    """Zeros are left out; other numbers are not."""
+    make_checkpoint("llama3", tmp_path)
+    quantize_checkpoint(tmp_path, GPTQ)
+    path = tmp_path / "model.safetensors"
+    bias = {"model.layers.0.mlp.up_proj.bias": torch.zeros(88)}
+    save_file({**load_file(path), **bias}, path)
+    load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+    bias["model.layers.0.mlp.up_proj.bias"][3] = 0.5
+    save_file({**load_file(path), **bias}, path)
+    with pytest.raises(WeightError, match="up_proj.bias"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words_of_error"),
+    [
+        ([], ModelError, "must be an object"),
+        ({"quant_method": "exl2"}, UnsupportedModelError, "'exl2'.*supported are gptq, awq, compressed-tensors"),
+        (GPTQ.config | {"bits": 3}, UnsupportedModelError, "bits=3.*4, 8"),
+        (GPTQ.config | {"group_size": 0}, ModelError, "group_size=0"),
+        (GPTQ.config | {"group_size": "64"}, ModelError, "group_size='64'"),
+        (GPTQ.config | {"desc_act": None}, ModelError, "desc_act"),
+        (GPTQ.config | {"lm_head": True}, UnsupportedModelError, "lm_head=True"),
+        (GPTQ.config | {"dynamic": {"a": 1}}, UnsupportedModelError, "dynamic.*null takes it out"),
+        (FORMATS["awq"].config | {"version": "gemv"}, UnsupportedModelError, "'gemv'"),
+        (FORMATS["awq"].config | {"zero_point": False}, UnsupportedModelError, "zero_point"),
+        (FORMATS["packed"].config | {"format": "marlin-24"}, UnsupportedModelError, "marlin-24"),
+        (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "0 config_groups"),
+    ],
+)
+def test_settings(config: Any, error: type[PhonographError], words_of_error: str) -> None:
+    with pytest.raises(error, match=words_of_error):
+        read_quantization(config)
+
+
+def test_projections_that_are_left_out(tmp_path: Path) -> None:
+    """A whole matrix may stay in 16 bits. Part of a fused one may not."""
+    reference = make_checkpoint("llama3", tmp_path)
+    dense = load_file(tmp_path / "model.safetensors")
+    meant = quantize_checkpoint(tmp_path, FORMATS["packed"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*layers.1.self_attn.o_proj", "model.layers.0.mlp"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in dense:
+        if "layers.1.self_attn.o_proj" in name or "layers.0.mlp" in name:
+            module = name.removesuffix(".weight")
+            tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{module}.")}
+            tensors[name] = meant[name] = dense[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    reference.load_state_dict(meant)
+    sequences = DenseSequences(load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU))
+    sequences.add()
+    (got,) = sequences.step([(0, [5, 6, 7])])
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([[5, 6, 7]])).logits[0]
+    assert (got - wanted).norm() <= 1e-4 * wanted.norm()
+    config["quantization_config"]["ignore"] = ["k_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"k_proj of model.layers.0.self_attn"):
+        read_model_spec(tmp_path)

@@ -1,0 +1,147 @@
+"""Small checkpoints in quantized formats, packed by numpy after the published layouts, apart from the engine's code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of a file. `order` spreads the inputs of a group over the matrix."""
+
+    method: str
+    bits: int = 4
+    group: int = 32
+    symmetric: bool = True
+    order: bool = False
+    version: int = 1
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if self.method == "gptq":
+            checkpoint = "gptq_v2" if self.version == 2 else "gptq"
+            return {
+                **{"quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.order},
+                **{"sym": self.symmetric, "checkpoint_format": checkpoint, "damp_percent": 0.01},
+            }
+        if self.method == "awq":
+            return {"quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": True, "version": "gemm"}
+        weights = {
+            **{"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False},
+            **{"strategy": "channel" if self.group < 0 else "group", "observer": "minmax"},
+            **{"group_size": None if self.group < 0 else self.group, "actorder": "group" if self.order else None},
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            **{"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]},
+            **{"config_groups": {"group_0": group}, "kv_cache_scheme": None, "quantization_status": "compressed"},
+        }
+
+    def quantize(self, weight: np.ndarray, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the tensors of a matrix [outputs, inputs] by the ends of their names, and the matrix they mean."""
+        outputs, inputs = weight.shape
+        group = inputs if self.group < 0 else self.group
+        count = -(-inputs // group)
+        group_of = np.arange(inputs) // group
+        if self.order:
+            group_of = np.random.default_rng(seed).permutation(group_of)
+        levels = 1 << self.bits
+        values, meant = np.zeros((outputs, inputs), np.int64), np.zeros((outputs, inputs))
+        scales, zeros = np.zeros((outputs, count), np.float16), np.full((outputs, count), levels // 2)
+        for g in range(count):
+            part = weight[:, group_of == g].astype(np.float64)
+            low, high = part.min(1), part.max(1)
+            if self.symmetric:
+                scales[:, g] = np.maximum(np.abs(part).max(1), 1e-4) / (levels // 2 - 1)
+            else:
+                scales[:, g] = np.maximum(high - low, 1e-4) / (levels - 1)
+                zeros[:, g] = np.clip(np.round(-low / scales[:, g].astype(np.float64)), 1, levels - 1)
+            scale = scales[:, g, None].astype(np.float64)
+            values[:, group_of == g] = np.clip(np.round(part / scale) + zeros[:, g, None], 0, levels - 1)
+            meant[:, group_of == g] = (values[:, group_of == g] - zeros[:, g, None]) * scale
+        return self._packed(values, scales, zeros, group_of), meant
+
+    def _packed(
+        self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group_of: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        if self.method == "gptq":
+            return {
+                "qweight": words(values.T, self.bits, 0),
+                "qzeros": words((zeros - (self.version == 1)).T, self.bits, 1),
+                "scales": scales.T.copy(),
+                "g_idx": group_of.astype(np.int32),
+            }
+        if self.method == "awq":
+            order = [8 * (n // 8) + (0, 2, 4, 6, 1, 3, 5, 7)[n % 8] for n in range(len(values))]
+            return {
+                "qweight": words(values.T[:, order], 4, 1),
+                "qzeros": words(zeros.T[:, order], 4, 1),
+                "scales": scales.T.copy(),
+            }
+        tensors = {
+            "weight_packed": words(values, self.bits, 1),
+            "weight_scale": scales,
+            "weight_shape": np.array(values.shape, np.int64),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = words(zeros, self.bits, 0)
+        if self.order:
+            tensors["weight_g_idx"] = group_of.astype(np.int32)
+        return tensors
+
+
+FORMATS = {
+    "gptq": Format(method="gptq"),
+    "gptq v2": Format(method="gptq", version=2, symmetric=False),
+    "gptq zeros": Format(method="gptq", symmetric=False),
+    "gptq order": Format(method="gptq", order=True, group=16),
+    "gptq one group": Format(method="gptq", group=-1),
+    "gptq 8 bits": Format(method="gptq", bits=8, symmetric=False, group=64),
+    "gptq uneven": Format(method="gptq", group=48),
+    "awq": Format(method="awq", symmetric=False),
+    "awq one group": Format(method="awq", symmetric=False, group=-1),
+    "packed": Format(method="compressed-tensors"),
+    "packed zeros": Format(method="compressed-tensors", symmetric=False),
+    "packed channel": Format(method="compressed-tensors", group=-1),
+    "packed 8 bits": Format(method="compressed-tensors", bits=8),
+    "packed order": Format(method="compressed-tensors", order=True, symmetric=False, group=16),
+}
+
+
+def words(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Pack integers along an axis into words of 32 bits, the lowest bits first; the last word is filled with zeros."""
+    count = 32 // bits
+    moved = np.moveaxis(values, axis, -1).astype(np.uint64)
+    padded = np.concatenate([moved, np.zeros((len(moved), -moved.shape[1] % count), np.uint64)], 1)
+    parts = padded.reshape(len(padded), -1, count)
+    packed = sum(parts[..., place] << np.uint64(bits * place) for place in range(count))
+    return np.ascontiguousarray(np.moveaxis(packed.astype(np.uint32).view(np.int32), -1, axis))
+
+
+def quantize_checkpoint(folder: Path, kind: Format) -> dict[str, torch.Tensor]:
+    """Rewrite a checkpoint in a quantized format. Returns the weights that the files mean, by their former names."""
+    path = folder / "model.safetensors"
+    dense, packed = load_file(path), {}
+    for name, tensor in sorted(dense.items()):
+        module, _, end = name.rpartition(".")
+        if end == "weight" and module.rpartition(".")[2] in PROJECTIONS:
+            # The order of inputs is the same for projections of the same input, as in GPTQ's files.
+            seed = sum(map(ord, module.rpartition(".")[0])) + 7 * (module.endswith(("o_proj", "down_proj")))
+            tensors, meant = kind.quantize(tensor.float().numpy(), seed)
+            packed |= {f"{module}.{end}": torch.from_numpy(value) for end, value in tensors.items()}
+            dense[name] = torch.from_numpy(meant).to(tensor.dtype)
+        else:
+            packed[name] = tensor
+    save_file(packed, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind.config}))
+    return dense
