@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from host_runtime import CallRuntime, HostRing
+from quantized_checkpoints import FORMATS, quantize_checkpoint
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
@@ -138,6 +139,20 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+@pytest.mark.parametrize("name", ["gptq order", "packed zeros"])
+def test_quantized_weights(name: str, tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96, **HEADS)
+    reference.load_state_dict(quantize_checkpoint(tmp_path, FORMATS[name]))
+    session, _ = start(tmp_path)
+    outputs = [
+        session.add(prompt(length, length), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        for length in (1, 29)
+    ]
+    finish(session, *outputs)
+    for output in outputs:
+        check(reference, output)
 
 
 def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(

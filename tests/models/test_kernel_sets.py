@@ -12,10 +12,14 @@ from checkpoints import make_checkpoint
 
 from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
 from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.quantized_kernels import QuantizedKernels
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.torch_kernels import TorchKernels
 from phonograph.models.layers.triton_kernels import TritonKernels
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization.awq import Awq
+from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
 
@@ -55,12 +59,17 @@ class Pair:
         for weight in model.parameters:
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.2 + 1)
+        for weight in model.quantized:
+            weight.draw(weight.shape[0] ** -0.5, torch.Generator(device).manual_seed(1))
+            if weight.order_I is not None:
+                weight.order_I.copy_(torch.randperm(weight.inputs))
+            if weight.values.zeros_OG is not None:
+                weight.values.zeros_OG.random_(1, 1 << weight.values.bits)
         self.model = model
         self.workspace = Workspace.make(spec, MAX_TOKENS, MAX_LOGITS, dtype, device)
         self.torch = TorchKernels(rotary_table(spec, POSITIONS, dtype, device), spec.rms_norm_eps)
-        self.triton = TritonKernels(
-            self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps
-        )
+        kernels = TritonKernels if spec.quantization is None else QuantizedKernels
+        self.triton = kernels(self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape).to(self.model.device, self.model.dtype)
@@ -83,17 +92,33 @@ class Pair:
         assert error <= LIMITS[self.model.dtype], error
 
 
+SCHEMES: dict[str, Scheme | None] = {
+    "dense": None,
+    "int4": Gptq(bits=4, group_size=40, version=1),
+    "int4 with zeros": Awq(bits=4, group_size=-1, zeros=True),
+    "int8 reordered": Gptq(bits=8, group_size=32, zeros=True, ordered=True, version=2),
+}
+
+
 @pytest.fixture(params=["qwen3", "llama_bias"])
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     make_checkpoint(request.param, tmp_path)
     return tmp_path
 
 
+@pytest.fixture(params=SCHEMES)
+def scheme(request: pytest.FixtureRequest) -> Scheme | None:
+    return SCHEMES[request.param]
+
+
 @pytest.fixture(params=DTYPES, ids=str)
-def pair(request: pytest.FixtureRequest, family: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, family: Path, scheme: Scheme | None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
     sizes = {"hidden_size": 136, "intermediate_size": 104, "num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
-    spec = replace(read_model_spec(family), **sizes)
+    quantization = None if scheme is None else Quantization(scheme)
+    spec = replace(read_model_spec(family), **sizes, quantization=quantization)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode():
         yield Pair(Transformer(spec, request.param, device))
@@ -112,7 +137,7 @@ def test_embedding_and_projections_of_normed_rows(pair: Pair, rows: int) -> None
 def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, rows: int, last: bool) -> None:
     layer = pair.model.layers[0]
     results = []
-    attended = pair.random(rows, layer.output.matrix.shape[0])
+    attended = pair.random(rows, layer.output.weight.shape[0])
     for kernels, begun in pair.streams(rows):
         stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
         inner = kernels.project_gated(stream, layer.gate_up)
@@ -144,7 +169,7 @@ def test_attention_norms_and_rotates_and_writes_the_cache(pair: Pair, rows: int)
 def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
     layer = pair.model.layers[-1]
     chosen = torch.randperm(rows)[: MAX_LOGITS // 2].to(pair.model.device)
-    attended = pair.random(rows, layer.output.matrix.shape[0])
+    attended = pair.random(rows, layer.output.weight.shape[0])
     results = []
     for kernels, begun in pair.streams(rows):
         stream, part = kernels.keep_rows(begun, attended, chosen)

@@ -15,7 +15,7 @@ from phonograph.core.blocks import most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.engine.memory import Limits, MemoryPlan, plan_memory
 from phonograph.engine.startup.threads import Threads, plan_threads
-from phonograph.errors import ConfigError, UnsupportedModelError
+from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
@@ -75,7 +75,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         ConfigError: a setting does not fit the model or the device.
         BackendError: no attention backend supports the configuration, or the selected one does not.
         MemoryLimitError: weights and one request do not fit the available memory.
-        UnsupportedModelError: the device has no products for the model's weight format.
     """
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
@@ -88,10 +87,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             True,
             "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
         )
-    if model.quantization is not None and device.kind != "cpu":
-        raise UnsupportedModelError(
-            f"the weights are {model.quantization.scheme.name}, which run on a CPU only so far: set device to cpu"
-        )
+    if config.batch_invariant and model.quantization is not None:
+        raise ConfigError("batch_invariant", True, f"weights in {model.quantization.scheme.name} have no such products")
     version = None if config.flash_attn_version is None else str(config.flash_attn_version)
     selection = select(config.attention_backend, version, attention, device)
     preferred = selection.capabilities.preferred_block_size(attention)

@@ -18,7 +18,10 @@ from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 
 @dataclass(slots=True, kw_only=True)
 class Workspace:
-    """Intermediates of a step of T tokens with N rows of logits. Sampling reads `logits_NV`."""
+    """Intermediates of a step of T tokens with N rows of logits. Sampling reads `logits_NV`.
+
+    `dequantized` has the numbers of one quantized matrix, for the product that follows.
+    """
 
     hidden_TE: torch.Tensor
     normed_TE: torch.Tensor
@@ -28,6 +31,7 @@ class Workspace:
     inner_TI: torch.Tensor
     rows_NE: torch.Tensor
     logits_NV: torch.Tensor
+    dequantized: torch.Tensor
 
     @classmethod
     def make(
@@ -47,6 +51,7 @@ class Workspace:
             inner_TI=gate_up_T2I[:, : spec.intermediate_size],
             rows_NE=made["rows"],
             logits_NV=made["logits"],
+            dequantized=made["dequantized"].view(-1),
         )
 
     @classmethod
@@ -64,6 +69,7 @@ class Workspace:
             "shared": (num_tokens, max(qkv + attention, gate_up)),
             "rows": (num_logits, spec.hidden_size),
             "logits": (num_logits, spec.vocab_size),
+            "dequantized": (1, _largest_matrix(spec) if spec.quantization is not None else 0),
         }
 
     def tensors(self) -> list[torch.Tensor]:
@@ -74,3 +80,9 @@ def _widths(spec: ModelSpec) -> tuple[int, int, int]:
     """Return the widths of the fused projection, of the attention's output, and of gates and up of the MLP."""
     q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     return q_size + 2 * kv_size, q_size, 2 * spec.intermediate_size
+
+
+def _largest_matrix(spec: ModelSpec) -> int:
+    """Return the numbers of the largest fused matrix of a layer."""
+    qkv, attention, gate_up = _widths(spec)
+    return spec.hidden_size * max(qkv, attention, gate_up)

@@ -47,7 +47,7 @@ class Gptq(GroupedScheme):
         if self.ordered:
             order_I = weight.write_order(module, tensors["g_idx"])
         elif "g_idx" in tensors:
-            expected = torch.arange(inputs, dtype=torch.int32) // self.group(inputs)
+            expected = torch.arange(inputs, dtype=torch.int32, device=weight.device) // self.group(inputs)
             if not torch.equal(tensors["g_idx"], expected):
                 raise WeightError(f"{module}.g_idx is not in order, and the configuration says desc_act=false")
         weight.write_scales(module, first, tensors["scales"].t())

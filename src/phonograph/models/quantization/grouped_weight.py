@@ -33,6 +33,10 @@ class GroupedWeight:
     def shape(self) -> tuple[int, int]:
         return self.inputs, self.values.scales_OG.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.packed_OW.device
+
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return product(self._ordered(x_TI), self.values, bias_O)
 
@@ -89,7 +93,6 @@ class GroupedWeight:
                 of the fused matrix has its inputs in another order.
         """
         assert self.order_I is not None
-        group_I = group_I.to(self.order_I.device)
         order_I = torch.argsort(group_I, stable=True)
         expected = torch.arange(self.inputs, device=order_I.device) // self.values.group
         if not torch.equal(group_I[order_I].long(), expected):

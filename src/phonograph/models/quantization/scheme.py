@@ -1,7 +1,7 @@
 """Protocols of weight formats: a scheme describes and loads a format, and a weight is what a layer then holds.
 
-A new format is a module with a scheme, and its entry in `quantization_config.py`. Formats that differ only in how a file packs its
-numbers share a weight, so that each kernel is written once.
+A new format is a module with a scheme, and its entry in `quantization_config.py`. Formats that differ only in how files
+pack their numbers share a weight, so that each kernel is written once.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class LinearWeight(Protocol):
     def shape(self) -> tuple[int, int]:
         """Inputs and outputs."""
         ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight + bias, [T, O], by torch's operators."""
@@ -70,7 +73,7 @@ class Scheme(Protocol):
         ...
 
     def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
-        """Convert a module's tensors into the outputs of `weight` from `first` on.
+        """Convert a module's tensors, which are on the device of `weight`, into its outputs from `first` on.
 
         Raises:
             WeightError: the contents are not those of the format; the message names the tensor.
@@ -97,9 +100,11 @@ class QuantizedModule:
         inputs, _ = self.weight.shape
         return self.scheme.stored(self.outputs, inputs)
 
+    @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Convert the module's tensors; raises WeightError as `Scheme.load`."""
-        self.scheme.load(self.name, tensors, self.weight, self.first)
+        """Convert the module's tensors, on the device of the weight; raises WeightError as `Scheme.load`."""
+        there = {end: tensor.to(self.weight.device) for end, tensor in tensors.items()}
+        self.scheme.load(self.name, there, self.weight, self.first)
 
 
 @dataclass(frozen=True, slots=True)

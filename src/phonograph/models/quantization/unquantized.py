@@ -23,6 +23,10 @@ class DenseWeight:
         inputs, outputs = self.matrix_IO.shape
         return inputs, outputs
 
+    @property
+    def device(self) -> torch.device:
+        return self.matrix_IO.device
+
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return torch.mm(x_TI, self.matrix_IO) if bias_O is None else torch.addmm(bias_O, x_TI, self.matrix_IO)
 

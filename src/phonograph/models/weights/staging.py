@@ -108,7 +108,7 @@ class Copies:
             load()
             self._count()
         else:
-            self._futures.append(self._pool.submit(load))
+            self._futures.append(self._pool.submit(self._load, load))
 
     def finish(self) -> None:
         """Wait for all copies.
@@ -124,6 +124,10 @@ class Copies:
     def _count(self) -> None:
         self._num_done += 1
         self._done(self._num_done)
+
+    def _load(self, load: Callable[[], None]) -> None:
+        load()
+        torch.cuda.current_stream(self._device).synchronize()
 
     def _copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         staging = getattr(self._thread, "staging", None)

@@ -1,0 +1,85 @@
+"""Integer weights in groups, written out in the type of the products; the layout is that of `kernels.torch.grouped`.
+
+Shapes: I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.torch.grouped import Grouped
+
+_OUTPUTS, _WORDS = 8, 64
+
+
+def dequantize_into(weight: Grouped, order_I: torch.Tensor | None, out_OI: torch.Tensor) -> None:
+    """Write the weights.
+
+    Args:
+        weight: the integers.
+        order_I: int64, the column of `out` of each input of `weight`; None if they are in order.
+        out_OI: the result, in the type of the scales, contiguous.
+    """
+    outputs, inputs = out_OI.shape
+    num_words = weight.packed_OW.shape[1]
+    assert out_OI.is_contiguous() and out_OI.dtype == weight.scales_OG.dtype
+    # Without programmatic dependent launch: the product before may still read the memory that is written here.
+    _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, _WORDS))](
+        weight.packed_OW,
+        weight.scales_OG,
+        weight.zeros_OG,
+        order_I,
+        out_OI,
+        outputs,
+        INPUTS=inputs,
+        WORDS=num_words,
+        GROUPS=weight.scales_OG.shape[1],
+        GROUP=weight.group,
+        BITS=weight.bits,
+        BLOCK_O=_OUTPUTS,
+        BLOCK_W=_WORDS,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _dequantize_kernel(
+    packed_ptr,
+    scales_ptr,
+    zeros_ptr,
+    order_ptr,
+    out_ptr,
+    outputs,
+    INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    COUNT: tl.constexpr = 32 // BITS
+    output = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    valid_o = output < outputs
+    packed = tl.load(
+        packed_ptr + output[:, None] * WORDS + word[None, :], valid_o[:, None] & (word < WORDS)[None, :], other=0
+    )
+    place = tl.arange(0, COUNT)
+    values = (packed[:, :, None] >> (place * BITS)[None, None, :]) & ((1 << BITS) - 1)
+    column = word[:, None] * COUNT + place[None, :]
+    group = tl.minimum(column // GROUP, GROUPS - 1)
+    at = output[:, None, None] * GROUPS + group[None, :, :]
+    valid = valid_o[:, None, None] & (column < INPUTS)[None, :, :]
+    scale = tl.load(scales_ptr + at, valid, other=0.0)
+    if zeros_ptr is not None:
+        values -= tl.load(zeros_ptr + at, valid, other=0).to(tl.int32)
+    else:
+        values -= 1 << (BITS - 1)
+    if order_ptr is not None:
+        column = tl.load(order_ptr + column, column < INPUTS, other=0)
+    weight = values.to(tl.float32) * scale.to(tl.float32)
+    tl.store(out_ptr + output[:, None, None] * INPUTS + column[None, :, :], weight.to(out_ptr.dtype.element_ty), valid)
