@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,24 @@ def test_the_runnable_blocks_of_a_page_run(page: Path) -> None:
 def test_an_example_prints_its_answer(name: str, pattern: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert re.search(pattern, capsys.readouterr().out)
+
+
+def test_the_notebook_plots_decisions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells run one after another, without Jupyter, and its file has no outputs."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    plotting = pytest.importorskip("matplotlib.pyplot")
+    figures: list[list[str]] = []
+    monkeypatch.setattr(plotting, "show", lambda: figures.append([axes.get_title() for axes in plotting.gcf().axes]))
+    notebook = json.loads((ROOT / "examples" / "step_decisions.ipynb").read_text(encoding="utf-8"))
+    values: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            exec(compile("".join(cell["source"]), "step_decisions.ipynb", "exec"), values)
+    plotting.close("all")
+    assert figures == [["Decodes", "Mixed batches"], ["Mixed batches"]]
+    assert values["shares"]["FULL"] == [1.0, 0.0, 0.0] and values["shares"]["FULL_AND_PIECEWISE"] == [0.0, 1.0, 0.0]
+    assert "FULL: the default where support is ALWAYS" in capsys.readouterr().out
 
 
 def test_the_openai_client_gets_a_stream_and_a_tool_call(
