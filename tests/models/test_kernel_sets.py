@@ -18,6 +18,7 @@ from phonograph.models.layers.torch_kernels import TorchKernels
 from phonograph.models.layers.triton_kernels import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.awq import Awq
+from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.spec import read_model_spec
@@ -96,6 +97,7 @@ SCHEMES: dict[str, Scheme | None] = {
     "dense": None,
     "int4": Gptq(bits=4, group_size=40, version=1),
     "int4 with zeros": Awq(bits=4, group_size=-1, zeros=True),
+    "fp8 blocks": Fp8(origin="FP8", scales="block", block=(16, 48)),
     "int8 reordered": Gptq(bits=8, group_size=32, zeros=True, ordered=True, version=2),
 }
 

@@ -84,7 +84,7 @@ def test_dummy_weights_and_bytes(name: str, tmp_path: Path) -> None:
     weights: list[Any] = model.quantized
     assert len(weights) == 4 * spec.num_layers
     matrix = dequantize(weights[-1].values)
-    assert 0.01 < float(matrix.std()) < 0.04
+    assert 0.01 < float(matrix.std()) < 0.04 and bool(matrix.isfinite().all())
     tensors = [tensor for weight in weights for tensor in (*weight.values[:3], weight.order_I) if tensor is not None]
     orders = sum(weight.order_I.nbytes for weight in weights if weight.order_I is not None)
     taken = sum(tensor.nbytes for tensor in tensors) + sum(parameter.nbytes for parameter in model.parameters)
@@ -126,6 +126,9 @@ def first_set(value: float) -> Any:
         (FORMATS["gptq order"], "g_idx", lambda tensor: tensor.flip(0).roll(1), "unlike the projections"),
         (FORMATS["packed"], "weight_shape", first_set(9), "weight_shape"),
         (FORMATS["awq"], "scales", first_set(float("inf")), "infinite"),
+        (FORMATS["fp8 blocks"], "weight_scale_inv", halved, "bits and group_size|group_size"),
+        (FORMATS["float channel"], "weight", first_set(float("nan")), "not a number"),
+        (FORMATS["float tensor"], "weight", torch.Tensor.half, "expected float8_e4m3fn"),
     ],
 )
 def test_damaged_files(kind: Format, end: str, change: Any, words_of_error: str, tmp_path: Path) -> None:
@@ -155,7 +158,7 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
     ("config", "error", "words_of_error"),
     [
         ([], ModelError, "must be an object"),
-        ({"quant_method": "exl2"}, UnsupportedModelError, "'exl2'.*supported are gptq, awq, compressed-tensors"),
+        ({"quant_method": "exl2"}, UnsupportedModelError, "'exl2'.*supported are gptq, awq, compressed-tensors, fp8"),
         (GPTQ.config | {"bits": 3}, UnsupportedModelError, "bits=3.*4, 8"),
         (GPTQ.config | {"group_size": 0}, ModelError, "group_size=0"),
         (GPTQ.config | {"group_size": "64"}, ModelError, "group_size='64'"),
@@ -165,6 +168,7 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
         (FORMATS["awq"].config | {"version": "gemv"}, UnsupportedModelError, "'gemv'"),
         (FORMATS["awq"].config | {"zero_point": False}, UnsupportedModelError, "zero_point"),
         (FORMATS["packed"].config | {"format": "marlin-24"}, UnsupportedModelError, "marlin-24"),
+        (FORMATS["fp8 blocks"].config | {"weight_block_size": [128]}, UnsupportedModelError, r"\[128\]"),
         (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "0 config_groups"),
     ],
 )

@@ -16,11 +16,12 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of a file. `order` spreads the inputs of a group over the matrix."""
+    """A format of a file. `order` spreads the inputs of a group over the matrix; `scales` are those of FP8."""
 
     method: str
     bits: int = 4
     group: int = 32
+    scales: str = ""
     symmetric: bool = True
     order: bool = False
     version: int = 1
@@ -35,6 +36,20 @@ class Format:
             }
         if self.method == "awq":
             return {"quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": True, "version": "gemm"}
+        if self.method == "fp8":
+            block = {"weight_block_size": [16, 24]} if self.scales == "block" else {}
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", **block}
+        if self.scales:
+            weights = {
+                **{"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": self.scales},
+                **{"group_size": None, "actorder": None, "observer": "minmax"},
+                "block_structure": [16, 24] if self.scales == "block" else None,
+            }
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True, "num_bits": 8}}
+            return {
+                **{"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]},
+                "config_groups": {"group_0": group},
+            }
         weights = {
             **{"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False},
             **{"strategy": "channel" if self.group < 0 else "group", "observer": "minmax"},
@@ -48,6 +63,8 @@ class Format:
 
     def quantize(self, weight: np.ndarray, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the tensors of a matrix [outputs, inputs] by the ends of their names, and the matrix they mean."""
+        if self.scales:
+            return self._fp8(weight)
         outputs, inputs = weight.shape
         group = inputs if self.group < 0 else self.group
         count = -(-inputs // group)
@@ -69,6 +86,19 @@ class Format:
             values[:, group_of == g] = np.clip(np.round(part / scale) + zeros[:, g, None], 0, levels - 1)
             meant[:, group_of == g] = (values[:, group_of == g] - zeros[:, g, None]) * scale
         return self._packed(values, scales, zeros, group_of), meant
+
+    def _fp8(self, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        outputs, inputs = weight.shape
+        rows, columns = {"tensor": (outputs, inputs), "channel": (1, inputs), "block": (16, 24)}[self.scales]
+        scales = np.zeros((-(-outputs // rows), -(-inputs // columns)), np.float32)
+        values, meant = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn), np.zeros((outputs, inputs))
+        for (row, column), _ in np.ndenumerate(scales):
+            place = slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns)
+            scales[row, column] = np.abs(weight[place]).max() / 448
+            values[place] = torch.from_numpy(weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            meant[place] = values[place].double().numpy() * scales[row, column]
+        end = "weight_scale_inv" if self.method == "fp8" and self.scales == "block" else "weight_scale"
+        return {"weight": values, end: scales.reshape(-1)[:1] if self.scales == "tensor" else scales}, meant
 
     def _packed(
         self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group_of: np.ndarray
@@ -113,6 +143,11 @@ FORMATS = {
     "packed zeros": Format(method="compressed-tensors", symmetric=False),
     "packed channel": Format(method="compressed-tensors", group=-1),
     "packed 8 bits": Format(method="compressed-tensors", bits=8),
+    "fp8": Format(method="fp8", scales="tensor"),
+    "fp8 blocks": Format(method="fp8", scales="block"),
+    "float tensor": Format(method="compressed-tensors", scales="tensor"),
+    "float channel": Format(method="compressed-tensors", scales="channel"),
+    "float blocks": Format(method="compressed-tensors", scales="block"),
     "packed order": Format(method="compressed-tensors", order=True, symmetric=False, group=16),
 }
 
@@ -137,7 +172,7 @@ def quantize_checkpoint(folder: Path, kind: Format) -> dict[str, torch.Tensor]:
             # The order of inputs is the same for projections of the same input, as in GPTQ's files.
             seed = sum(map(ord, module.rpartition(".")[0])) + 7 * (module.endswith(("o_proj", "down_proj")))
             tensors, meant = kind.quantize(tensor.float().numpy(), seed)
-            packed |= {f"{module}.{end}": torch.from_numpy(value) for end, value in tensors.items()}
+            packed |= {f"{module}.{end}": torch.as_tensor(value) for end, value in tensors.items()}
             dense[name] = torch.from_numpy(meant).to(tensor.dtype)
         else:
             packed[name] = tensor

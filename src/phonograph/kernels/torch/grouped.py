@@ -1,4 +1,4 @@
-"""Products with integer weights that have a scale for each group of inputs, in torch's operators.
+"""Products with weights of 4 or 8 bits that have a scale for each group of inputs, in torch's operators.
 
 Weights are unpacked tile by tile, so that a second copy of a matrix never exists. This is the reference of the GPU's
 kernels, and what a CPU runs.
@@ -17,10 +17,11 @@ _TILE = 1 << 19
 
 
 class Grouped(NamedTuple):
-    """Integer weights: (value - zero) * scale.
+    """Weights: (value - zero) * scale of integers, or value * scale of FP8.
 
     Attributes:
-        packed_OW: int32, values along the inputs, lowest bits first; whole groups, so I is rounded up.
+        packed_OW: int32, values along the inputs, lowest bits first, with whole groups, so that I is rounded up; or
+            [O, I] in float8_e4m3fn, which has no zeros.
         scales_OG: in the type of the products.
         zeros_OG: uint8, or None for 2 ** (bits - 1) everywhere.
         bits: 4 or 8 of a value.
@@ -42,8 +43,10 @@ class Grouped(NamedTuple):
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
-    """Return the weights [O, G * group] in the type of the scales."""
+    """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales."""
     outputs, groups = weight.scales_OG.shape
+    if weight.packed_OW.dtype == torch.float8_e4m3fn:
+        return _dequantize_fp8(weight)
     bytes_OB = weight.packed_OW.view(torch.uint8)
     width = bytes_OB.shape[1] * 8 // weight.bits
     values = torch.empty(outputs, width, dtype=weight.scales_OG.dtype, device=weight.scales_OG.device)
@@ -60,6 +63,15 @@ def dequantize(weight: Grouped) -> torch.Tensor:
     else:
         grouped.sub_(weight.zeros_OG.unsqueeze(-1))
     grouped.mul_(weight.scales_OG.unsqueeze(-1))
+    return values
+
+
+def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
+    values = weight.packed_OW.to(weight.scales_OG.dtype)
+    groups, whole = weight.scales_OG.shape[1], values.shape[1] // weight.group
+    values[:, : whole * weight.group].unflatten(1, (whole, weight.group)).mul_(weight.scales_OG[:, :whole, None])
+    if whole < groups:
+        values[:, whole * weight.group :].mul_(weight.scales_OG[:, whole:])
     return values
 
 

@@ -45,6 +45,11 @@ class GroupedWeight:
 
     def draw(self, std: float, generator: torch.Generator) -> None:
         values = self.values
+        if values.packed_OW.dtype == torch.float8_e4m3fn:
+            drawn = torch.empty(values.packed_OW.shape, dtype=torch.float16, device=self.device)
+            values.packed_OW.copy_(drawn.normal_(generator=generator))
+            values.scales_OG.fill_(std)
+            return
         values.packed_OW.random_(-(2**31), 2**31, generator=generator)
         # Values that are uniform over all integers of so many bits have this standard deviation.
         values.scales_OG.fill_(std / ((1 << values.bits) / math.sqrt(12)))

@@ -8,6 +8,7 @@ from typing import Any, cast
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.compressed_tensors import PackQuantized
+from phonograph.models.quantization.float8 import Fp8, check_block
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization
 
@@ -112,8 +113,21 @@ def _awq(settings: _Settings) -> Quantization:
     return Quantization(scheme, ignored)
 
 
+def _fp8(settings: _Settings) -> Quantization:
+    settings.one_of("activation_scheme", "dynamic", "dynamic", "static")
+    settings.one_of("fmt", "e4m3", "e4m3")
+    block = settings.take("weight_block_size", None, "two integers or null", list, type(None))
+    ignored = settings.names("modules_to_not_convert") + settings.names("ignored_layers")
+    settings.finish()
+    if block is None:
+        return Quantization(Fp8(origin="FP8", scales="tensor"), ignored)
+    return Quantization(
+        Fp8(origin="FP8", scales="block", block=check_block(block), scale_end="weight_scale_inv"), ignored
+    )
+
+
 def _compressed_tensors(settings: _Settings) -> Quantization:
-    settings.one_of("format", None, "pack-quantized")
+    layout = settings.one_of("format", None, "pack-quantized", "float-quantized")
     settings.one_of("kv_cache_scheme", None, None)
     ignored = settings.names("ignore")
     groups = settings.take("config_groups", None, "an object", dict)
@@ -123,14 +137,23 @@ def _compressed_tensors(settings: _Settings) -> Quantization:
         )
     group = _Settings(next(iter(groups.values())), f"config_groups.{next(iter(groups))}")
     group.one_of("targets", None, ["Linear"])
-    group.one_of("input_activations", None, None)
+    activations = group.take("input_activations", None, "an object or null", dict, type(None))
     group.one_of("output_activations", None, None)
-    group.one_of("format", None, None, "pack-quantized")
+    group.one_of("format", None, None, layout)
     weights = _Settings(group.take("weights", None, "an object", dict), "config_groups.weights")
     group.finish()
-    bits = weights.one_of("num_bits", None, 4, 8)
-    weights.one_of("type", "int", "int")
+    is_float = layout == "float-quantized"
+    bits = weights.one_of("num_bits", None, *((8,) if is_float else (4, 8)))
+    weights.one_of("type", "int", "float" if is_float else "int")
     weights.one_of("dynamic", False, False)
+    if is_float:
+        scheme = _fp8_of(weights)
+        settings.finish()
+        return Quantization(scheme, ignored)
+    if activations is not None:
+        raise UnsupportedModelError(
+            "quantization_config has input_activations with packed integers; supported are activations in 16 bits"
+        )
     strategy = weights.one_of("strategy", None, "group", "channel", None)
     size = weights.take("group_size", None, "an integer or null", int, type(None))
     if strategy == "group" and (size is None or size < 1):
@@ -143,15 +166,31 @@ def _compressed_tensors(settings: _Settings) -> Quantization:
         # With "weight" (or "static") the order is used while the weights are rounded; the file's groups are in order.
         ordered=order in ("group", True),
     )
+    _finish_weights(weights)
+    settings.finish()
+    return Quantization(scheme, ignored)
+
+
+def _fp8_of(weights: _Settings) -> Fp8:
+    scales = weights.one_of("strategy", None, "tensor", "channel", "block")
+    weights.one_of("symmetric", True, True)
+    weights.one_of("group_size", None, None)
+    weights.one_of("actorder", None, None, False)
+    block = weights.take("block_structure", None, "two integers or null", list, type(None))
+    _finish_weights(weights)
+    sizes = check_block(block) if scales == "block" else (0, 0)
+    return Fp8(origin="compressed-tensors, FP8", scales=scales, block=sizes)
+
+
+def _finish_weights(weights: _Settings) -> None:
     for name in ("observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype"):
         weights.take(name, None, "any value", str, dict, list, type(None))
     weights.finish()
-    settings.finish()
-    return Quantization(scheme, ignored)
 
 
 _READERS: dict[str, Callable[[_Settings], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
 }

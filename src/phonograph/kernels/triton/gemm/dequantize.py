@@ -1,9 +1,12 @@
-"""Integer weights in groups, written out in the type of the products; the layout is that of `kernels.torch.grouped`.
+"""Weights of 4 or 8 bits in groups, written out in the type of the products.
+
+The layout is that of `kernels.torch.grouped`.
 
 Shapes: I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 import torch
@@ -19,7 +22,7 @@ def dequantize_into(weight: Grouped, order_I: torch.Tensor | None, out_OI: torch
     """Write the weights.
 
     Args:
-        weight: the integers.
+        weight: the weights.
         order_I: int64, the column of `out` of each input of `weight`; None if they are in order.
         out_OI: the result, in the type of the scales, contiguous.
     """
@@ -39,6 +42,7 @@ def dequantize_into(weight: Grouped, order_I: torch.Tensor | None, out_OI: torch
         GROUPS=weight.scales_OG.shape[1],
         GROUP=weight.group,
         BITS=weight.bits,
+        IS_FP8=weight.packed_OW.dtype == torch.float8_e4m3fn,
         BLOCK_O=_OUTPUTS,
         BLOCK_W=_WORDS,
         num_warps=4,
@@ -58,28 +62,35 @@ def _dequantize_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    COUNT: tl.constexpr = 32 // BITS
+    COUNT: tl.constexpr = 1 if IS_FP8 else 32 // BITS
     output = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
     word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     valid_o = output < outputs
     packed = tl.load(
-        packed_ptr + output[:, None] * WORDS + word[None, :], valid_o[:, None] & (word < WORDS)[None, :], other=0
+        packed_ptr + output[:, None] * WORDS + word[None, :],
+        valid_o[:, None] & (word < WORDS)[None, :],
+        other=0.0 if IS_FP8 else 0,
     )
     place = tl.arange(0, COUNT)
-    values = (packed[:, :, None] >> (place * BITS)[None, None, :]) & ((1 << BITS) - 1)
     column = word[:, None] * COUNT + place[None, :]
     group = tl.minimum(column // GROUP, GROUPS - 1)
     at = output[:, None, None] * GROUPS + group[None, :, :]
     valid = valid_o[:, None, None] & (column < INPUTS)[None, :, :]
     scale = tl.load(scales_ptr + at, valid, other=0.0)
-    if zeros_ptr is not None:
-        values -= tl.load(zeros_ptr + at, valid, other=0).to(tl.int32)
+    if IS_FP8:
+        values = packed[:, :, None].to(tl.float32)
     else:
-        values -= 1 << (BITS - 1)
+        integers = (packed[:, :, None] >> (place * BITS)[None, None, :]) & ((1 << BITS) - 1)
+        if zeros_ptr is not None:
+            integers -= tl.load(zeros_ptr + at, valid, other=0).to(tl.int32)
+        else:
+            integers -= 1 << (BITS - 1)
+        values = integers.to(tl.float32)
     if order_ptr is not None:
         column = tl.load(order_ptr + column, column < INPUTS, other=0)
-    weight = values.to(tl.float32) * scale.to(tl.float32)
+    weight = values * scale.to(tl.float32)
     tl.store(out_ptr + output[:, None, None] * INPUTS + column[None, :, :], weight.to(out_ptr.dtype.element_ty), valid)

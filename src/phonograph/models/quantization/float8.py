@@ -1,0 +1,89 @@
+"""Weights in FP8 (e4m3): of compressed-tensors ("float-quantized") and of Hugging Face's `fp8` configurations.
+
+A module has `weight` [outputs, inputs] in e4m3 and a scale: one for the matrix, one for each output, or one for each
+block. Files may have `input_scale` for activations in FP8; activations stay in the model's type here, which is more
+accurate, so it is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.errors import UnsupportedModelError, WeightError
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight
+from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """Weights in FP8.
+
+    Attributes:
+        origin: name of the format, for people.
+        scales: "tensor", "channel" or "block".
+        block: outputs and inputs of a block; not used for other scales.
+        scale_end: end of the names of scales.
+    """
+
+    origin: str
+    scales: str
+    block: tuple[int, int] = (0, 0)
+    scale_end: str = "weight_scale"
+
+    @property
+    def name(self) -> str:
+        of = {"tensor": "one scale a matrix", "channel": "a scale an output"}
+        return f"{self.origin}, " + of.get(self.scales, f"blocks of {self.block[0]} by {self.block[1]}")
+
+    def stored(self, outputs: int, inputs: int) -> dict[str, Stored]:
+        rows, columns = self.block
+        shape = {"tensor": (1,), "channel": (outputs, 1)}
+        scales = shape[self.scales] if self.scales in shape else (-(-outputs // rows), -(-inputs // columns))
+        return {
+            "weight": Stored((outputs, inputs), (FP8,)),
+            self.scale_end: Stored(scales, SCALE_DTYPES),
+            "input_scale": Stored((1,), SCALE_DTYPES, required=False),
+        }
+
+    def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
+        group = self._group(inputs)
+        scales = allocate(outputs, -(-inputs // group))
+        return GroupedWeight(Grouped(allocate(outputs, inputs, dtype=FP8), scales, None, 8, group), None, inputs)
+
+    def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
+        assert isinstance(weight, GroupedWeight)
+        values_OI = tensors["weight"]
+        outputs = values_OI.shape[0]
+        into = weight.values.packed_OW[first : first + outputs]
+        into.view(torch.uint8).copy_(values_OI.view(torch.uint8))
+        if bool((into.view(torch.uint8) & 127 == 127).any()):
+            raise WeightError(f"{module}.weight has numbers that are not a number; download the file again")
+        scales = tensors[self.scale_end].to(torch.float32)
+        if self.scales == "block":
+            scales = scales.repeat_interleave(self.block[0], 0)[:outputs]
+        weight.write_scales(module, first, scales.reshape(-1, weight.values.scales_OG.shape[1]).expand(outputs, -1))
+
+    def nbytes(self, outputs: int, inputs: int, element: int) -> int:
+        return outputs * (inputs + -(-inputs // self._group(inputs)) * element)
+
+    def _group(self, inputs: int) -> int:
+        return self.block[1] if self.scales == "block" else inputs
+
+
+def check_block(block: object) -> tuple[int, int]:
+    """Return the sizes of a block.
+
+    Raises:
+        UnsupportedModelError: they are not two positive integers.
+    """
+    match block:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case _:
+            raise UnsupportedModelError(f"blocks of FP8 weights are {block!r}; supported are two positive integers")
