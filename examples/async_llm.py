@@ -27,7 +27,7 @@ async def answer(llm: AsyncLLM, number: int, question: str) -> None:
 
 
 async def main() -> None:
-    async with AsyncLLM("demo", max_num_seqs=8) as llm:
+    async with AsyncLLM("demo", max_num_seqs=2, cudagraph_capture_sizes=[1, 2, 64]) as llm:
         await asyncio.gather(*(answer(llm, number, question) for number, question in enumerate(QUESTIONS)))
 
 

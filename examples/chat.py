@@ -14,7 +14,7 @@ QUESTIONS = (
 
 
 def main() -> None:
-    llm = LLM("demo", max_num_seqs=1)
+    llm = LLM("demo", max_num_seqs=1, cudagraph_capture_sizes=[1, 32, 64])
     messages: list[dict[str, str]] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})

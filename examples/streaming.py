@@ -9,7 +9,7 @@ from phonograph import LLM, SamplingParams
 
 
 def main() -> None:
-    llm = LLM("demo", max_num_seqs=1)
+    llm = LLM("demo", max_num_seqs=1, cudagraph_capture_sizes=[1, 32, 64])
     question = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
     prompt = llm.encode_chat([{"role": "user", "content": question}])
     shown = 0

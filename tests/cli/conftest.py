@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import plain_environment, run  # noqa: F401 - a fixture of every test here
+from installed_backend import installed  # noqa: F401 - a fixture
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

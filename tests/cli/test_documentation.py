@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,25 +13,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed_backend import EXAMPLE
 
 from checks.processes import ServerProcess, free_port
 from phonograph.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^<!-- runnable -->\n```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if BLOCK.search(page.read_text(encoding="utf-8")))
+BLOCK = re.compile(r"^<!-- (runnable(?: with a server)?) -->\n```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+SERVER = "http://127.0.0.1:8000"
+"""Address of the server in the documentation; blocks that need one get the test's."""
+BLOCKS = {
+    page: BLOCK.findall(page.read_text(encoding="utf-8"))
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+}
+ALONE = [page for page, blocks in BLOCKS.items() if any(mark == "runnable" for mark, *_ in blocks)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def run_block(page: Path, language: str, text: str) -> None:
+    """Run a block of Python, or lines of `phonograph` commands in this process."""
+    if language == "python":
+        exec(compile(text, str(page), "exec"), {})
+        return
+    for line in text.replace("\\\n", "").splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "phonograph"
+        assert main(arguments) == 0, line
+
+
+@pytest.mark.parametrize("page", ALONE, ids=lambda page: page.stem)
 def test_the_runnable_blocks_of_a_page_run(page: Path) -> None:
-    for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if language == "python":
-            exec(compile(text, str(page), "exec"), {})
-            continue
-        for line in text.replace("\\\n", "").splitlines():
-            program, *arguments = shlex.split(line)
-            assert program == "phonograph"
-            assert main(arguments) == 0, line
+    for mark, language, text in BLOCKS[page]:
+        if mark == "runnable":
+            run_block(page, language, text)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +80,24 @@ def test_the_notebook_plots_decisions(capsys: pytest.CaptureFixture[str], monkey
     assert "FULL: the default where support is ALWAYS" in capsys.readouterr().out
 
 
-def test_the_openai_client_gets_a_stream_and_a_tool_call(
+def test_the_asynchronous_example_answers_both_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "async_llm.py"))
+    asyncio.run(example["main"]())
+    pieces = re.findall(r"^(\d): '(.*)'$", capsys.readouterr().out, flags=re.MULTILINE)
+    answers = ["".join(text for number, text in pieces if number == asked) for asked in "01"]
+    assert "19" in answers[0] and "26" in answers[1]
+
+
+def test_the_example_backend_answers(installed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = re.search(r"^    phonograph (generate.*\\\n.*)$", (EXAMPLE / "README.md").read_text(), flags=re.MULTILINE)
+    assert command is not None
+    arguments = shlex.split(command[1].replace("\\\n", ""))
+    assert installed in arguments
+    assert main([*arguments, "--cudagraph-capture-sizes", "1,32"]) == 0
+    assert re.search(r"19\b", capsys.readouterr().out)
+
+
+def test_examples_and_blocks_that_need_a_server_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, log = f"http://127.0.0.1:{free_port()}", tmp_path / "server.log"
@@ -75,8 +107,17 @@ def test_the_openai_client_gets_a_stream_and_a_tool_call(
     server = ServerProcess("the server", command, url=url, log=log, environment=environment)
     try:
         server.wait_until_ready(120, print)
-        monkeypatch.setattr(sys, "argv", ["openai_client.py", f"{url}/v1"])
-        runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")
+        for name, pattern in (
+            ("openai_client", r"19\b[\s\S]*\nadd \{"),
+            ("tools", r"(add|subtract) \{.*\} = -?\d+\n.+"),
+        ):
+            monkeypatch.setattr(sys, "argv", [f"{name}.py", f"{url}/v1"])
+            runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+            assert re.search(pattern, capsys.readouterr().out)
+        for page, blocks in BLOCKS.items():
+            for mark, language, text in blocks:
+                if mark != "runnable":
+                    assert SERVER in text
+                    run_block(page, language, text.replace(SERVER, url))
     finally:
         server.stop()
-    assert re.search(r"19\b[\s\S]*\nadd \{", capsys.readouterr().out)
