@@ -64,6 +64,14 @@ def test_products(tokens: int, inputs: int, outputs: int, group: int, zeros: boo
     assert (hidden - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_number_of_fp8(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[numbers & 127 != 127].view(torch.float8_e4m3fn)[None]
+    weight = Grouped(numbers, torch.ones(1, 1, dtype=dtype), None, 8, 254)
+    assert torch.equal(dequantize(weight), numbers.to(dtype))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_unpacking_is_the_inverse_of_packing(dim: int) -> None:
     for bits in (4, 8):
