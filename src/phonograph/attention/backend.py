@@ -20,6 +20,8 @@ from phonograph.graphs.modes import GraphKey, Support
 
 
 class AttentionKind(Enum):
+    """Kinds of attention, by the part of a model that has them. The engine runs decoders."""
+
     DECODER = "decoder"
     ENCODER = "encoder"
     ENCODER_ONLY = "encoder_only"
@@ -34,6 +36,7 @@ class KVLayout(Enum):
 
 
 UNBOUNDED = -1
+"""Side of a window without a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +44,32 @@ class AttentionSpec:
     """Attention of one KV group, as far as it decides which backends can run it.
 
     Attributes:
+        num_query_heads, num_kv_heads: H and K; H is a multiple of K.
+        head_size: D.
         dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); the cache may be "float8_e4m3fn"/"float8_e5m2".
+        block_size: tokens of a cache block.
+        layout: memory order in a block.
         windows: the distinct (left, right) windows of the layers, in keys beside the query itself; UNBOUNDED (-1) for
             none. A model's `sliding_window` of W keys is (W - 1, 0).
         softcap: 0 for none.
+        alibi, sinks: True if the layers have slopes, or a sink for each head.
+        lse: True if the caller needs the log-sum-exp.
         speculative_tokens: k draft tokens a step; a decode then has query length 1 + k.
         cascade: attend a prefix that is common to a batch once, where that pays.
         batch_invariant: the output of a sequence is the same bit for bit in every batch.
+
+    Example:
+        ```python
+        spec = AttentionSpec(
+            num_query_heads=32,
+            num_kv_heads=8,
+            head_size=128,
+            dtype="bfloat16",
+            kv_cache_dtype="bfloat16",
+            block_size=16,
+        )
+        assert not spec.windowed
+        ```
     """
 
     num_query_heads: int
@@ -81,6 +103,23 @@ class Capabilities(ABC):
         version: of the kernel family ("2", "3", "4"), or "".
         unverified: reason why only an explicit version selects the backend, or "".
         varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
+
+    Example:
+        ```python
+        from phonograph.attention.triton.capabilities import TritonCapabilities
+        from phonograph.core.device import known_device
+
+        spec = AttentionSpec(
+            num_query_heads=32,
+            num_kv_heads=8,
+            head_size=128,
+            dtype="bfloat16",
+            kv_cache_dtype="bfloat16",
+            block_size=16,
+        )
+        assert not TritonCapabilities().refusals(spec, known_device("h200"))
+        assert TritonCapabilities().refusals(spec, known_device("cpu"))  # Sentences with the reasons.
+        ```
     """
 
     name: str
@@ -118,6 +157,12 @@ class Capabilities(ABC):
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 
         The KV cache is sized by the rest. A few MB need not be counted.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+            limits: the largest batch.
+            graphs: keys of the graphs to capture.
         """
         return 0
 
@@ -127,6 +172,7 @@ class Capabilities(ABC):
 
     @property
     def label(self) -> str:
+        """Name and version, as "flash_attn 3"."""
         return f"{self.name} {self.version}".strip()
 
 
@@ -155,7 +201,13 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """The largest batch that a builder's persistent buffers must hold."""
+    """The largest batch that a builder's persistent buffers must hold.
+
+    Attributes:
+        max_num_seqs: request slots R.
+        max_num_tokens: tokens T of a step.
+        max_model_len: tokens of a sequence, context included.
+    """
 
     max_num_seqs: int
     max_num_tokens: int
@@ -187,6 +239,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             FP8 cache, because its kernels take queries, keys and values of one dtype.
         only_triton: True if it launches Triton kernels only. A run without launches then finds all kernels to
             compile, and the conformance suite compiles them in parallel.
+
+    A complete backend of 230 lines is `examples/out_of_tree_backend`.
     """
 
     capabilities: Capabilities
@@ -200,13 +254,17 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         self.limits = limits
 
     @abstractmethod
-    def make_builder(self) -> MetadataBuilder[MetadataT]: ...
+    def make_builder(self) -> MetadataBuilder[MetadataT]:
+        """Make the builder of this backend's metadata. The runner calls it once."""
 
     @abstractmethod
     def schedule(self, metadata: MetadataT) -> None:
         """Compute what all layers of a step share, from the contents of the batch's tensors.
 
         The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`.
+
+        Args:
+            metadata: of the step, from the builder.
         """
 
     @abstractmethod
@@ -215,6 +273,11 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
         The slot mapping may be shorter than the keys; the rows behind it are padding. Piecewise graphs contain this
         call, but not `forward`.
+
+        Args:
+            key_TKD: rotated keys.
+            value_TKD: values.
+            call: layer, cache and metadata.
         """
 
     @abstractmethod

@@ -38,11 +38,15 @@ class CommonMetadata:
     the graph; an eager step may have no padding.
 
     Attributes:
+        num_reqs, num_decodes: sequences, and those of one query token.
+        num_tokens, num_decode_tokens: their query tokens.
+        max_query_len, max_seq_len: tokens of the longest query, and of the longest sequence.
         query_start_loc: [R+1] int32, cumulative query lengths; empty slots repeat the last value.
         seq_lens: [R] int32, context + query length; 0 in empty slots.
         block_table: [R, max_blocks_per_seq] int32.
         slot_mapping: [T] int64, where each token's key and value go; -1 writes nothing.
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
+        causal: a query attends to no later token.
         prefix: what cascade attention attends once; None if the step does not cascade.
     """
 
@@ -63,7 +67,17 @@ class CommonMetadata:
 
 
 def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:
-    """Count the sequences of `query_len` tokens before the first one of another length, empty slots included."""
+    """Count the sequences of `query_len` tokens before the first one of another length, empty slots included.
+
+    Args:
+        query_start_loc_cpu: [R+1], cumulative query lengths.
+        query_len: tokens of a decode.
+
+    Example:
+        ```python
+        assert leading_decodes(np.array([0, 1, 2, 30]), 1) == 2  # Two decodes and a prefill of 28 tokens.
+        ```
+    """
     other_lens = np.flatnonzero(np.diff(query_start_loc_cpu) != query_len)
     return int(other_lens[0]) if len(other_lens) else len(query_start_loc_cpu) - 1
 
@@ -89,7 +103,19 @@ class HostCut(NamedTuple):
 
 
 def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query_len: int) -> HostCut:
-    """Cut a batch as the kernel cuts its tensors (`kernels/triton/attention/split_batch.py`)."""
+    """Cut a batch as the kernel cuts its tensors (`kernels/triton/attention/split_batch.py`).
+
+    Args:
+        query_start_loc_cpu: [R+1], cumulative query lengths.
+        seq_lens_cpu: [R], tokens of each sequence.
+        query_len: tokens of a decode.
+
+    Example:
+        ```python
+        cut = cut_on_host(np.array([0, 1, 2, 30]), np.array([50, 9, 28]), 1)
+        assert cut.border == 2 and cut.prefill_lens.tolist() == [0, 0, 28]
+        ```
+    """
     starts, lens = query_start_loc_cpu, seq_lens_cpu
     num_decodes = leading_decodes(starts, query_len)
     border = int(starts[num_decodes])
@@ -129,6 +155,9 @@ class MetadataBuilder(ABC, Generic[MetadataT]):
         Args:
             common: the batch; at a capture too it is a real one, of the graph's shape.
             key: the graph that will be captured or replayed; None for an eager step.
+
+        Returns:
+            The metadata, for `schedule`, `write_kv` and `forward`.
         """
 
 

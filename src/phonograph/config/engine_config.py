@@ -28,6 +28,12 @@ class EngineConfig(Settings):
 
     Raises:
         ConfigError: a setting is unknown, has an invalid value, or contradicts another.
+
+    Example:
+        ```python
+        config = EngineConfig(model="demo", max_num_seqs=8, cudagraph_mode="FULL")
+        assert config.max_model_len is None  # The engine chooses it.
+        ```
     """
 
     model: values.Text = Field(

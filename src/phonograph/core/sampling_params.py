@@ -45,6 +45,12 @@ class SamplingParams:
 
     Raises:
         RequestError: a value is out of range; the message names it and what would work.
+
+    Example:
+        ```python
+        greedy = SamplingParams(temperature=0.0, max_tokens=32, stop=["END"])
+        assert greedy.greedy and greedy.stop == ("END",)
+        ```
     """
 
     n: int = 1
@@ -113,10 +119,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
+        """True if tokens of the prompt or the output change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def with_checked(self, **values: object) -> SamplingParams:

@@ -35,6 +35,13 @@ class StructuredOutputs:
 
     Raises:
         RequestError: none or several are set, or a value is invalid.
+
+    Example:
+        ```python
+        constraint = StructuredOutputs(choice=["yes", "no"])
+        params = SamplingParams(structured_outputs=constraint)
+        assert constraint.kind == "choice"
+        ```
     """
 
     json: Mapping[str, object] | str | bool | None = None
@@ -71,6 +78,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> Kind:
+        """Name of the field that is set."""
         if self.json is not None:
             return "json"
         if self.regex is not None:

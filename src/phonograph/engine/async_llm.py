@@ -63,7 +63,7 @@ class AsyncLLM:
 
     Example:
         ```python
-        async with AsyncLLM("demo", max_num_seqs=8) as llm:
+        async with AsyncLLM("demo", max_num_seqs=1, cudagraph_capture_sizes=[1, 32]) as llm:
             async for output in llm.generate("Tom has 12 apples.", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
         ```

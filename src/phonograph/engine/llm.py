@@ -87,6 +87,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of the model, or None if it has none."""
         return self.session.tokenizer
 
     @property
@@ -256,8 +257,17 @@ class LLM:
             messages: list of `{"role": ..., "content": ...}`.
             options: keyword arguments of `Tokenizer.encode_chat`.
 
+        Returns:
+            The token ids, for `generate` and `stream`.
+
         Raises:
             RequestError: there is no tokenizer, or the template rejects the conversation.
+
+        Example:
+            ```python
+            token_ids = llm.encode_chat([{"role": "user", "content": "What is 2 + 3?"}])
+            outputs = llm.generate([token_ids], SamplingParams(max_tokens=4))
+            ```
         """
         if self.tokenizer is None:
             raise RequestError("messages", "...", "chat needs a tokenizer")
@@ -285,6 +295,12 @@ class LLM:
         Raises:
             RequestError: requests are in flight.
             ConfigError: the mode has no graphs.
+
+        Example:
+            ```python
+            report = llm.verify(num_replays=1)
+            assert report.ok, report.mismatches
+            ```
         """
         if self.session.has_unfinished:
             raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")

@@ -20,6 +20,13 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", or None while the sample is in progress.
         stop_reason: the stop token or stop string that ended the sample, or None.
         logprobs: one entry per token if the parameters request them, else None.
+
+    Example:
+        ```python
+        (output,) = llm.generate("1 2 3", SamplingParams(temperature=0.0, max_tokens=4))
+        (sample,) = output.outputs
+        assert len(sample.token_ids) <= 4 and sample.finish_reason in ("stop", "length")
+        ```
     """
 
     def __init__(
@@ -44,7 +51,11 @@ class CompletionOutput:
         return self._text if isinstance(self._text, str) else self._text.text
 
     def text_from(self, start: int) -> str:
-        """Return `text[start:]`, in time proportional to its length."""
+        """Return `text[start:]`, in time proportional to its length.
+
+        Args:
+            start: first character to return.
+        """
         return self._text[start:] if isinstance(self._text, str) else self._text.text_from(start)
 
     def update(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> None:
@@ -92,6 +103,12 @@ class RequestOutput:
         num_cached_tokens: prompt tokens found in the prefix cache.
         warnings: parts of the structured output that the grammar does not enforce.
         error: reason why the request was refused or failed; it then has no outputs.
+
+    Example:
+        ```python
+        first, second = llm.generate(["1 2 3", "4 5 6"], SamplingParams(max_tokens=4))
+        assert first.finished and first.error is None and first.prompt == "1 2 3"
+        ```
     """
 
     request_id: str
@@ -105,4 +122,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """True if no sample grows any more."""
         return self.error is not None or all(output.finish_reason is not None for output in self.outputs)

@@ -30,7 +30,10 @@ class CaptureList:
     """Keys of each set in ascending order of tokens.
 
     Attributes:
+        decode: graphs of uniform batches.
         cascade: variants of decode graphs that attend a common prefix once; empty without cascade attention.
+        mixed, piecewise: graphs of any batch, whole and in pieces.
+        decode_query_len: tokens of each query in a decode graph.
         notes: sizes that were left out, with the reason.
     """
 
@@ -71,9 +74,21 @@ def make_capture_list(
         cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
             for no cascades.
 
+    Returns:
+        The keys of each set, and notes about sizes that were left out.
+
     Raises:
         ConfigError: a size is below 1, or can never occur because it is above max_num_batched_tokens and above the
             tokens of a full decode batch.
+
+    Example:
+        ```python
+        captures = make_capture_list(
+            GraphMode.FULL, max_num_seqs=4, max_num_batched_tokens=64, max_capture_tokens=8
+        )
+        assert [key.num_tokens for key in captures.decode] == [1, 2, 4]
+        assert captures.mixed[-1] == GraphKey(GraphSet.MIXED, num_tokens=8, num_reqs=4)
+        ```
     """
     query_len = 1 + speculative_tokens
     largest_decode = max_num_seqs * query_len
@@ -118,6 +133,14 @@ def default_decode_sizes(max_num_seqs: int) -> list[int]:
     """Return the sequences of the decode graphs.
 
     They are 1, 2, 4, every 8 up to 1024, then 64 from one power of two to the next, and max_num_seqs at the end.
+
+    Args:
+        max_num_seqs: largest number of sequences in a step.
+
+    Example:
+        ```python
+        assert default_decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+        ```
     """
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = 8
@@ -128,7 +151,16 @@ def default_decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def default_mixed_sizes(limit: int) -> list[int]:
-    """Return the tokens of the mixed graphs, from 1 to `limit` itself: all up to 16, then eight to an octave."""
+    """Return the tokens of the mixed graphs, from 1 to `limit` itself: all up to 16, then eight to an octave.
+
+    Args:
+        limit: tokens of the largest graph.
+
+    Example:
+        ```python
+        assert default_mixed_sizes(20) == [*range(1, 17), 18, 20]
+        ```
+    """
     sizes: list[int] = []
     size = 1
     while size < limit:

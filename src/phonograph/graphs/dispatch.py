@@ -25,6 +25,8 @@ class BatchShape:
     """Shape of a batch without padding.
 
     Attributes:
+        num_tokens: query tokens of all sequences.
+        num_reqs: sequences.
         uniform_query_len: the query length of all sequences, or None if they differ.
         prefix_len: computed tokens that are in the same blocks for all sequences; 0 for none or unknown.
     """
@@ -38,7 +40,9 @@ class BatchShape:
 class CascadeRule(Protocol):
     """Rule that decides if a uniform batch attends its common prefix once; `attention.cascade` has one."""
 
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice: ...
+    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
+        """Decide for a batch of `num_reqs` queries of `query_len` tokens behind `prefix_len` common tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Decision:
         mode: FULL, PIECEWISE or NONE.
         key: the graph; None for an eager step.
         num_tokens: after padding.
+        reason: a sentence for the user, with the numbers of the step.
         cause: the reason without numbers of the step, to count steps by.
         cascade: True if the common prefix is attended once, in a graph or eagerly.
     """
@@ -73,7 +78,21 @@ class Decision:
 
 
 class Dispatcher:
-    """Table from batch shapes to decisions."""
+    """Table from batch shapes to decisions.
+
+    Args:
+        resolution: the mode that runs.
+        captures: the graphs that there are.
+        max_num_tokens: largest number of tokens in a step.
+        cascade: rule of cascade attention, or None for none.
+
+    Example:
+        ```python
+        dispatcher = llm.plan.make_dispatcher()
+        decision = dispatcher.decide(BatchShape(num_tokens=2, num_reqs=2, uniform_query_len=1))
+        print(decision.mode, decision.key, decision.reason)
+        ```
+    """
 
     def __init__(
         self,
@@ -98,7 +117,11 @@ class Dispatcher:
         self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
 
     def decide(self, shape: BatchShape) -> Decision:
-        """Return the decision for a batch of at most max_num_tokens tokens."""
+        """Return the decision for a batch of at most max_num_tokens tokens.
+
+        Args:
+            shape: the batch without padding.
+        """
         if shape.uniform_query_len != self._query_len:
             return self._mixed[shape.num_tokens]
         if self.cascade is None:

@@ -14,6 +14,12 @@ class GraphMode(Enum):
     FULL                one whole graph for every batch, from a decode set and a mixed set
     FULL_DECODE_ONLY    whole graphs for uniform decode batches, the rest is eager
     FULL_AND_PIECEWISE  whole graphs for uniform decode batches, pieces for the rest
+
+    Example:
+        ```python
+        mode = GraphMode["FULL_AND_PIECEWISE"]
+        assert mode.decode_full and mode.piecewise and not mode.mixed_full
+        ```
     """
 
     NONE = "NONE"
@@ -39,7 +45,13 @@ class GraphMode(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Batches that a backend can serve inside a captured graph. Each level includes those below it."""
+    """Batches that a backend can serve inside a captured graph. Each level includes those below it.
+
+    Example:
+        ```python
+        assert GraphSupport.ALWAYS > GraphSupport.UNIFORM_BATCH
+        ```
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -52,7 +64,12 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Level of support with its reason, for one resolved configuration."""
+    """Level of support with its reason, for one resolved configuration.
+
+    Attributes:
+        level: batches that may run in a graph.
+        reason: a sentence for the user.
+    """
 
     level: GraphSupport
     reason: str
@@ -71,10 +88,17 @@ class GraphKey:
     """Name of one captured graph.
 
     Attributes:
+        graphs: the set.
         num_tokens: padded tokens T.
         num_reqs: request slots R. A decode graph has T / query_len of them, the other sets have all.
         query_len: tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets.
         cascade: True for a decode graph that attends a prefix common to all its sequences once.
+
+    Example:
+        ```python
+        key = GraphKey(GraphSet.DECODE, num_tokens=8, num_reqs=8, query_len=1)
+        assert str(key) == "decode[8 tokens, 8 slots]"
+        ```
     """
 
     graphs: GraphSet

@@ -14,7 +14,12 @@ from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Possibility to break a capture at the attention call, with the reason."""
+    """Possibility to break a capture at the attention call, with the reason.
+
+    Attributes:
+        available: True if it is possible.
+        reason: a sentence for the user.
+    """
 
     available: bool
     reason: str
@@ -41,7 +46,8 @@ class Resolution:
     Attributes:
         asked: the requested mode; None for the default.
         mode: the mode that runs.
-        reasons: the steps from the first to the second.
+        support: level of the attention backend.
+        reasons: the steps from `asked` to `mode`.
     """
 
     asked: GraphMode | None
@@ -73,8 +79,19 @@ def resolve_mode(
         pieces: if captures can be broken at attention.
         speculative_tokens: draft tokens a step.
 
+    Returns:
+        The mode that runs, with a reason for each change.
+
     Raises:
         ConfigError: FULL was requested and the backend supports no graph. The default never fails.
+
+    Example:
+        ```python
+        decodes_only = Support(GraphSupport.UNIFORM_BATCH, "its plan is for decodes")
+        resolution = resolve_mode(GraphMode.FULL, decodes_only, Pieces(True, "attention is one operator"))
+        assert resolution.mode is GraphMode.FULL_AND_PIECEWISE
+        print(*resolution.reasons)
+        ```
     """
     mode, text = _start(requested, support)
     reasons = [Reason(None, mode, text)]

@@ -18,6 +18,18 @@ class CapturedGraph:
         steps: calls of a replay, in order; a broken graph has its pieces and the eager calls between them.
         outputs: the tensors that the captured function returned. All graphs of a runtime share their memory: the next
             replay of any graph may overwrite them.
+
+    Example:
+        ```python
+        from phonograph.graphs.tape.tape import TapeRuntime
+
+        runtime, number = TapeRuntime(), torch.ones(2)
+        with torch.inference_mode(), runtime.scope():
+            graph = runtime.capture(lambda: (2 * number,))
+            number.fill_(3.0)
+            graph.replay()
+        assert graph.outputs[0].tolist() == [6.0, 6.0]
+        ```
     """
 
     steps: list[Callable[[], object]]
@@ -46,6 +58,12 @@ class GraphRuntime(Protocol):
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
         """Run `function` once and record it.
 
+        Args:
+            function: reads tensors whose addresses stay the same, and returns its results.
+
+        Returns:
+            The graph with the outputs of `function`.
+
         Raises:
             CaptureError: a graph cannot hold what `function` did (a host read, a shape that depends on data, ...).
         """
@@ -56,6 +74,10 @@ class GraphRuntime(Protocol):
 
         Inside a capture, end the running piece, run the call eagerly now and at each replay, and open the next piece.
         The capture may move the tensors into the pool afterwards, so `function` must not take them from its closure.
+
+        Args:
+            function: the call.
+            tensors: its arguments.
         """
         ...
 

@@ -53,7 +53,9 @@ class Drawn:
 class VerifySubject(Protocol):
     """Engine part that `verify` drives. `replay` and `eager` return copies of all results of the step, by name."""
 
-    def graph_keys(self) -> tuple[GraphKey, ...]: ...
+    def graph_keys(self) -> tuple[GraphKey, ...]:
+        """Return the keys of all captured graphs."""
+        ...
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
         """Draw a random batch that runs as `key`."""
@@ -70,7 +72,15 @@ class VerifySubject(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """One tensor of one replay that differs. max_abs_error is NaN if one side is not finite."""
+    """One tensor of one replay that differs.
+
+    Attributes:
+        key: the graph.
+        batch: description of the batch.
+        tensor: name of the tensor.
+        num_different, num_elements: elements that differ, and all.
+        max_abs_error: largest difference; NaN if one side is not finite.
+    """
 
     key: GraphKey
     batch: str
@@ -125,6 +135,9 @@ def verify(
         num_replays: number of replays in all; each graph gets at least one.
         seed: of the random batches.
         progress: gets the number of replays done and in all.
+
+    Returns:
+        Counts, and each tensor that differed.
 
     Raises:
         ConfigError: there is no graph to verify.

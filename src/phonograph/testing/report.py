@@ -8,6 +8,8 @@ from typing import Any
 
 
 class Outcome(Enum):
+    """Results of a check."""
+
     PASSED = "passed"
     FAILED = "failed"
     NOT_APPLICABLE = "not applicable"
@@ -17,9 +19,12 @@ class Outcome(Enum):
 class Check:
     """One fault that was looked for.
 
-    name:    the fault, as "stale split count"
-    subject: where: a graph, a configuration, or ""
-    text:    of a failure the batch that showed it and the suspected cause; why a check is not applicable; else ""
+    Attributes:
+        name: the fault, as "stale split count".
+        subject: graph or configuration that was checked, or "".
+        outcome: the result.
+        text: of a failure the batch that showed it and the suspected cause; the reason why a check is not applicable;
+            else "".
     """
 
     name: str
@@ -33,20 +38,36 @@ class Check:
 
 
 def passed(name: str, subject: str, text: str = "") -> Check:
+    """Return a check that found no fault."""
     return Check(name=name, subject=subject, outcome=Outcome.PASSED, text=text)
 
 
 def failed(name: str, subject: str, text: str) -> Check:
+    """Return a check that found its fault."""
     return Check(name=name, subject=subject, outcome=Outcome.FAILED, text=text)
 
 
 def not_applicable(name: str, subject: str, text: str) -> Check:
+    """Return a check that the backend's declaration leaves out."""
     return Check(name=name, subject=subject, outcome=Outcome.NOT_APPLICABLE, text=text)
 
 
 @dataclass(slots=True, kw_only=True)
 class ConformanceReport:
-    """backend: its label; device: where it ran; checks: in the order in which they were made."""
+    """Results of the suite for one backend. `str` makes a table.
+
+    Attributes:
+        backend: label of the backend.
+        device: name of the device.
+        checks: in the order in which they were made.
+
+    Example:
+        ```python
+        report = ConformanceReport(backend="my_backend", device="cpu")
+        report.checks.append(failed("stale split count", "decode[8 tokens, 8 slots]", "a batch of longer sequences"))
+        assert not report.ok and report.failures[0].name == "stale split count"
+        ```
+    """
 
     backend: str
     device: str
@@ -54,14 +75,16 @@ class ConformanceReport:
 
     @property
     def failures(self) -> list[Check]:
+        """Checks that found their fault."""
         return [check for check in self.checks if check.outcome is Outcome.FAILED]
 
     @property
     def ok(self) -> bool:
+        """True if no check found a fault."""
         return not self.failures
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as plain values, for JSON."""
         return {
             "backend": self.backend,
             "device": self.device,

@@ -33,14 +33,23 @@ def check_conformance(
     """Run a backend through declaration, numerics, capture and replay; every detected fault has a name.
 
     Args:
-        backend: what an entry point leads to, or the name or label of a registered backend.
+        backend: object that an entry point leads to, or the name or label of a registered backend.
         device: "cpu", "cuda" or None for the GPU where there is one.
         specs: plain configurations to start from; by default one that the backend accepts.
         seed: seed of the batches' contents.
 
+    Returns:
+        All checks; `ok` is True if none failed.
+
     Raises:
         BackendError: no backend of this name is registered, or its entry point cannot be loaded.
         ConfigError: a GPU was asked for and there is none.
+
+    Example:
+        ```python
+        report = check_conformance("my_backend", device="cpu")
+        assert report.ok, str(report)
+        ```
     """
     # Here, since it brings the whole engine, which a backend's own tests need not have at import.
     from phonograph.engine.build import this_device
