@@ -49,6 +49,7 @@ class AttentionSpec:
         dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); the cache may be "float8_e4m3fn"/"float8_e5m2".
         block_size: tokens of a cache block.
         layout: memory order in a block.
+        kind: part of a model that attends.
         windows: the distinct (left, right) windows of the layers, in keys beside the query itself; UNBOUNDED (-1) for
             none. A model's `sliding_window` of W keys is (W - 1, 0).
         softcap: 0 for none.
@@ -129,26 +130,49 @@ class Capabilities(ABC):
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Return every reason why this backend cannot run `spec` on `device`; empty if it can."""
+        """Return every reason why this backend cannot run a configuration; empty if it can.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+        """
 
     def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Return `refusals`, and `varies` if the spec is batch-invariant. Selection uses this list."""
+        """Return `refusals`, and `varies` if the spec is batch-invariant. Selection uses this list.
+
+        Args:
+            spec: as for `refusals`.
+            device: as for `refusals`.
+        """
         found = self.refusals(spec, device)
         return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
 
     @abstractmethod
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
-        """Return the graph support level for `spec` on `device`, with the reason."""
+        """Return the graph support level of a configuration, with the reason.
+
+        Args:
+            spec: as for `refusals`; the backend does not refuse it.
+            device: as for `refusals`.
+        """
 
     def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         """Return the level of graphs that hold only the prefills of a split batch.
 
         Override it if a limit of `graph_support` comes from decodes of one token.
+
+        Args:
+            spec: as for `graph_support`.
+            device: as for `graph_support`.
         """
         return self.graph_support(spec, device)
 
     def preferred_block_size(self, spec: AttentionSpec) -> tuple[int, str] | None:
-        """Return the fastest block size in tokens with the reason, or None for the device's default."""
+        """Return the fastest block size in tokens with the reason, or None for the device's default.
+
+        Args:
+            spec: attention of the group, with any block size.
+        """
         return None
 
     def buffer_bytes(
@@ -181,6 +205,7 @@ class AttentionLayer:
     """Parameters of one layer. Tensors are float32 on the device.
 
     Attributes:
+        index: number of the layer in the model.
         window: (left, right) as in AttentionSpec.windows.
         scale: factor of the logits before softcap and bias, usually head_size ** -0.5.
         alibi_slopes, sinks: [H], or None.
@@ -306,6 +331,14 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         """Run `forward` and return the LSE [H, T], with any value in rows of no request.
 
         Override it if the library allocates the LSE itself: that spares a copy.
+
+        Args:
+            query_THD: as for `forward`.
+            call: as for `forward`.
+            out_THD: as for `forward`.
+
+        Returns:
+            The LSE, float32 [H, T].
         """
         num_tokens, num_heads, _ = query_THD.shape
         lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)

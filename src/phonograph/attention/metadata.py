@@ -133,7 +133,11 @@ def cut_on_host(query_start_loc_cpu: np.ndarray, seq_lens_cpu: np.ndarray, query
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """A step as a backend sees it: the batch, and in subclasses what the backend's builder adds."""
+    """A step as a backend sees it: the batch, and in subclasses what the backend's builder adds.
+
+    Attributes:
+        common: the batch.
+    """
 
     common: CommonMetadata
 

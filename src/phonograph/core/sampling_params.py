@@ -128,7 +128,11 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def with_checked(self, **values: object) -> SamplingParams:
-        """Return a copy with these values, which are valid already: `replace` would validate all others again."""
+        """Return a copy with these values, which are valid already: `replace` would validate all others again.
+
+        Args:
+            values: fields to replace.
+        """
         copied = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
             copied._set(name, values[name] if name in values else getattr(self, name))
@@ -136,6 +140,9 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check token ids against the vocabulary. To be called before the request is admitted.
+
+        Args:
+            vocab_size: token ids of the model are below it.
 
         Raises:
             RequestError: a key of logit_bias or an item of stop_token_ids is not below `vocab_size`.

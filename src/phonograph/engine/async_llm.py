@@ -255,7 +255,11 @@ class AsyncLLM:
         return call
 
     async def drain(self, seconds: float) -> None:
-        """Stop accepting calls, let those in progress run for at most `seconds`, and fail the rest."""
+        """Stop accepting calls, let those in progress run for a while, and fail the rest.
+
+        Args:
+            seconds: longest time to wait.
+        """
         self.draining = True
         until = time.monotonic() + seconds
         while self._open and self.death is None and time.monotonic() < until:

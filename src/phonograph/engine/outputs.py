@@ -59,7 +59,12 @@ class CompletionOutput:
         return self._text[start:] if isinstance(self._text, str) else self._text.text_from(start)
 
     def update(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> None:
-        """Turn new tokens into text and store the reasons. A stop string in the text ends the sample first."""
+        """Turn new tokens into text and store the reasons. A stop string in the text ends the sample first.
+
+        Args:
+            finish_reason: as the engine reports it; None while the sample grows.
+            stop_reason: stop token that ended the sample, or None.
+        """
         text = self._text
         if not isinstance(text, str):
             text.push(self.token_ids)

@@ -16,7 +16,12 @@ STEPS_PER_OCTAVE = 8
 
 @dataclass(frozen=True, slots=True)
 class CaptureRetry:
-    """Graph whose first capture failed, with the failure. A second one succeeded, after an eager run."""
+    """Graph whose first capture failed. A second one succeeded, after an eager run.
+
+    Attributes:
+        key: the graph.
+        reason: the failure.
+    """
 
     key: GraphKey
     reason: str

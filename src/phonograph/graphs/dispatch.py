@@ -41,7 +41,13 @@ class CascadeRule(Protocol):
     """Rule that decides if a uniform batch attends its common prefix once; `attention.cascade` has one."""
 
     def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
-        """Decide for a batch of `num_reqs` queries of `query_len` tokens behind `prefix_len` common tokens."""
+        """Decide for a uniform batch.
+
+        Args:
+            num_reqs: sequences.
+            query_len: tokens of each query.
+            prefix_len: tokens of the common prefix.
+        """
         ...
 
 
@@ -73,7 +79,12 @@ class Decision:
         return "eager cascade" if self.cascade else "eager"
 
     def eagerly(self, num_tokens: int, why: str) -> Decision:
-        """Return an eager decision for the same batch, if a request needs what its graph cannot do."""
+        """Return an eager decision for the same batch, if a request needs what its graph cannot do.
+
+        Args:
+            num_tokens: tokens of the batch without padding.
+            why: the reason.
+        """
         return Decision(mode=GraphMode.NONE, key=None, num_tokens=num_tokens, cause=why, reason=why)
 
 

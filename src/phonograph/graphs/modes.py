@@ -118,7 +118,12 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CascadeChoice:
-    """Decision to attend a common prefix once or not, with the reason."""
+    """Decision to attend a common prefix once or not, with the reason.
+
+    Attributes:
+        taken: True if it is attended once.
+        reason: a sentence for the user.
+    """
 
     taken: bool
     reason: str

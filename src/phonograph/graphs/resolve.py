@@ -27,7 +27,13 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One step of a resolution: the mode before (None at the start), the mode after, and the reason."""
+    """One step of a resolution.
+
+    Attributes:
+        before: the mode before; None at the start.
+        after: the mode after.
+        text: the reason.
+    """
 
     before: GraphMode | None
     after: GraphMode
@@ -64,7 +70,12 @@ class Resolution:
 
 
 def without_support(reason: str, support: Support) -> str:
-    """Remove the reason of the support from a reason that repeats it."""
+    """Remove the reason of the support from a reason that repeats it.
+
+    Args:
+        reason: text of a step of the resolution.
+        support: level of the attention backend.
+    """
     return reason.replace(f" ({support.reason})", "")
 
 

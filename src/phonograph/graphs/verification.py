@@ -22,6 +22,8 @@ class Drawn:
     """Description of a random batch.
 
     Attributes:
+        num_tokens: query tokens.
+        num_decodes, num_prefills: sequences of each kind.
         longest, median: tokens of its sequences, context included.
         prefix: tokens that a cascade attended once for all sequences.
     """
@@ -58,15 +60,28 @@ class VerifySubject(Protocol):
         ...
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
-        """Draw a random batch that runs as `key`."""
+        """Draw a random batch.
+
+        Args:
+            key: graph that it runs as.
+            rng: source of the random numbers.
+        """
         ...
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Poison scratch and outputs, and replay the graph on the prepared batch."""
+        """Poison scratch and outputs, and replay the graph on the prepared batch.
+
+        Args:
+            key: the graph.
+        """
         ...
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Run the prepared batch eagerly at the graph's padded shape."""
+        """Run the prepared batch eagerly at the graph's padded shape.
+
+        Args:
+            key: the graph.
+        """
         ...
 
 

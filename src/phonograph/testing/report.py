@@ -38,17 +38,35 @@ class Check:
 
 
 def passed(name: str, subject: str, text: str = "") -> Check:
-    """Return a check that found no fault."""
+    """Return a check that found no fault.
+
+    Args:
+        name: the fault.
+        subject: graph or configuration, or "".
+        text: as in `Check`.
+    """
     return Check(name=name, subject=subject, outcome=Outcome.PASSED, text=text)
 
 
 def failed(name: str, subject: str, text: str) -> Check:
-    """Return a check that found its fault."""
+    """Return a check that found its fault.
+
+    Args:
+        name: the fault.
+        subject: graph or configuration, or "".
+        text: as in `Check`.
+    """
     return Check(name=name, subject=subject, outcome=Outcome.FAILED, text=text)
 
 
 def not_applicable(name: str, subject: str, text: str) -> Check:
-    """Return a check that the backend's declaration leaves out."""
+    """Return a check that the backend's declaration leaves out.
+
+    Args:
+        name: the fault.
+        subject: graph or configuration, or "".
+        text: as in `Check`.
+    """
     return Check(name=name, subject=subject, outcome=Outcome.NOT_APPLICABLE, text=text)
 
 
