@@ -29,4 +29,4 @@ MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {
         ),
     ),
 }
-"""By compute capability, fastest first, for shapes of Llama-3.1-8B. Tables are in docs/performance-gpu.md."""
+"""By compute capability, fastest first, for shapes of Llama-3.1-8B. Tables are in docs/performance.md."""
