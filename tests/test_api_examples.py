@@ -85,6 +85,15 @@ def test_an_example_of_the_reference_runs(name: str, llm: LLM) -> None:
         exec(code, names)
 
 
-def test_every_object_of_the_reference_has_a_docstring() -> None:
+def test_docstrings_name_every_argument_and_field() -> None:
     assert len(EXAMPLES) > 20
-    assert not [name for name, value in OBJECTS.items() if not inspect.getdoc(value)]
+    missing: list[str] = []
+    for name, value in OBJECTS.items():
+        text = inspect.getdoc(value)
+        assert text, f"{name} has no docstring"
+        expected = list(getattr(value, "__dataclass_fields__", ()))
+        if inspect.isfunction(value):
+            expected = [one for one in inspect.signature(value).parameters if one != "self"]
+            assert not expected or "Args:" in text, f"{name} has no Args"
+        missing += [f"{name}: {one}" for one in expected if not re.search(rf"\b{one}\b", text)]
+    assert not missing

@@ -1,7 +1,7 @@
-"""A backend outside the tree, in plain torch operators: masked dense attention over gathered pages, in key splits.
+"""Attention backend of another package, in plain torch operators: masked dense attention over splits of the keys.
 
-It shows what a backend needs to run inside a graph, on the tape and on CUDA: nothing is read by the host, every bound
-that a graph freezes holds for all batches of its key, and what depends on the batch is made in `schedule`.
+It runs inside graphs, on the tape and on CUDA. The host reads nothing, every bound that a graph freezes holds for all
+batches of its key, and `schedule` computes the values that depend on the batch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class DenseCapabilities(DeclaredCapabilities):
     def buffer_bytes(
         self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
     ) -> int:
-        """What `forward` has at once, in the largest graph, which keeps it, and in the largest step without one.
+        """Return the bytes of the temporaries of `forward`, in the largest graph and in the largest eager step.
 
-        A graph of the CPU is recorded with all that its splits make; how many layers do so is not known here.
+        A graph on a CPU is recorded with the temporaries of all splits. The number of layers is not known here.
         """
         rows = [key.num_reqs * (key.query_len if key.graphs is GraphSet.DECODE else key.num_tokens) for key in graphs]
         recorded = -(-limits.max_model_len // SPLIT) if device.kind == "cpu" else 0
@@ -60,17 +60,22 @@ class DenseCapabilities(DeclaredCapabilities):
 
 
 def _split_bytes(spec: AttentionSpec, *, logits: int) -> tuple[int, int]:
-    """Of one split, in float32: for each row of a slot queries, results, so many times the logits, and masks; for each
-    slot keys and values."""
+    """Return the float32 bytes of one split, for each row of a slot and for each slot.
+
+    A row has queries, results, `logits` copies of its logits, and masks. A slot has keys and values.
+    """
     per_row = 4 * spec.num_query_heads * (4 * spec.head_size + logits * SPLIT) + 5 * SPLIT
     return per_row, 6 * 4 * SPLIT * spec.num_kv_heads * spec.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMetadata(AttentionMetadata):
-    """The schedule: for each row its sequence (-1: none) and its place in the query.
+    """Batch with its schedule.
 
-    max_query_len, num_splits: bounds that a graph freezes
+    Attributes:
+        sequence_T: sequence of each row; -1 for padding.
+        place_T: place of each row in its query.
+        max_query_len, num_splits: bounds that a graph freezes.
     """
 
     sequence_T: torch.Tensor
@@ -80,7 +85,7 @@ class DenseMetadata(AttentionMetadata):
 
 
 class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
-    """One schedule buffer serves all graphs: each step makes it anew."""
+    """Builder with one schedule buffer for all graphs. Each step fills it again."""
 
     def __init__(self, device: torch.device, limits: BatchLimits) -> None:
         self._limits = limits
@@ -102,7 +107,7 @@ class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
         return key.query_len if key.graphs is GraphSet.DECODE else key.num_tokens
 
     def num_splits(self, common: CommonMetadata, key: GraphKey | None) -> int:
-        """Of the longest sequence there may be: one that a later batch of the graph has may be longer than today's."""
+        """Return the splits of the longest sequence: in a graph, of the longest that a later batch may have."""
         longest = common.max_seq_len if key is None else self._limits.max_model_len
         return max(1, -(-longest // SPLIT))
 
@@ -116,7 +121,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
     def schedule(self, metadata: DenseMetadata) -> None:
         starts = metadata.common.query_start_loc.long()
         row_T = torch.arange(len(metadata.sequence_T), device=self.device)
-        # Of the empty slots that begin where a row does, the row belongs to none.
+        # Empty slots that begin at a row do not own it.
         sequence_T = torch.searchsorted(starts[1:], row_T, right=True)
         is_nobodys = row_T >= starts[-1]
         metadata.sequence_T.copy_(sequence_T.masked_fill(is_nobodys, -1))
@@ -124,7 +129,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
 
     def write_kv(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, call: AttentionCall[DenseMetadata]) -> None:
         slot_T = call.metadata.common.slot_mapping
-        # torch cannot write nowhere: rows without a slot write once more what row 0 does, or what is there already.
+        # torch has no masked write: rows without a slot repeat the write of row 0, or write the values that are there.
         valid_T = slot_T >= 0
         target_T = torch.where(valid_T, slot_T, slot_T[:1]).clamp(min=0)
         block_T, offset_T = target_T // self.spec.block_size, target_T % self.spec.block_size
@@ -140,13 +145,13 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        """Queries are laid out by sequence and place [R, Q], attended there split by split, and put back in rows."""
+        """Attend split by split on queries laid out by sequence and place [R, Q], and write the result in rows."""
         layer, kv_cache, metadata = call
         starts, lens_R = metadata.common.query_start_loc.long(), metadata.common.seq_lens.long()
         place_Q = torch.arange(metadata.max_query_len, device=self.device)
         row_RQ = (starts[:-1, None] + place_Q).clamp(max=len(query_THD) - 1)
         position_RQ = (lens_R - starts[1:] + starts[:-1])[:, None] + place_Q
-        # [R, K, G, Q, D]: rows of others among them are computed in vain, and NaN stays in its row.
+        # [R, K, G, Q, D]: results of rows of other sequences are not used, and NaN stays in its row.
         query = query_THD[row_RQ].float().unflatten(2, (self.spec.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         largest = torch.full(query.shape[:-1], -torch.inf, device=self.device)
         total, summed = torch.zeros_like(largest), torch.zeros_like(query)
@@ -174,7 +179,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         out_THD.copy_(self._rows(metadata, result_RQHD, 0.0))
 
     def _rows(self, metadata: DenseMetadata, result_RQ: torch.Tensor, nobodys: float) -> torch.Tensor:
-        """Results by sequence and place as rows, with `nobodys` in those of no request."""
+        """Return results by sequence and place as rows, with `nobodys` in padding rows."""
         num_slots, max_query_len = result_RQ.shape[:2]
         sequence_T = metadata.sequence_T
         rows = result_RQ[sequence_T.clamp(0, num_slots - 1), metadata.place_T.clamp(0, max_query_len - 1)]
@@ -183,7 +188,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
     def _gathered(
         self, kv_cache: torch.Tensor, metadata: DenseMetadata, key_W: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, W, K, D] of a split, zeros where a sequence has none: what lies there may be NaN."""
+        """Return keys and values [R, W, K, D] of a split, with zeros behind each sequence (the cache may have NaN)."""
         table = metadata.common.block_table
         block_W, offset_W = key_W // self.spec.block_size, key_W % self.spec.block_size
         blocks_RW = table[:, block_W.clamp(max=table.shape[1] - 1)].long()
@@ -199,7 +204,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
         position_RQ: torch.Tensor,
         lens_R: torch.Tensor,
     ) -> torch.Tensor:
-        """Which keys of a split each query attends to, as [R, Q, W]."""
+        """Return the mask [R, Q, W] of the keys of a split that each query attends to."""
         position, (left, right) = position_RQ[:, :, None], layer.window
         seen = (key_W < lens_R[:, None, None]).expand(*position_RQ.shape, -1)
         seen = seen & (key_W <= position) if metadata.common.causal else seen
@@ -208,7 +213,7 @@ class DenseBackend(AttentionBackend[DenseMetadata]):
 
 
 def _load() -> type[DenseBackend]:
-    """A backend with a kernel library imports it here, and not before."""
+    """Return the backend's class. A backend with a kernel library imports it here."""
     return DenseBackend
 
 
