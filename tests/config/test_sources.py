@@ -42,6 +42,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
         max_size=2,
     ),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
+    "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "seed": st.integers(0, 2**63 - 1),

@@ -119,7 +119,7 @@ def pair(
 ) -> Iterator[Pair]:
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
     sizes = {"hidden_size": 136, "intermediate_size": 104, "num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
-    quantization = None if scheme is None else Quantization(scheme)
+    quantization = None if scheme is None else Quantization("", scheme)
     spec = replace(read_model_spec(family), **sizes, quantization=quantization)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode():

@@ -14,11 +14,12 @@ from dense import DenseSequences
 from quantized_checkpoints import FORMATS, Format, quantize_checkpoint, words
 from safetensors.torch import load_file, save_file
 
-from phonograph.errors import ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.config.engine_config import EngineConfig
+from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
 from phonograph.models.quantization.grouped_weight import unpack
 from phonograph.models.quantization.quantization_config import read_quantization
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")
@@ -183,6 +184,36 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
 def test_settings(config: Any, error: type[PhonographError], words_of_error: str) -> None:
     with pytest.raises(error, match=words_of_error):
         read_quantization(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_that_is_made_at_load(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Rounding to three bits of mantissa is at most 1/16 of a number, and 2.6% of uniform ones on average."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=104)
+    config = EngineConfig(model=str(tmp_path), quantization="fp8")
+    spec = read_configured_model(config, config_only=False)
+    model = load_model(spec, tmp_path, dtype=dtype, device=CPU)
+    weights: list[Any] = model.quantized
+    down = weights[-1].values
+    wanted = reference.model.layers[-1].mlp.down_proj.weight.detach()
+    got = dequantize(down).float()
+    assert (got - wanted).norm() <= 0.035 * wanted.norm()
+    assert spec.weight_bytes("float32") < 0.5 * read_model_spec(tmp_path).weight_bytes("float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "words_of_error"),
+    [("awq", "gptq", "in awq; leave it out"), ("gptq", "fp8", "in gptq"), (None, "awq", "no quantization_config")],
+)
+def test_a_format_that_the_checkpoint_does_not_have(
+    name: str | None, asked: Any, words_of_error: str, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    if name is not None:
+        quantize_checkpoint(tmp_path, FORMATS[name])
+        assert read_configured_model(EngineConfig(model=str(tmp_path), quantization=name), config_only=False)
+    with pytest.raises(ConfigError, match=f"quantization='{asked}'.*{words_of_error}"):
+        read_configured_model(EngineConfig(model=str(tmp_path), quantization=asked), config_only=False)
 
 
 def test_projections_that_are_left_out(tmp_path: Path) -> None:

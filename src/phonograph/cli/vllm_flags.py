@@ -52,7 +52,6 @@ MISSING = {
     **dict.fromkeys(("--allowed-local-media-path", "--language-model-only", "--skip-mm-profiling"), _TEXT),
     **dict.fromkeys(("--swap-space", "--cpu-offload-gb", "--kv-offloading-size", "--kv-transfer-config"), _KV),
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
-    **dict.fromkeys(("--quantization", "-q"), "the format is that of quantization_config in the checkpoint"),
     **dict.fromkeys(("--runner", "--task", "--convert", "--pooler-config"), "models generate text"),
     **dict.fromkeys(("--speculative-config", "--speculative-model"), "no draft model runs"),
     **dict.fromkeys(("--reasoning-parser", "--structured-outputs-config", "--guided-decoding-backend"), ""),

@@ -52,6 +52,10 @@ class EngineConfig(Settings):
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
         default="auto", description="Source of the weights; dummy draws random ones."
     )
+    quantization: Annotated[values.QuantizationMethod | None, values.one_of(values.QuantizationMethod)] = Field(
+        default=None,
+        description="Weight format; default: the checkpoint's. fp8 converts weights in 16 bits while they are loaded.",
+    )
     dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
         default="auto", description="Type of weights and activations; auto is the model's."
     )

@@ -21,7 +21,7 @@ from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.hf_config import FULL, check_overrides, read_settings
 from phonograph.models.layers.rope import rope_frequencies
-from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope_parameters import read_rope
@@ -145,14 +145,22 @@ class ModelSpec:
 
 
 def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:
-    """Return the spec of the configured model; raises as `read_model_spec`."""
-    return read_model_spec(
+    """Return the spec of the configured model, in the configured weight format.
+
+    Raises:
+        ConfigError: the checkpoint is in another weight format.
+        ModelError: as `read_model_spec`.
+    """
+    spec = read_model_spec(
         config.model,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         hf_overrides=config.hf_overrides,
         config_only=config_only,
     )
+    spec = replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
+    _check_quantization(spec)
+    return spec
 
 
 def read_model_spec(

@@ -14,10 +14,11 @@ import torch
 
 from phonograph.errors import UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight
+from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight, slices
 from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
 
 FP8 = torch.float8_e4m3fn
+_LARGEST, _SMALLEST_SCALE = 448.0, 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,25 @@ class Fp8:
 
     def _group(self, inputs: int) -> int:
         return self.block[1] if self.scales == "block" else inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8AtLoad(Fp8):
+    """Weights in 16 or 32 bits, rounded to FP8 with a scale an output while they are loaded."""
+
+    def stored(self, outputs: int, inputs: int) -> dict[str, Stored]:
+        return {"weight": Stored((outputs, inputs), SCALE_DTYPES)}
+
+    def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
+        assert isinstance(weight, GroupedWeight)
+        for outputs in slices(tensors["weight"].shape[0], weight.inputs):
+            values_OI = tensors["weight"][outputs].float()
+            # An output of zeros may have any scale.
+            scales = (values_OI.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST_SCALE)
+            weight.write_scales(module, first + outputs.start, scales)
+            rows = slice(first + outputs.start, first + outputs.stop)
+            scaled = values_OI / weight.values.scales_OG[rows].float()
+            weight.values.packed_OW[rows].copy_(scaled.clamp(-_LARGEST, _LARGEST))
 
 
 def check_block(block: object) -> tuple[int, int]:

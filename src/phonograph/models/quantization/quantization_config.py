@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.compressed_tensors import PackQuantized
-from phonograph.models.quantization.float8 import Fp8, check_block
+from phonograph.models.quantization.float8 import Fp8, Fp8AtLoad, check_block
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization
 
@@ -43,6 +43,25 @@ def read_quantization(config: Any) -> Quantization:
             f"{', '.join(_READERS)}"
         )
     return reader(_Settings(settings))
+
+
+def choose_quantization(in_file: Quantization | None, asked: str | None) -> Quantization | None:
+    """Return the weight format to load.
+
+    Args:
+        in_file: format of the checkpoint.
+        asked: value of the setting `quantization`.
+
+    Raises:
+        ConfigError: the checkpoint has another format.
+    """
+    if asked is None or (in_file is not None and in_file.method == asked):
+        return in_file
+    if in_file is not None:
+        raise ConfigError("quantization", asked, f"the checkpoint is in {in_file.method}; leave it out")
+    if asked != "fp8":
+        raise ConfigError("quantization", asked, "the checkpoint has no quantization_config; only fp8 is made from it")
+    return Quantization("fp8", Fp8AtLoad(origin="FP8, made at load", scales="channel"))
 
 
 class _Settings:
@@ -98,7 +117,7 @@ def _gptq(settings: _Settings) -> Quantization:
     )
     # A list of projections in a block is complete in every checkpoint that has one; another is a mixed model.
     settings.finish()
-    return Quantization(scheme)
+    return Quantization("gptq", scheme)
 
 
 def _awq(settings: _Settings) -> Quantization:
@@ -110,7 +129,7 @@ def _awq(settings: _Settings) -> Quantization:
     scheme = Awq(bits=4, group_size=settings.group_size(128), zeros=True)
     ignored = settings.names("modules_to_not_convert")
     settings.finish()
-    return Quantization(scheme, ignored)
+    return Quantization("awq", scheme, ignored)
 
 
 def _fp8(settings: _Settings) -> Quantization:
@@ -119,11 +138,10 @@ def _fp8(settings: _Settings) -> Quantization:
     block = settings.take("weight_block_size", None, "two integers or null", list, type(None))
     ignored = settings.names("modules_to_not_convert") + settings.names("ignored_layers")
     settings.finish()
-    if block is None:
-        return Quantization(Fp8(origin="FP8", scales="tensor"), ignored)
-    return Quantization(
-        Fp8(origin="FP8", scales="block", block=check_block(block), scale_end="weight_scale_inv"), ignored
-    )
+    scheme = Fp8(origin="FP8", scales="tensor")
+    if block is not None:
+        scheme = Fp8(origin="FP8", scales="block", block=check_block(block), scale_end="weight_scale_inv")
+    return Quantization("fp8", scheme, ignored)
 
 
 def _compressed_tensors(settings: _Settings) -> Quantization:
@@ -149,7 +167,7 @@ def _compressed_tensors(settings: _Settings) -> Quantization:
     if is_float:
         scheme = _fp8_of(weights)
         settings.finish()
-        return Quantization(scheme, ignored)
+        return Quantization("compressed-tensors", scheme, ignored)
     if activations is not None:
         raise UnsupportedModelError(
             "quantization_config has input_activations with packed integers; supported are activations in 16 bits"
@@ -168,7 +186,7 @@ def _compressed_tensors(settings: _Settings) -> Quantization:
     )
     _finish_weights(weights)
     settings.finish()
-    return Quantization(scheme, ignored)
+    return Quantization("compressed-tensors", scheme, ignored)
 
 
 def _fp8_of(weights: _Settings) -> Fp8:

@@ -112,10 +112,12 @@ class Quantization:
     """Weight format of a model's projections.
 
     Attributes:
+        method: quant_method of config.json.
         scheme: the format.
         ignored: modules that are not quantized: names, ends of names after a dot, or "re:" and a pattern.
     """
 
+    method: str
     scheme: Scheme
     ignored: tuple[str, ...] = ()
 
