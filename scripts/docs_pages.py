@@ -18,6 +18,7 @@ from unittest.mock import MagicMock
 from fastapi import FastAPI
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from supported_models import formats, hardware_table
 
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app, main
@@ -243,6 +244,11 @@ def models_page() -> str:
             "`config.json`. Any other architecture is refused by name. `demo` is a model of 6 million parameters in "
             "the package.",
             table(("architecture", "model type", "bias of QKV", "norm of Q and K"), rows),
+            formats(),
+            "## Hardware",
+            "Columns are compute capabilities of NVIDIA GPUs. FP8 means that keys and values may also be FP8. The "
+            "[attention matrix](../attention-matrix.md) has the graph modes.",
+            hardware_table(),
             "## Configurations in the package",
             "`phonograph explain` takes these names without network and weights, and `bench` does with "
             "`--load-format dummy`. A configuration of an architecture that is not in the table above is there to show "

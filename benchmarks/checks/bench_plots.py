@@ -74,6 +74,26 @@ def bar_chart(
     return axes
 
 
+def ratio_chart(title: str, x_label: str, line: str, bars: Sequence[tuple[str, float, str]]) -> Axes:
+    """Return horizontal bars from the top down, with a line at 1.
+
+    Args:
+        title, x_label: texts of the chart.
+        line: name of the line in the legend.
+        bars: name, value and label of each bar.
+    """
+    axes = _axes(title, "", height=0.8 + 0.3 * len(bars))
+    drawn = axes.barh([name for name, _, _ in bars], [value for _, value, _ in bars], 0.7, color="#1f77b4")
+    axes.bar_label(drawn, [label for _, _, label in bars], padding=4, fontsize=8)
+    axes.axvline(1, color=FLOOR, label=line)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.grid(visible=False)
+    axes.set_xlabel(x_label)
+    axes.legend(loc="upper right", frameon=False)
+    return axes
+
+
 def stacked_chart(
     title: str,
     y_label: str,
@@ -130,8 +150,8 @@ def roofline_chart(
     return axes
 
 
-def _axes(title: str, y_label: str) -> Axes:
-    axes = Figure(figsize=(9, 4.5), layout="constrained").add_subplot()
+def _axes(title: str, y_label: str, height: float = 4.5) -> Axes:
+    axes = Figure(figsize=(9, height), layout="constrained").add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_ylabel(y_label)
     return axes

@@ -40,7 +40,7 @@ def read_quantization(config: Any) -> Quantization:
     if reader is None:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={method!r}, which is not supported; supported are "
-            f"{', '.join(_READERS)}"
+            f"{', '.join(QUANT_METHODS)}"
         )
     return reader(_Settings(settings))
 
@@ -212,3 +212,5 @@ _READERS: dict[str, Callable[[_Settings], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
 }
+QUANT_METHODS = tuple(_READERS)
+"""Values of `quant_method` that are supported."""

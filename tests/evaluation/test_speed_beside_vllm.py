@@ -1,9 +1,10 @@
-"""README's table of speed is the one that the records give, and no ratio mixes two records."""
+"""Table and chart of speed are those that the records give, and no ratio mixes two records."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,17 +16,27 @@ Load = Callable[[str], ModuleType]
 
 @pytest.fixture(scope="module")
 def script(benchmark_script: Load) -> ModuleType:
-    return benchmark_script("readme_table")
+    return benchmark_script("speed_beside_vllm")
 
 
 @pytest.fixture(scope="module")
 def written(script: ModuleType) -> str:
-    """Return the table that README has between the markers."""
-    return script.README.read_text().partition(f"{script.BEGIN}\n")[2].partition(f"\n{script.END}")[0]
+    """Return the table that the page has between the markers."""
+    return script.PAGE.read_text().partition(f"{script.BEGIN}\n")[2].partition(f"\n{script.END}")[0]
 
 
-def test_readme_has_the_table_that_the_records_give(script: ModuleType, written: str) -> None:
-    assert written == script.table(), "python benchmarks/readme_table.py --write"
+def test_the_page_has_the_table_that_the_records_give(script: ModuleType, written: str) -> None:
+    assert written == script.table(), "python benchmarks/speed_beside_vllm.py --write"
+
+
+def test_the_chart_shows_what_the_records_give(script: ModuleType, tmp_path: Path) -> None:
+    script.save(script.chart(), tmp_path / "speed.svg")
+    made, stored = (
+        re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text(encoding="utf-8"))
+        for path in (tmp_path / "speed.svg", script.CHART)
+    )
+    assert len(made) > len(script.ROWS)
+    assert made == stored, "python benchmarks/speed_beside_vllm.py --write"
 
 
 def test_each_row_names_a_record_that_has_both_sides(script: ModuleType, written: str) -> None:

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Supported models, weights and hardware, from the values that decide in an engine.
+
+    python scripts/supported_models.py            # print the tables
+    python scripts/supported_models.py --write    # write them between the markers in README.md
+
+The site's page of models has the same tables, and a test compares README.md with them.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
+from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.selection import BUILT_IN
+from phonograph.config.values import DType
+from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
+from phonograph.models.quantization.quantization_config import QUANT_METHODS
+from phonograph.models.registry import ARCHITECTURES
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN = "<!-- made by scripts/supported_models.py -->"
+END = "<!-- end -->"
+FAMILIES = {
+    "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+}
+"""Names of the families by the model type of an architecture."""
+FORMATS = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "fp8": "FP8"}
+"""Names of the weight formats by `quant_method`."""
+COLUMNS = 118
+"""Width of lines of text."""
+SPEC = AttentionSpec(
+    num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=64
+)
+"""Attention of Llama-3.1-8B."""
+FP8 = replace(SPEC, kv_cache_dtype="float8_e4m3fn")
+
+
+def models_table() -> str:
+    """Return the table of model families."""
+    rows = [(FAMILIES[one.model_type], f"`{name}`") for name, one in sorted(ARCHITECTURES.items())]
+    return _table(("models", "architecture in config.json"), rows)
+
+
+def formats() -> str:
+    """Return the sentence about weights."""
+    *some, last = (FORMATS[method] for method in QUANT_METHODS)
+    dense = ", ".join(one for one in get_args(DType) if one != "auto")
+    text = f"Weights are safetensors in {dense}, or quantized in the format of {', '.join(some)} or {last}."
+    return textwrap.fill(text, COLUMNS, break_on_hyphens=False)
+
+
+def hardware_table() -> str:
+    """Return the table of attention backends by device, for the attention of Llama-3.1-8B in bfloat16."""
+    groups = [list(devices) for _, devices in groupby(KNOWN_DEVICES.values(), lambda device: device.capability)]
+    headings = ["attention backend", *(_heading(devices) for devices in groups)]
+    rows = [
+        (f"`{one.capabilities.label}`", *(_support(one.capabilities, devices[0]) for devices in groups))
+        for one in BUILT_IN
+    ]
+    return _table(headings, rows)
+
+
+def markdown() -> str:
+    """Return all of it."""
+    return "\n\n".join(
+        [
+            models_table(),
+            formats(),
+            hardware_table(),
+            "Columns are compute capabilities of NVIDIA GPUs. FP8 means that keys and values may also be FP8.",
+        ]
+    )
+
+
+def _heading(devices: Iterable[DeviceSpec]) -> str:
+    first = next(iter(devices))
+    return "CPU" if first.kind == "cpu" else ".".join(map(str, first.capability))
+
+
+def _support(backend: Capabilities, device: DeviceSpec) -> str:
+    if backend.why_not(SPEC, device):
+        return "no"
+    return "yes" if backend.why_not(FP8, device) else "yes, FP8"
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    names = list(headings)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [names, ["---"] * len(names), *rows])
+
+
+def main() -> None:
+    """Print the tables, and write them into README.md where asked."""
+    made = markdown()
+    if "--write" in sys.argv[1:]:
+        before, _, rest = README.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+        README.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()
