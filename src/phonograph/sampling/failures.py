@@ -39,7 +39,7 @@ class SlotFailures:
             work(*args, **kwargs)
         except torch.AcceleratorError:
             raise
-        except GrammarError as error:  # caused by the request
+        except GrammarError as error:  # The request caused it.
             self.by_slot.setdefault(slot, SlotFailure("grammar", str(error), no_token=True))
             return False
         except Exception as error:

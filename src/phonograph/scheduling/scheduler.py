@@ -6,9 +6,9 @@ admitted in order of rank, while slots, blocks and budget last, so that only the
 gets the blocks of all its known tokens at admission, so that only decodes need further blocks. If there are none left,
 the running sequence of the worst rank loses its blocks and waits again with its output (preemption by recompute).
 
-Every request ends. The best-ranked running sequence is only preempted if it runs alone. Alone it always fits, because
-the pool bounds its length. It computes at least one token in each step (budget >= sequences). When it ends the next one
-is the best; a waiting request is only overtaken by better-ranked ones.
+Every request ends. The running sequence of the best rank is preempted only if it runs alone, and alone it always fits,
+because the pool bounds its length. It computes at least one token in each step (budget >= sequences). When it ends,
+another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
@@ -48,7 +48,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, BlockTable] = {}
         self._waiting: list[Request] = []  # sorted by rank
-        # The running sequences: by slot those that decode, and the one whose prompt is in progress.
+        # Running sequences: the decodes by slot, and the sequence whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
         self._prefilling: Request | None = None
         self._last_scheduled: list[Request] = []  # their last token is in the latest batch
@@ -229,7 +229,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
-        """Take the tokens of the oldest batch in flight, and end the requests that they end.
+        """Take the tokens of the oldest batch in flight, and end the requests that are complete.
 
         Tokens of requests that ended meanwhile are dropped.
 

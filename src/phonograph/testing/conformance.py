@@ -1,4 +1,4 @@
-"""Does a backend compute attention? Runs it on batches made to trip it and compares it with the oracle.
+"""Conformance of a backend: its outputs on batches of difficult shapes, compared with those of the oracle.
 
 It ships with the package, so that authors of other backends can run it:
 
@@ -41,7 +41,7 @@ class CaseResult:
 
     out_error: the largest of its sequences' ||out - oracle|| / ||oracle||
     lse_error: the largest |LSE - oracle| / max(1, |oracle|); 0 where the spec asks for no LSE
-    problem:   what else is wrong (padding, the cache), or ""
+    problem:   another fault (padding, the cache), or ""
     """
 
     name: str

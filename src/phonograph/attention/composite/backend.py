@@ -30,8 +30,8 @@ class SplitMetadata(AttentionMetadata):
     """Batch with the metadata of its two parts.
 
     Attributes:
-        decode: of the decodes; of the whole batch if there are only decodes.
-        prefill: of the prefills, or None if there are only decodes.
+        decode: metadata of the decodes, or of the whole batch if there are only decodes.
+        prefill: metadata of the prefills, or None if there are only decodes.
         num_decode_rows: rows of the query that decodes may have.
     """
 
@@ -132,7 +132,7 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
         self.decode = decode(spec, device, limits)
         self.prefill = prefill(spec, device, limits)
         self.capabilities = SplitCapabilities(self.decode.capabilities, self.prefill.capabilities)
-        # Each part clears only the rows behind its own sequences.
+        # Each part clears only the rows after its own sequences.
         self.clears_padding = self.decode.clears_padding and self.prefill.clears_padding
         self._query_len = 1 + spec.speculative_tokens
         self._split = SplitBatch.make(limits.max_num_seqs, device)
