@@ -29,6 +29,7 @@ import prefill_problem as prefill
 import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
+import test_dequantize as dequantized
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -96,6 +97,8 @@ def run_all(device: torch.device) -> None:
         prefill.run(case, device, 1e-2)
     for norm, tokens in ((False, 1), (True, 17)):
         layers.test_rope_and_kv_write(tokens, 3, 1, 40, norm, True, dtype, device)
+    for bits, ordered in ((4, False), (8, True)):
+        dequantized.test_writing_out(bits, True, ordered, device)
     words.test_both_ways(1025, True, device)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)

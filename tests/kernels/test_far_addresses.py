@@ -15,6 +15,7 @@ from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
 from kernel_entries import kernel_entries
 
 from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.attention.cascade import cut_prefix, merge_by_lse
@@ -28,6 +29,7 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
 from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
@@ -257,6 +259,7 @@ OTHER_TESTS = {
     "layers._norm_kernel",
     "layers._silu_kernel",
     "quantize_query._quantize_kernel",
+    "dequantize._dequantize_kernel",
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",
@@ -353,6 +356,19 @@ def test_queries_of_one_large_step(device: torch.device) -> None:
             clear_TF=clear,
         )
     assert not clear[-1].any()
+
+
+def test_outputs_of_one_large_matrix(device: torch.device) -> None:
+    """The last outputs of a matrix in FP8, whose bytes and numbers both lie beyond the border."""
+    torch.manual_seed(1)
+    rows = randn(2, WIDTH, device=device).to(torch.float8_e4m3fn)
+    packed = far_tensor(TOKENS, WIDTH, dtype=torch.float8_e4m3fn, device=device)
+    packed[-2:].view(torch.uint8).copy_(rows.view(torch.uint8))
+    scales = torch.full((TOKENS, 1), 0.5, dtype=torch.float16, device=device)
+    out = far_tensor(TOKENS, WIDTH, dtype=torch.float16, device=device)
+    with last_programs(1):
+        dequantize_into(Grouped(packed, scales, None, 8, WIDTH), None, out)
+    assert torch.equal(out[-2:], rows.to(torch.float16) * 0.5)
 
 
 FEATURES = {"window": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "k_scale": None, "v_scale": None}

@@ -16,6 +16,7 @@ KERNEL_PARTS = {
     "_prefill_kernel": "attention",
     "_quantize_kernel": "attention",
     "_split_kernel": "attention",
+    "_dequantize_kernel": "products",
     "_few_rows_kernel": "products",
     "_gemv_kernel": "products",
     "_ring_kernel": "products",

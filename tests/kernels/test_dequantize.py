@@ -1,0 +1,31 @@
+"""Quantized weights that a kernel writes out, beside torch's operators: odd sizes, over poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phonograph.kernels.torch.grouped import Grouped, dequantize
+from phonograph.kernels.triton.gemm.dequantize import dequantize_into
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_writing_out(bits: int, zeros: bool, ordered: bool, device: torch.device) -> None:
+    outputs, inputs, group = 37, 1100, 48
+    groups = -(-inputs // group)
+    words = -(-groups * group * bits // 32)
+    packed = torch.randint(-(2**31), 2**31, (outputs, words), dtype=torch.int32)
+    scales = torch.randn(outputs, groups).half()
+    zeros_OG = torch.randint(0, 1 << bits, (outputs, groups), dtype=torch.uint8) if zeros else None
+    weight = Grouped(packed, scales, zeros_OG, bits, group)
+    order = torch.randperm(inputs) if ordered else torch.arange(inputs)
+    wanted = torch.empty(outputs, inputs)
+    wanted[:, order] = dequantize(weight._replace(scales_OG=scales.float()))[:, :inputs]
+    there = Grouped(packed.to(device), scales.to(device), None, bits, group)
+    if zeros_OG is not None:
+        there = there._replace(zeros_OG=zeros_OG.to(device))
+    out = torch.full((outputs, inputs), torch.nan, dtype=torch.float16, device=device)
+    dequantize_into(there, order.to(device) if ordered else None, out)
+    assert torch.equal(out.cpu(), wanted.half())
