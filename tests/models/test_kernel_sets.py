@@ -104,7 +104,7 @@ SCHEMES: dict[str, Scheme | None] = {
 
 # Formats differ in products only, which the family with all biases has in every kind.
 PAIRS = [(family, dtype, "dense") for family in ("qwen3", "llama_bias") for dtype in DTYPES]
-PAIRS += [("llama_bias", dtype, scheme) for scheme in SCHEMES if scheme != "dense" for dtype in DTYPES]
+PAIRS += [("llama_bias", DTYPES[-1], scheme) for scheme in SCHEMES if scheme != "dense"]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: " ".join(map(str, pair)))
