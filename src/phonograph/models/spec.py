@@ -158,7 +158,10 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
         hf_overrides=config.hf_overrides,
         config_only=config_only,
     )
-    spec = replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
+    quantization = choose_quantization(spec.quantization, config.quantization)
+    if quantization is spec.quantization:
+        return spec
+    spec = replace(spec, quantization=quantization)
     _check_quantization(spec)
     return spec
 

@@ -19,12 +19,6 @@ from phonograph.models.quantization.grouped_weight import GroupedWeight
 class QuantizedKernels(TritonKernels):
     """`TritonKernels` with products of quantized weights."""
 
-    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
-        rows = input_ids_T.shape[0]
-        hidden_TE, normed_TE = self.workspace.hidden_TE[:rows], self.workspace.normed_TE[:rows]
-        layers.embed_and_norm(input_ids_T, embedding_VE, then.norm_I, self._eps, hidden_TE, normed_TE)
-        return Stream(hidden_TE, normed_TE)
-
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         out_TF = self.workspace.qkv_TF[: stream.hidden_TE.shape[0]]
         self._multiply(stream, layer, out_TF)
@@ -53,6 +47,10 @@ class QuantizedKernels(TritonKernels):
             torch.mm(stream.normed_TE, matrix_IO, out=out_TO)
         else:
             torch.addmm(bias_O, stream.normed_TE, matrix_IO, out=out_TO)
+
+    def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
+        """Return False: no product computes the norm of one row inside."""
+        return False
 
     def _matrix(self, layer: Linear) -> torch.Tensor:
         """Return the weights [I, O], which the next call may overwrite."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -13,6 +14,7 @@ from phonograph.kernels.torch.grouped import Grouped, add_product, product
 from phonograph.models.quantization.scheme import Allocate
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ordering = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,14 @@ class GroupedWeight:
                 f"{module}.g_idx does not put {self.values.group} inputs into each of {int(expected[-1]) + 1} groups; "
                 "the file is damaged, or made with another group_size than its configuration says"
             )
-        if bool(self.order_I[0] >= 0) and not torch.equal(self.order_I, order_I):
-            raise WeightError(
-                f"{module}.g_idx orders the inputs unlike the projections that are fused with it, which is not "
-                "supported; quantize the model without desc_act (actorder)"
-            )
-        self.order_I.copy_(order_I)
+        # On a GPU threads load the parts of a fused matrix side by side.
+        with _ordering:
+            if bool(self.order_I[0] >= 0) and not torch.equal(self.order_I, order_I):
+                raise WeightError(
+                    f"{module}.g_idx orders the inputs unlike the projections that are fused with it, which is not "
+                    "supported; quantize the model without desc_act (actorder)"
+                )
+            self.order_I.copy_(order_I)
         return order_I
 
     def _ordered(self, x_TI: torch.Tensor) -> torch.Tensor:
