@@ -137,7 +137,7 @@ def test_a_step_like_the_one_before_compares_nothing() -> None:
     batch = batch_of({slot: 4002 for slot in range(256)})
     assert prefixes.find(batch) == 4000
     prefixes._tables[:] = np.arange(len(prefixes._tables))[:, None]  # would be found different
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         assert prefixes.find(batch) == 4000
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
