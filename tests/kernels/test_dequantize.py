@@ -23,9 +23,9 @@ def test_writing_out(bits: int, zeros: bool, ordered: bool, device: torch.device
     order = torch.randperm(inputs) if ordered else torch.arange(inputs)
     wanted = torch.empty(outputs, inputs)
     wanted[:, order] = dequantize(weight._replace(scales_OG=scales.float()))[:, :inputs]
-    there = Grouped(packed.to(device), scales.to(device), None, bits, group)
+    there = Grouped(packed.to(device), scales.to(device), None, bits, group, order.to(device) if ordered else None)
     if zeros_OG is not None:
         there = there._replace(zeros_OG=zeros_OG.to(device))
     out = torch.full((outputs, inputs), torch.nan, dtype=torch.float16, device=device)
-    dequantize_into(there, order.to(device) if ordered else None, out)
+    dequantize_into(there, out)
     assert torch.equal(out.cpu(), wanted.half())

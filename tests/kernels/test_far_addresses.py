@@ -367,7 +367,7 @@ def test_outputs_of_one_large_matrix(device: torch.device) -> None:
     scales = torch.full((TOKENS, 1), 0.5, dtype=torch.float16, device=device)
     out = far_tensor(TOKENS, WIDTH, dtype=torch.float16, device=device)
     with last_programs(1):
-        dequantize_into(Grouped(packed, scales, None, 8, WIDTH), None, out)
+        dequantize_into(Grouped(packed, scales, None, 8, WIDTH), out)
     assert torch.equal(out[-2:], rows.to(torch.float16) * 0.5)
 
 

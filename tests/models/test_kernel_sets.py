@@ -62,8 +62,8 @@ class Pair:
             weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.2 + 1)
         for weight in model.quantized:
             weight.draw(weight.shape[0] ** -0.5, torch.Generator(device).manual_seed(1))
-            if weight.order_I is not None:
-                weight.order_I.copy_(torch.randperm(weight.inputs))
+            if weight.values.order_I is not None:
+                weight.values.order_I.copy_(torch.randperm(weight.inputs))
             if weight.values.zeros_OG is not None:
                 weight.values.zeros_OG.random_(1, 1 << weight.values.bits)
         self.model = model

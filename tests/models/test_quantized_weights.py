@@ -94,8 +94,10 @@ def test_dummy_weights_and_bytes(name: str, tmp_path: Path) -> None:
     assert len(weights) == 4 * spec.num_layers
     matrix = dequantize(weights[-1].values)
     assert 0.01 < float(matrix.std()) < 0.04 and bool(matrix.isfinite().all())
-    tensors = [tensor for weight in weights for tensor in (*weight.values[:3], weight.order_I) if tensor is not None]
-    orders = sum(weight.order_I.nbytes for weight in weights if weight.order_I is not None)
+    tensors = [
+        tensor for weight in weights for tensor in (*weight.values[:3], weight.values.order_I) if tensor is not None
+    ]
+    orders = sum(weight.values.order_I.nbytes for weight in weights if weight.values.order_I is not None)
     taken = sum(tensor.nbytes for tensor in tensors) + sum(parameter.nbytes for parameter in model.parameters)
     # The order of a fused matrix is counted once for each of its parts.
     assert 0 <= spec.weight_bytes("float32") - taken <= 2 * orders

@@ -26,6 +26,7 @@ class Grouped(NamedTuple):
         zeros_OG: uint8, or None for 2 ** (bits - 1) everywhere.
         bits: 4 or 8 of a value.
         group: inputs of a group.
+        order_I: int64, the input of x that each column multiplies; None if they are in order.
     """
 
     packed_OW: torch.Tensor
@@ -33,6 +34,7 @@ class Grouped(NamedTuple):
     zeros_OG: torch.Tensor | None
     bits: int
     group: int
+    order_I: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> Grouped:
         """Return the outputs from `first` up to `last`, as views."""
@@ -43,7 +45,7 @@ class Grouped(NamedTuple):
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
-    """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales."""
+    """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales and the order of the groups."""
     outputs, groups = weight.scales_OG.shape
     if weight.packed_OW.dtype == torch.float8_e4m3fn:
         return _dequantize_fp8(weight)
@@ -83,7 +85,7 @@ def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
 
 def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight^T + bias, [T, O]."""
-    out_TO = x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
+    x_TI, out_TO = _ordered(x_TI, weight), x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
     for first, last in _tiles(weight):
         tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
         torch.mm(x_TI, tile.t(), out=out_TO[:, first:last])
@@ -92,11 +94,16 @@ def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) ->
 
 def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
     """Add x @ weight^T + bias to `hidden`, in place."""
+    x_TI = _ordered(x_TI, weight)
     for first, last in _tiles(weight):
         tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
         hidden_TO[:, first:last].addmm_(x_TI, tile.t())
     if bias_O is not None:
         hidden_TO.add_(bias_O)
+
+
+def _ordered(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
+    return x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
 
 
 def _tiles(weight: Grouped) -> list[tuple[int, int]]:

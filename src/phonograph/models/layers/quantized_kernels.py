@@ -59,5 +59,5 @@ class QuantizedKernels(TritonKernels):
             return layer.matrix
         inputs, outputs = weight.shape
         out_OI = self.workspace.dequantized[: outputs * inputs].view(outputs, inputs)
-        dequantize_into(weight.values, weight.order_I, out_OI)
+        dequantize_into(weight.values, out_OI)
         return out_OI.t()

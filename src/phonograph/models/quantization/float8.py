@@ -55,7 +55,7 @@ class Fp8:
     def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
         group = self._group(inputs)
         scales = allocate(outputs, -(-inputs // group))
-        return GroupedWeight(Grouped(allocate(outputs, inputs, dtype=FP8), scales, None, 8, group), None, inputs)
+        return GroupedWeight(Grouped(allocate(outputs, inputs, dtype=FP8), scales, None, 8, group), inputs)
 
     def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
         assert isinstance(weight, GroupedWeight)

@@ -22,13 +22,11 @@ class GroupedWeight:
     """Weights in groups of inputs.
 
     Attributes:
-        values: the weights, whose inputs are in the order of the groups.
-        order_I: int64, the input of x that each input of `values` multiplies; None if they are in order.
+        values: the weights.
         inputs: inputs of the product.
     """
 
     values: Grouped
-    order_I: torch.Tensor | None
     inputs: int
 
     @property
@@ -40,10 +38,10 @@ class GroupedWeight:
         return self.values.packed_OW.device
 
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        return product(self._ordered(x_TI), self.values, bias_O)
+        return product(x_TI, self.values, bias_O)
 
     def add_product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
-        add_product(self._ordered(x_TI), self.values, bias_O, hidden_TO)
+        add_product(x_TI, self.values, bias_O, hidden_TO)
 
     def draw(self, std: float, generator: torch.Generator) -> None:
         values = self.values
@@ -57,8 +55,8 @@ class GroupedWeight:
         values.scales_OG.fill_(std / ((1 << values.bits) / math.sqrt(12)))
         if values.zeros_OG is not None:
             values.zeros_OG.fill_(1 << (values.bits - 1))
-        if self.order_I is not None:
-            self.order_I.copy_(torch.arange(self.inputs))
+        if values.order_I is not None:
+            values.order_I.copy_(torch.arange(self.inputs))
 
     def write_scales(self, module: str, first: int, scales_OG: torch.Tensor) -> None:
         """Fill the scales of outputs from `first` on.
@@ -99,7 +97,8 @@ class GroupedWeight:
             WeightError: a group has another number of inputs than the format says, or does not exist; or another part
                 of the fused matrix has its inputs in another order.
         """
-        assert self.order_I is not None
+        ordered = self.values.order_I
+        assert ordered is not None
         order_I = torch.argsort(group_I, stable=True)
         expected = torch.arange(self.inputs, device=order_I.device) // self.values.group
         if not torch.equal(group_I[order_I].long(), expected):
@@ -109,16 +108,13 @@ class GroupedWeight:
             )
         # On a GPU threads load the parts of a fused matrix side by side.
         with _ordering:
-            if bool(self.order_I[0] >= 0) and not torch.equal(self.order_I, order_I):
+            if bool(ordered[0] >= 0) and not torch.equal(ordered, order_I):
                 raise WeightError(
                     f"{module}.g_idx orders the inputs unlike the projections that are fused with it, which is not "
                     "supported; quantize the model without desc_act (actorder)"
                 )
-            self.order_I.copy_(order_I)
+            ordered.copy_(order_I)
         return order_I
-
-    def _ordered(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return x_TI if self.order_I is None else x_TI.index_select(1, self.order_I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +146,7 @@ class GroupedScheme:
         scales = allocate(outputs, groups)
         zeros = allocate(outputs, groups, dtype=torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
-        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group), order, inputs)
+        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order), inputs)
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
         per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * (element + self.zeros)

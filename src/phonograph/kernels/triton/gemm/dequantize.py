@@ -18,12 +18,11 @@ from phonograph.kernels.torch.grouped import Grouped
 _OUTPUTS, _WORDS = 8, 64
 
 
-def dequantize_into(weight: Grouped, order_I: torch.Tensor | None, out_OI: torch.Tensor) -> None:
-    """Write the weights.
+def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
+    """Write the weights, their columns in the order of the inputs.
 
     Args:
         weight: the weights.
-        order_I: int64, the column of `out` of each input of `weight`; None if they are in order.
         out_OI: the result, in the type of the scales, contiguous.
     """
     outputs, inputs = out_OI.shape
@@ -34,7 +33,7 @@ def dequantize_into(weight: Grouped, order_I: torch.Tensor | None, out_OI: torch
         weight.packed_OW,
         weight.scales_OG,
         weight.zeros_OG,
-        order_I,
+        weight.order_I,
         out_OI,
         outputs,
         INPUTS=inputs,
