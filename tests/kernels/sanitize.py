@@ -99,6 +99,7 @@ def run_all(device: torch.device) -> None:
         layers.test_rope_and_kv_write(tokens, 3, 1, 40, norm, True, dtype, device)
     for bits, ordered in ((4, False), (8, True)):
         dequantized.test_writing_out(bits, True, ordered, device)
+        dequantized.test_offsets(bits, device)
     words.test_both_ways(1025, True, device)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)

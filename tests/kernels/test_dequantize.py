@@ -29,3 +29,17 @@ def test_writing_out(bits: int, zeros: bool, ordered: bool, device: torch.device
     out = torch.full((outputs, inputs), torch.nan, dtype=torch.float16, device=device)
     dequantize_into(there, out)
     assert torch.equal(out.cpu(), wanted.half())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_offsets(bits: int, device: torch.device) -> None:
+    """Groups of 16 with an offset. A GPU rounds the product and the sum at once."""
+    outputs, groups, group = 11, 37, 16
+    packed = torch.randint(-(2**31), 2**31, (outputs, groups * group * bits // 32), dtype=torch.int32)
+    scales, offsets = torch.randn(2, outputs, groups).half()
+    weight = Grouped(packed, scales.float(), None, bits, group, offsets_OG=offsets.float())
+    wanted = dequantize(weight).half()
+    there = Grouped(packed.to(device), scales.to(device), None, bits, group, offsets_OG=offsets.to(device))
+    out = torch.full_like(wanted, torch.nan, device=device)
+    dequantize_into(there, out)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-3, atol=1e-3)

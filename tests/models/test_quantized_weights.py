@@ -65,6 +65,23 @@ def test_products(tokens: int, inputs: int, outputs: int, group: int, zeros: boo
     assert (hidden - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_offsets(bits: int) -> None:
+    """Against float64, with several tiles."""
+    rng = np.random.default_rng()
+    outputs, groups, group = 2100, 20, 16
+    values = rng.integers(0, 1 << bits, (outputs, groups * group))
+    scales, offsets = torch.from_numpy(rng.uniform(-1, 1, (2, outputs, groups))).float()
+    weight = Grouped(torch.from_numpy(words(values, bits, 1)), scales, None, bits, group, offsets_OG=offsets)
+    centred = torch.from_numpy(values - (1 << (bits - 1))).double().view(outputs, groups, group)
+    matrix = (centred * scales[..., None] + offsets[..., None]).flatten(1)
+    assert (dequantize(weight) - matrix).norm() <= 1e-6 * matrix.norm()
+    x, hidden = torch.randn(5, groups * group), torch.randn(5, outputs)
+    wanted = x.double() @ matrix.t() + hidden
+    add_product(x, weight, None, hidden)
+    assert (hidden - wanted).norm() <= 1e-6 * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_number_of_fp8(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8)

@@ -17,7 +17,7 @@ _TILE = 1 << 19
 
 
 class Grouped(NamedTuple):
-    """Weights: (value - zero) * scale of integers, or value * scale of FP8.
+    """Weights: (value - zero) * scale + offset of integers, or value * scale of FP8.
 
     Attributes:
         packed_OW: int32, values along the inputs, lowest bits first, with whole groups, so that I is rounded up; or
@@ -27,6 +27,7 @@ class Grouped(NamedTuple):
         bits: 4 or 8 of a value.
         group: inputs of a group.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
+        offsets_OG: in the type of the scales; None for 0 everywhere.
     """
 
     packed_OW: torch.Tensor
@@ -35,12 +36,15 @@ class Grouped(NamedTuple):
     bits: int
     group: int
     order_I: torch.Tensor | None = None
+    offsets_OG: torch.Tensor | None = None
 
     def rows(self, first: int, last: int) -> Grouped:
         """Return the outputs from `first` up to `last`, as views."""
-        zeros_OG = None if self.zeros_OG is None else self.zeros_OG[first:last]
         return self._replace(
-            packed_OW=self.packed_OW[first:last], scales_OG=self.scales_OG[first:last], zeros_OG=zeros_OG
+            packed_OW=self.packed_OW[first:last],
+            scales_OG=self.scales_OG[first:last],
+            zeros_OG=None if self.zeros_OG is None else self.zeros_OG[first:last],
+            offsets_OG=None if self.offsets_OG is None else self.offsets_OG[first:last],
         )
 
 
@@ -65,6 +69,8 @@ def dequantize(weight: Grouped) -> torch.Tensor:
     else:
         grouped.sub_(weight.zeros_OG.unsqueeze(-1))
     grouped.mul_(weight.scales_OG.unsqueeze(-1))
+    if weight.offsets_OG is not None:
+        grouped.add_(weight.offsets_OG.unsqueeze(-1))
     return values
 
 

@@ -34,6 +34,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
         weight.scales_OG,
         weight.zeros_OG,
         weight.order_I,
+        weight.offsets_OG,
         out_OI,
         outputs,
         INPUTS=inputs,
@@ -54,6 +55,7 @@ def _dequantize_kernel(
     scales_ptr,
     zeros_ptr,
     order_ptr,
+    offsets_ptr,
     out_ptr,
     outputs,
     INPUTS: tl.constexpr,
@@ -89,7 +91,9 @@ def _dequantize_kernel(
         else:
             integers -= 1 << (BITS - 1)
         values = integers.to(tl.float32)
+    weight = values * scale.to(tl.float32)
+    if offsets_ptr is not None:
+        weight += tl.load(offsets_ptr + at, valid, other=0.0).to(tl.float32)
     if order_ptr is not None:
         column = tl.load(order_ptr + column, column < INPUTS, other=0)
-    weight = values * scale.to(tl.float32)
     tl.store(out_ptr + output[:, None, None] * INPUTS + column[None, :, :], weight.to(out_ptr.dtype.element_ty), valid)
