@@ -22,13 +22,16 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear_add_norm,
     linear_silu,
     make_scratch,
+    takes_squares,
 )
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU
-from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class, takes_squares
+from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class
 from phonograph.kernels.triton.launch.precompile import compile_only
 
+DENSE = torch.empty(0)
+"""Stands for a matrix that is not quantized."""
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
     *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024), (1024, 3072)]),
@@ -177,7 +180,7 @@ def test_norms_deferred_from_either_kernel_to_the_other(
     for shape, config in {(48, 200): few, (64, 48): other, (48, 208): other, (72, 48): few}.items():
         monkeypatch.setitem(products.MEASURED, (padded, *shape), config)
     monkeypatch.setitem(products.MEASURED_SILU, (padded, 36, 48), few)
-    assert takes_squares(rows, 72, 48, torch.bfloat16)
+    assert takes_squares(rows, 72, 48, DENSE, torch.bfloat16)
     for first_inputs, second_outputs in ((200, 64), (208, 72), (200, 72)):
         case = Case(rows, 48, first_inputs, dtype, device)
         hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
@@ -230,8 +233,8 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
     assert not isinstance(choose(16, 6144, 4096), FewRowsConfig)
     for rows in (8, 16, 32):
         assert not isinstance(choose(rows, 151936, 1024), FewRowsConfig)
-        assert takes_squares(rows, 4096, 1024, torch.bfloat16) == (rows <= 16)
-        assert not takes_squares(rows, 4096, 1024, torch.float16)
+        assert takes_squares(rows, 4096, 1024, DENSE, torch.bfloat16) == (rows <= 16)
+        assert not takes_squares(rows, 4096, 1024, DENSE, torch.float16)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -263,7 +266,9 @@ def test_a_ring_is_chosen_where_that_was_measured() -> None:
     for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 3072, 2048), (32, 151936, 1024)):
         assert not isinstance(choose(rows, outputs, inputs), RingConfig)
     assert not isinstance(choose(32, 4096, 2501), RingConfig)
-    assert takes_squares(16, 6144, 4096, torch.bfloat16) and not takes_squares(32, 6144, 4096, torch.bfloat16)
+    assert takes_squares(16, 6144, 4096, DENSE, torch.bfloat16) and not takes_squares(
+        32, 6144, 4096, DENSE, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

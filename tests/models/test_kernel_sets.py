@@ -12,7 +12,6 @@ from checkpoints import make_checkpoint
 
 from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.quantized_kernels import QuantizedKernels
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.torch_kernels import TorchKernels
 from phonograph.models.layers.triton_kernels import TritonKernels
@@ -69,8 +68,9 @@ class Pair:
         self.model = model
         self.workspace = Workspace.make(spec, MAX_TOKENS, MAX_LOGITS, dtype, device)
         self.torch = TorchKernels(rotary_table(spec, POSITIONS, dtype, device), spec.rms_norm_eps)
-        kernels = TritonKernels if spec.quantization is None else QuantizedKernels
-        self.triton = kernels(self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps)
+        self.triton = TritonKernels(
+            self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape).to(self.model.device, self.model.dtype)

@@ -11,8 +11,9 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear_add_norm,
     linear_silu,
     make_scratch,
+    takes_squares,
 )
-from phonograph.kernels.triton.gemm.tuning import ProductConfig, choose, rows_class, takes_squares
+from phonograph.kernels.triton.gemm.tuning import ProductConfig, choose, rows_class
 
 EPS = 1e-5
 
@@ -114,7 +115,7 @@ def check_norm(
     case = Case(rows, outputs, inputs, dtype, device)
     hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
     norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
-    defer = config is not None or takes_squares(rows, outputs, outputs, dtype)
+    defer = config is not None or takes_squares(rows, outputs, outputs, case.weight, dtype)
     squares = linear_add_norm(
         case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
     )  # fmt: skip

@@ -13,7 +13,6 @@ from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
-from phonograph.models.layers.quantized_kernels import QuantizedKernels
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.triton_kernels import TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -72,8 +71,7 @@ class CudaPlatform:
         with torch.inference_mode():
             workspace = Workspace.make(spec, limits.max_num_batched_tokens, limits.max_num_seqs, model.dtype, device)
             rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
-            kernels = TritonKernels if spec.quantization is None else QuantizedKernels
-            model.bind(kernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
+            model.bind(TritonKernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
             inputs = CudaInputs(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,

@@ -38,6 +38,11 @@ class Grouped(NamedTuple):
     order_I: torch.Tensor | None = None
     offsets_OG: torch.Tensor | None = None
 
+    def has_equal_strides(self) -> bool:
+        """Return True if zeros and offsets lie in memory as the scales do, which kernels rely on."""
+        others = (self.zeros_OG, self.offsets_OG)
+        return all(other is None or other.stride() == self.scales_OG.stride() for other in others)
+
     def rows(self, first: int, last: int) -> Grouped:
         """Return the outputs from `first` up to `last`, as views."""
         return self._replace(

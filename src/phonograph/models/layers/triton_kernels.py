@@ -14,10 +14,17 @@ import torch
 
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, make_scratch
+from phonograph.kernels.triton.gemm.gemm_dispatch import (
+    linear,
+    linear_add,
+    linear_add_norm,
+    linear_silu,
+    make_scratch,
+    takes_squares,
+)
 from phonograph.kernels.triton.gemm.gemv import gemv
 from phonograph.kernels.triton.gemm.product import ADD, SILU
-from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT, takes_squares
+from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT
 from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.kernel_set import Attend, Stream
 from phonograph.models.layers.linear import Linear, NormedLinear
@@ -42,7 +49,7 @@ class TritonKernels:
         self.workspace = workspace
         self._rotary_PD = rotary_PD
         self._eps = eps
-        self._scratch = make_scratch(rotary_PD.device)
+        self._scratch = make_scratch(rotary_PD.device)._replace(dequantized=workspace.dequantized)
         self._batch_invariant = batch_invariant
         self._config = BATCH_INVARIANT if batch_invariant else None
 
@@ -58,9 +65,9 @@ class TritonKernels:
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         out_TF = self.workspace.qkv_TF[: stream.hidden_TE.shape[0]]
-        weight_OI, bias_O = layer.linear.matrix.t(), layer.linear.bias_O
+        weight_OI, bias_O = layer.linear.weight.operand, layer.linear.bias_O
         if stream.normed_TE is None:
-            gemv(stream.hidden_TE, weight_OI, bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
+            gemv(stream.hidden_TE, layer.linear.matrix.t(), bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
         else:
             scratch, config = self._scratch, self._config
             linear(stream.normed_TE, weight_OI, bias_O, out_TF, squares=stream.squares, scratch=scratch, config=config)
@@ -96,9 +103,10 @@ class TritonKernels:
 
     def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         space, rows, squares, config = self.workspace, stream.hidden_TE.shape[0], stream.squares, self._config
-        weight_2IE, bias_2I, inner_TI = layer.linear.matrix.t(), layer.linear.bias_O, space.inner_TI[:rows]
+        weight_2IE, bias_2I, inner_TI = layer.linear.weight.operand, layer.linear.bias_O, space.inner_TI[:rows]
         normed_TE = stream.normed_TE
         if normed_TE is None:
+            weight_2IE = layer.linear.matrix.t()
             gemv(stream.hidden_TE, weight_2IE, bias_2I, inner_TI, mode=SILU, norm_K=layer.norm_I, eps=self._eps)
             return inner_TI
         if not linear_silu(
@@ -111,9 +119,9 @@ class TritonKernels:
 
     def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
         hidden_TE, normed_TE = stream.hidden_TE, stream.normed_TE
-        product = x, layer.matrix.t(), layer.bias_O, hidden_TE
+        product = x, layer.weight.operand, layer.bias_O, hidden_TE
         if normed_TE is None:
-            gemv(*product, mode=ADD)
+            gemv(x, layer.matrix.t(), layer.bias_O, hidden_TE, mode=ADD)
         elif then is None:
             linear_add(*product, scratch=self._scratch, config=self._config)
         else:
@@ -160,11 +168,12 @@ class TritonKernels:
         return logits_NV
 
     def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
-        return hidden_TE.shape[0] == 1 and self._config is None
+        """Return True if the products of one row compute its norm inside; those of quantized weights do not."""
+        return hidden_TE.shape[0] == 1 and self._config is None and not self.workspace.dequantized.numel()
 
     def _defers_norm(self, stream: Stream, following: Linear) -> bool:
         """Return True if the next product divides by the norm."""
         if self._config is not None or stream.is_part:
             return False
-        num_inputs, num_outputs = following.matrix.shape
-        return takes_squares(stream.hidden_TE.shape[0], num_outputs, num_inputs, stream.hidden_TE.dtype)
+        (num_inputs, num_outputs), rows = following.weight.shape, stream.hidden_TE
+        return takes_squares(rows.shape[0], num_outputs, num_inputs, following.weight.operand, rows.dtype)

@@ -37,6 +37,10 @@ class GroupedWeight:
     def device(self) -> torch.device:
         return self.values.packed_OW.device
 
+    @property
+    def operand(self) -> Grouped:
+        return self.values
+
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return product(x_TI, self.values, bias_O)
 
@@ -143,8 +147,8 @@ class GroupedScheme:
         groups, group = self.num_groups(inputs), self.group(inputs)
         # Padding of the last group stays zero.
         packed = allocate(outputs, self._num_words(inputs), dtype=torch.int32).zero_()
-        scales = allocate(outputs, groups)
-        zeros = allocate(outputs, groups, dtype=torch.uint8) if self.zeros else None
+        scales = allocate_by_group(allocate, outputs, groups, packed.device)
+        zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
         return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order), inputs)
 
@@ -160,6 +164,19 @@ class GroupedScheme:
 
     def _num_words(self, inputs: int) -> int:
         return -(-self.num_groups(inputs) * self.group(inputs) * self.bits // 32)
+
+
+def allocate_by_group(
+    allocate: Allocate, outputs: int, groups: int, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return [outputs, groups] without contents.
+
+    On a GPU the outputs of a group lie side by side, since a program needs one group of many outputs at a time; a CPU
+    unpacks all groups of an output together.
+    """
+    if device.type == "cpu":
+        return allocate(outputs, groups, dtype=dtype)
+    return allocate(groups, outputs, dtype=dtype).t()
 
 
 def slices(count: int, width: int) -> Iterator[slice]:

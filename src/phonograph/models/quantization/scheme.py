@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from phonograph.kernels.torch.grouped import Grouped
+
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint: its shape, the types that it may have, and False if files may lack it."""
@@ -38,6 +40,11 @@ class LinearWeight(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def operand(self) -> torch.Tensor | Grouped:
+        """The weights as the products in Triton take them: a matrix [outputs, inputs], or groups."""
+        ...
 
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """Return x @ weight + bias, [T, O], by torch's operators."""

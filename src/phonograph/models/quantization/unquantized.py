@@ -27,6 +27,10 @@ class DenseWeight:
     def device(self) -> torch.device:
         return self.matrix_IO.device
 
+    @property
+    def operand(self) -> torch.Tensor:
+        return self.matrix_IO.t()
+
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return torch.mm(x_TI, self.matrix_IO) if bias_O is None else torch.addmm(bias_O, x_TI, self.matrix_IO)
 

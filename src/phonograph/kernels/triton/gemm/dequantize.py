@@ -27,7 +27,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
     """
     outputs, inputs = out_OI.shape
     num_words = weight.packed_OW.shape[1]
-    assert out_OI.is_contiguous() and out_OI.dtype == weight.scales_OG.dtype
+    assert out_OI.is_contiguous() and out_OI.dtype == weight.scales_OG.dtype and weight.has_equal_strides()
     # Without programmatic dependent launch: the product before may still read the memory that is written here.
     _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, _WORDS))](
         weight.packed_OW,
@@ -37,6 +37,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
         weight.offsets_OG,
         out_OI,
         outputs,
+        *weight.scales_OG.stride(),
         INPUTS=inputs,
         WORDS=num_words,
         GROUPS=weight.scales_OG.shape[1],
@@ -58,6 +59,8 @@ def _dequantize_kernel(
     offsets_ptr,
     out_ptr,
     outputs,
+    output_stride,
+    group_stride,
     INPUTS: tl.constexpr,
     WORDS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -79,7 +82,7 @@ def _dequantize_kernel(
     place = tl.arange(0, COUNT)
     column = word[:, None] * COUNT + place[None, :]
     group = tl.minimum(column // GROUP, GROUPS - 1)
-    at = output[:, None, None] * GROUPS + group[None, :, :]
+    at = output[:, None, None] * output_stride + group.to(tl.int64)[None, :, :] * group_stride
     valid = valid_o[:, None, None] & (column < INPUTS)[None, :, :]
     scale = tl.load(scales_ptr + at, valid, other=0.0)
     if IS_FP8:

@@ -4,6 +4,9 @@ Library kernels are made for square products: at few rows they leave a fifth of 
 layers, and they cannot begin before the kernel before has ended. `tuning` chooses a kernel by the sizes: `gemv` for one
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
+Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits have a kernel
+for few rows, `gemm_int4_small_m`. Other products of weights in groups write them out first, for torch.
+
 Shapes are those of `product`; I is the intermediate size.
 """
 
@@ -13,8 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm import gemm_small_m, gemm_tiled
+from phonograph.kernels.triton.gemm import gemm_int4_small_m, gemm_small_m, gemm_tiled
+from phonograph.kernels.triton.gemm.dequantize import dequantize_into
+from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
@@ -24,9 +30,13 @@ from phonograph.kernels.triton.gemm.tuning import (
     ProductConfig,
     RingConfig,
     choose,
+    choose_int4,
     choose_silu,
     rows_class,
 )
+
+Matrix = torch.Tensor | Grouped
+"""Weights of a product: [outputs, inputs], or in groups."""
 
 _MAX_TILES = 16384
 MAX_PARTIALS = 1 << 22
@@ -36,11 +46,15 @@ _MAX_SQUARE_TILES = 256
 
 
 class LinearScratch(NamedTuple):
-    """Scratch of products that follow one another on one stream: `Parts`, and sums of squares."""
+    """Scratch of products that follow one another on one stream: `Parts`, and sums of squares.
+
+    `dequantized` has room for the numbers of the largest matrix in groups.
+    """
 
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
+    dequantized: torch.Tensor | None = None
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
@@ -54,7 +68,7 @@ def make_scratch(device: torch.device) -> LinearScratch:
 
 def linear(
     x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     *,
@@ -67,23 +81,24 @@ def linear(
     `squares` is the deferred division of the rows of `x`, where `takes_squares` allows it. Without `scratch` the inputs
     of a tile are not split. `config` replaces the choice by the sizes, for measurements and for `BATCH_INVARIANT`.
     """
-    if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD:
+    if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, out_MN)
         return
-    config = config or _choose_for(x_MK, out_MN)
+    config = config or _choose_for(x_MK, weight_NK, out_MN)
     if config is not None:
-        _launch(Product(x_MK, weight_NK, bias_N, out_MN, squares=squares), config, scratch)
+        _launch(Product(x_MK, _tensor(weight_NK), bias_N, out_MN, squares=squares), weight_NK, config, scratch)
         return
     assert squares is None, "torch takes no deferred division; see `takes_squares`"
+    matrix_KN = _written_out(weight_NK, x_MK.shape[1], scratch).t()
     if bias_N is None:
-        torch.mm(x_MK, weight_NK.t(), out=out_MN)
+        torch.mm(x_MK, matrix_KN, out=out_MN)
     else:
-        torch.addmm(bias_N, x_MK, weight_NK.t(), out=out_MN)
+        torch.addmm(bias_N, x_MK, matrix_KN, out=out_MN)
 
 
 def linear_add(
     x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     hidden_MN: torch.Tensor,
     *,
@@ -91,21 +106,21 @@ def linear_add(
     config: ProductConfig | None = None,
 ) -> None:
     """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
-    if config is None and len(x_MK) == 1:
+    if config is None and len(x_MK) == 1 and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, hidden_MN, mode=ADD)
         return
-    config = config or _choose_for(x_MK, hidden_MN)
+    config = config or _choose_for(x_MK, weight_NK, hidden_MN)
     if config is not None:
-        _launch(Product(x_MK, weight_NK, bias_N, hidden_MN, ADD), config, scratch)
+        _launch(Product(x_MK, _tensor(weight_NK), bias_N, hidden_MN, ADD), weight_NK, config, scratch)
     else:
-        hidden_MN.addmm_(x_MK, weight_NK.t())
+        hidden_MN.addmm_(x_MK, _written_out(weight_NK, x_MK.shape[1], scratch).t())
         if bias_N is not None:
             hidden_MN.add_(bias_N)
 
 
 def linear_add_norm(
     x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     hidden_MN: torch.Tensor,
     norm_weight_N: torch.Tensor,
@@ -124,14 +139,16 @@ def linear_add_norm(
         The deferred division, or None if `normed` is complete.
     """
     num_rows, num_outputs = hidden_MN.shape
-    config = config or (_choose_for(x_MK, hidden_MN) if num_rows > 1 else None)
+    if config is None and (num_rows > 1 or isinstance(weight_NK, Grouped)):
+        config = _choose_for(x_MK, weight_NK, hidden_MN)
     if defer and config is not None and scratch is not None:
         tiles = -(-num_outputs // config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
             squares = RowSquares(sums, eps)
             norm = NextNorm(norm_weight_N, normed_MN, squares)
-            _launch(Product(x_MK, weight_NK, bias_N, hidden_MN, ADD, norm=norm), config, scratch)
+            product = Product(x_MK, _tensor(weight_NK), bias_N, hidden_MN, ADD, norm=norm)
+            _launch(product, weight_NK, config, scratch)
             return squares
     linear_add(x_MK, weight_NK, bias_N, hidden_MN, scratch=scratch, config=config)
     layers.rms_norm(hidden_MN, norm_weight_N, eps, normed_MN)
@@ -140,7 +157,7 @@ def linear_add_norm(
 
 def linear_silu(
     x_MK: torch.Tensor,
-    gate_up_2IK: torch.Tensor,
+    gate_up_2IK: Matrix,
     bias_2I: torch.Tensor | None,
     out_MI: torch.Tensor,
     *,
@@ -153,22 +170,61 @@ def linear_silu(
     Returns:
         False, with nothing computed, where torch is to compute the product, which has no such fusion.
     """
-    if config is None and x_MK.dtype != torch.float32:
-        config = choose_silu(rows_class(len(x_MK)), out_MI.shape[1], x_MK.shape[1])
+    if config is None:
+        config = _choose_for(x_MK, gate_up_2IK, out_MI, silu=True)
     if config is None:
         return False
-    _launch(Product(x_MK, gate_up_2IK, bias_2I, out_MI, SILU, squares), config, scratch)
+    _launch(Product(x_MK, _tensor(gate_up_2IK), bias_2I, out_MI, SILU, squares), gate_up_2IK, config, scratch)
     return True
 
 
-def _choose_for(x_MK: torch.Tensor, out_MN: torch.Tensor) -> ProductConfig | None:
-    if x_MK.dtype == torch.float32:
+def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, weight: Matrix, dtype: torch.dtype) -> bool:
+    """Return True if `linear` takes rows with a deferred division.
+
+    Not in float16, where a row times its norm's weights could overflow without the division. From 17 rows on a kernel
+    for the norm costs less than reading the squares in every program. One row of a dense product has its norm inside.
+    """
+    if dtype != torch.bfloat16 or num_rows > 16 or (num_rows == 1 and isinstance(weight, torch.Tensor)):
+        return False
+    return _choose(weight, rows_class(num_rows), num_outputs, num_inputs, dtype) is not None
+
+
+def _choose_for(
+    x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, *, silu: bool = False
+) -> ProductConfig | None:
+    return _choose(weight_NK, rows_class(len(x_MK)), out_MN.shape[1], x_MK.shape[1], x_MK.dtype, silu=silu)
+
+
+def _choose(
+    weight_NK: Matrix, rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, *, silu: bool = False
+) -> ProductConfig | None:
+    if dtype == torch.float32:
         return None
-    num_rows, num_inputs = x_MK.shape
-    return choose(rows_class(num_rows), out_MN.shape[1], num_inputs)
+    if isinstance(weight_NK, torch.Tensor):
+        return (choose_silu if silu else choose)(rows, num_outputs, num_inputs)
+    return choose_int4(rows, num_outputs, num_inputs, silu) if gemm_int4_small_m.takes(weight_NK, dtype) else None
 
 
-def _launch(product: Product, config: ProductConfig, scratch: LinearScratch | None) -> None:
+def _tensor(weight: Matrix) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.packed_OW
+
+
+def _written_out(weight: Matrix, num_inputs: int, scratch: LinearScratch | None) -> torch.Tensor:
+    """Return the weights [N, K], of a matrix in groups in scratch that the next product may overwrite."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    assert scratch is not None and scratch.dequantized is not None
+    num_outputs = weight.scales_OG.shape[0]
+    matrix_NK = scratch.dequantized[: num_outputs * num_inputs].view(num_outputs, num_inputs)
+    dequantize_into(weight, matrix_NK)
+    return matrix_NK
+
+
+def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: LinearScratch | None) -> None:
+    if isinstance(config, Int4RowsConfig):
+        assert isinstance(weight, Grouped)
+        gemm_int4_small_m.launch(product, weight, config)
+        return
     if isinstance(config, FewRowsConfig):
         gemm_small_m.launch(product, config)
         return

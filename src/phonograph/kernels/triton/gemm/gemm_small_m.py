@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor
 from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -157,38 +158,6 @@ def _add_products(sums, weight, x, BATCH: tl.constexpr):
     return tl.dot(left, tl.permute(right, (0, 2, 1)), sums, input_precision="ieee")
 
 
-@triton.jit
-def _add_halves(x):
-    """Sum [n, w] over w, a power of two.
-
-    If the values of a sum are in different warps, Triton's own sum passes them through shared memory a few at a time,
-    and leaves a copy of the result in each warp. A split needs its pair in one thread, so here all values of a sum come
-    to one thread in a single exchange, and the sums are spread over all threads.
-    """
-    if x.shape[1] > 1:
-        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        total = _add_halves(left + right)
-    else:
-        total = tl.reshape(x, (x.shape[0],))
-    return total
-
-
-@triton.jit
-def _add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
-    """Sum [batch, a, b] over the batch, first within a warp. Return [a * b]."""
-    if BATCH > WARPS:
-        sums = tl.sum(tl.reshape(sums, (BATCH // WARPS, WARPS, sums.shape[1], sums.shape[2])), 0)
-    return _add_halves(tl.permute(tl.reshape(sums, (WARPS, sums.shape[1] * sums.shape[2])), (1, 0)))
-
-
-@triton.jit
-def _add_tiles(squares, WARPS: tl.constexpr):
-    """Sum [tiles, rows] over the tiles."""
-    if squares.shape[0] >= WARPS:
-        squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
-    return _add_halves(tl.permute(squares, (1, 0)))
-
-
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     x_ptr,
@@ -243,12 +212,9 @@ def _few_rows_kernel(
     weights = ()
     for step in tl.static_range(min(AHEAD, steps)):
         weights += (_read(weight_ptrs, valid_weight, step, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)[None, :]
-        if MODE == 2:
-            up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)[None, :]
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + n, valid_n, other=0.0).to(tl.float32)[None, :]
+    bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
+    norm = constant(norm_ptr, n, valid_n) if norm_ptr is not None else None
     if PDL:
         tl_cuda.gdc_wait()
 
@@ -259,6 +225,9 @@ def _few_rows_kernel(
         square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
         square_tile = tl.arange(0, square_tiles)[:, None]
         squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
+    factor = None
+    residual = None
+    up = None
     if MODE == 1:
         # Loaded early, used at the end.
         residual = tl.load(out_ptrs, mask, other=0.0)
@@ -270,7 +239,7 @@ def _few_rows_kernel(
             tl_cuda.gdc_launch_dependents()
         if SQUARE_TILES > 0 and step == 0:
             # While the input is in flight.
-            factor = tl.rsqrt(_add_tiles(squares, num_warps) / K + eps)[:, None]
+            factor = norm_factor(squares, eps, K, num_warps)
         sums = _add_products(sums, weights[step], xs[step], BATCH)
         if step + AHEAD < steps:
             weights += (_read(weight_ptrs, valid_weight, step + AHEAD, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
@@ -279,32 +248,31 @@ def _few_rows_kernel(
 
     if tiles == 1 and ROWS == 8:
         sums, _ = tl.split(tl.permute(tl.reshape(sums, (BATCH, 2, 8, 8)), (0, 2, 3, 1)))
-    total = _add_warps(sums, BATCH, num_warps)
+    total = add_warps(sums, BATCH, num_warps)
     if tiles == 1:
         result = tl.reshape(total, (ROWS, 8))
     elif MODE == 2:
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
-    if SQUARE_TILES > 0:
-        result *= factor
-        if MODE == 2:
-            up *= factor
-    if bias_ptr is not None:
-        result += bias
-        if MODE == 2:
-            up += up_bias
-    if MODE == 1:
-        result += residual.to(tl.float32)
-    elif MODE == 2:
-        result = result * tl.sigmoid(result) * up
-    rounded = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, rounded, mask)
-    if norm_ptr is not None:
-        value = tl.where(mask, rounded.to(tl.float32), 0.0)
-        tl.store(new_squares_ptr + first // BLOCK_N * ROWS + m, tl.sum(value * value, 1))
-        normed_ptrs = normed_ptr + m.to(tl.int64)[:, None] * normed_stride + n[None, :]
-        tl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask)
+    squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS if norm_ptr is not None else None
+    finish(
+        result,
+        up,
+        factor,
+        bias,
+        up_bias,
+        residual,
+        norm,
+        out_ptrs,
+        normed_ptr,
+        normed_stride,
+        squares_ptr,
+        m,
+        n,
+        mask,
+        MODE,
+    )
 
 
 _large_few_rows = prefer_l1(triton.jit(do_not_specialize=["M"])(_few_rows_kernel.fn), carveout=7)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
-
+from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
 from phonograph.kernels.triton.launch.l1_carveout import LARGE
@@ -33,7 +32,7 @@ class RingConfig(NamedTuple):
     lag: int = 0
 
 
-ProductConfig = LinearConfig | FewRowsConfig | RingConfig
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig | Int4RowsConfig
 """Kernel of a product, with its tiles."""
 
 
@@ -89,7 +88,7 @@ def choose(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig | None
     """Return how a product of at most `rows` (a class) rows is computed; None: by torch."""
     key = rows, num_outputs, num_inputs
     if key in MEASURED:
-        configs = [MEASURED[key]]
+        configs: list[ProductConfig | None] = [MEASURED[key]]
     else:
         configs = [_through_ring(*key, pairs=False) or _through_registers(*key, pairs=False) or _tiles(*key)]
     return _first_that_fits(configs, silu=False)
@@ -116,6 +115,20 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
             if _cdiv(num_outputs, 128) <= PROGRAMS // 2:
                 configs.insert(0, LinearConfig(32, 128, 128, 1, 4, 3, 256))
     return _first_that_fits(configs, silu=True)
+
+
+def choose_int4(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> Int4RowsConfig | None:
+    """Return how a product with weights of 4 bits in groups is computed; None: written out, by torch.
+
+    With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernel was made for.
+    """
+    if rows > 32:
+        return None
+    if pairs:
+        return Int4RowsConfig(rows, 16, 4, 2, 1, 4)
+    if num_inputs >= 8192:
+        return Int4RowsConfig(rows, 16, 8, 4, 2, 8)
+    return Int4RowsConfig(rows, 16, 4, 2, 2, 4)
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
@@ -240,14 +253,3 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
     if rows == 128 and 2 * _cdiv(num_outputs, 128) <= PROCESSORS:
         return LinearConfig(64, 128, 128, 1, 8, 4, 256)
     return None
-
-
-def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
-    """Return True if `linear` takes rows with a deferred division.
-
-    Not in float16, where a row times its norm's weights could overflow without the division. From 17 rows on a kernel
-    for the norm costs less than reading the squares in every program.
-    """
-    if dtype != torch.bfloat16 or not 1 < num_rows <= 16:
-        return False
-    return choose(rows_class(num_rows), num_outputs, num_inputs) is not None

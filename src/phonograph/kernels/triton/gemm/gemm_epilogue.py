@@ -1,0 +1,106 @@
+"""Parts that kernels of few rows share: sums over the warps of a program, and what is done with a product's sums.
+
+Shapes: m rows of a program, n outputs of a program; others are those of `product`.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_halves(x):
+    """Sum [n, w] over w, a power of two.
+
+    If the values of a sum are in different warps, Triton's own sum passes them through shared memory a few at a time,
+    and leaves a copy of the result in each warp. A split needs its pair in one thread, so here all values of a sum come
+    to one thread in a single exchange, and the sums are spread over all threads.
+    """
+    if x.shape[1] > 1:
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        total = _add_halves(left + right)
+    else:
+        total = tl.reshape(x, (x.shape[0],))
+    return total
+
+
+@triton.jit
+def add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
+    """Sum [batch, a, b] over the batch, first within a warp. Return [a * b]."""
+    if BATCH > WARPS:
+        sums = tl.sum(tl.reshape(sums, (BATCH // WARPS, WARPS, sums.shape[1], sums.shape[2])), 0)
+    return _add_halves(tl.permute(tl.reshape(sums, (WARPS, sums.shape[1] * sums.shape[2])), (1, 0)))
+
+
+@triton.jit
+def norm_factor(squares, eps, K: tl.constexpr, WARPS: tl.constexpr):
+    """Return the factors of rows [rows, 1] from their sums of squares [tiles, rows]: one over the root mean square."""
+    if squares.shape[0] >= WARPS:
+        squares = tl.sum(tl.reshape(squares, (WARPS, squares.shape[0] // WARPS, squares.shape[1])), 1)
+    return tl.rsqrt(_add_halves(tl.permute(squares, (1, 0))) / K + eps)[:, None]
+
+
+@triton.jit
+def constant(pointer, n, valid_n):
+    """Load constants of outputs, [1, n] in float32."""
+    return tl.load(pointer + n, valid_n, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def finish(
+    result,
+    up,
+    factor,
+    bias,
+    up_bias,
+    residual,
+    norm,
+    out_ptrs,
+    normed_ptr,
+    normed_stride,
+    new_squares_ptr,
+    m,
+    n,
+    mask,
+    MODE: tl.constexpr,
+):
+    """Store the rows [m, n] of a product from its sums, and what its next norm needs.
+
+    Args:
+        result: sums [m, n]; for a gated activation those of the gates.
+        up: sums of the ups, for a gated activation.
+        factor: deferred division of the rows [m, 1], or None.
+        bias: constants of the outputs [1, n], or None.
+        up_bias: the same for the ups.
+        residual: values of `out` that are added.
+        norm: weights of the next norm [1, n], or None.
+        out_ptrs: destination [m, n].
+        normed_ptr: matrix of the normed rows, used with `norm`.
+        normed_stride: its stride.
+        new_squares_ptr: sums of squares of the program's outputs, one for each row; used with `norm`.
+        m: rows.
+        n: outputs.
+        mask: those that exist, [m, n].
+        MODE: of `Product`.
+    """
+    if factor is not None:
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    if bias is not None:
+        result += bias
+        if MODE == 2:
+            up += up_bias
+    if MODE == 1:
+        result += residual.to(tl.float32)
+    elif MODE == 2:
+        result = result * tl.sigmoid(result) * up
+    rounded = result.to(out_ptrs.dtype.element_ty)
+    tl.store(out_ptrs, rounded, mask)
+    if norm is not None:
+        value = tl.where(mask, rounded.to(tl.float32), 0.0)
+        tl.store(new_squares_ptr + m, tl.sum(value * value, 1))
+        normed_ptrs = normed_ptr + m.to(tl.int64)[:, None] * normed_stride + n[None, :]
+        tl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask)

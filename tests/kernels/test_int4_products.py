@@ -1,0 +1,154 @@
+"""Products with weights of 4 bits in groups, against float64: odd sizes, poisoned outputs, nothing written beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_problem import EPS, Case, poisoned, random_tensor, silu_of
+
+from phonograph.kernels.torch.grouped import Grouped, dequantize
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
+from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig, takes
+from phonograph.kernels.triton.gemm.tuning import choose_int4, rows_class
+
+# The interpreter multiplies bfloat16 wrongly.
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+CONFIGS = [
+    Int4RowsConfig(8, 16, 2, 2, 1, 2),
+    Int4RowsConfig(8, 32, 4, 1, 2, 4),
+    Int4RowsConfig(16, 16, 4, 3, 1, 1),
+    Int4RowsConfig(32, 32, 1, 2, 2, 1),
+]
+
+
+class Int4Case(Case):
+    """A product whose weights are random integers; `weight` has the numbers that they mean."""
+
+    def __init__(
+        self,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        group: int,
+        zeros: bool,
+        pairs: bool = False,
+    ) -> None:
+        super().__init__(rows, outputs, inputs, dtype, device, pairs=pairs)
+        weight_rows, groups = self.weight.shape[0], -(-inputs // group)
+        generator = torch.Generator().manual_seed(6)
+        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
+        scales = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=8).t() / (5 * inputs**0.5)
+        zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
+        self.grouped = Grouped(
+            packed.to(torch.int32).to(device), scales, zeros_OG.to(device) if zeros else None, 4, group
+        )
+        exact = self.grouped._replace(scales_OG=scales.double())
+        self.weight = dequantize(exact)[:, :inputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "group"), [(1, 40, 384, 128), (7, 37, 200, 32), (8, 16, 520, 256), (5, 70, 100, 64)]
+)
+def test_products(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    group: int,
+    zeros: bool,
+    config: Int4RowsConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    def case(*, pairs: bool = False) -> Int4Case:
+        return Int4Case(rows, outputs, inputs, dtype, device, group=group, zeros=zeros, pairs=pairs)
+
+    plain = case()
+    linear(plain.x, plain.grouped, plain.bias, plain.out, config=config)
+    plain.check(plain.product(plain.x, bias=True))
+    added = case()
+    added.out.copy_(added.residual)
+    linear_add(added.x, added.grouped, None, added.out, config=config)
+    added.check(added.product(added.x, bias=False) + added.residual.double())
+    gated = case(pairs=True)
+    assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, config=config)
+    gated.check(silu_of(gated.product(gated.x, bias=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CONFIGS[:3:2])
+def test_norm_around_products(config: Int4RowsConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """The norm's division is left to the product that reads the rows."""
+    scratch, rows = poisoned(device), min(config.rows, 9)
+    made = Int4Case(rows, 70, 200, dtype, device, group=64, zeros=False)
+    hidden, normed = made.residual.clone(), torch.full_like(made.residual, torch.nan)
+    norm = random_tensor(70, dtype=dtype, device=device, seed=7) * 0.1 + 1
+    squares = linear_add_norm(
+        made.x, made.grouped, made.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
+    )
+    assert squares is not None
+    made.out.copy_(hidden)
+    made.check(made.product(made.x, bias=True) + made.residual.double())
+    taken = Int4Case(rows, 37, 70, dtype, device, group=32, zeros=True)
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+    linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
+    taken.check(taken.product(wanted, bias=True))
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_products_by_their_size(rows: int, device: torch.device) -> None:
+    """Few rows have the kernel; for more the weights are written out, and torch multiplies them."""
+    case = Int4Case(rows, 40, 256, torch.float16, device, group=128, zeros=True)
+    room = torch.full((40 * 256,), torch.nan, dtype=torch.float16, device=device)
+    linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device)._replace(dequantized=room))
+    case.check(case.product(case.x, bias=True))
+    assert room.isnan().all() == (rows == 2)
+    assert takes_squares(rows, 40, 256, case.grouped, torch.bfloat16) == (rows == 2)
+
+
+def test_weights_that_the_kernel_does_not_take() -> None:
+    weight = Int4Case(1, 16, 128, torch.float16, torch.device("cpu"), group=128, zeros=False).grouped
+    assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
+    others = (
+        {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}, {"offsets_OG": weight.scales_OG}
+    )  # fmt: skip
+    assert not any(takes(weight._replace(**change), torch.bfloat16) for change in others)
+    assert not takes(weight._replace(packed_OW=weight.packed_OW.view(torch.float8_e4m3fn), bits=8), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4608, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (6144, 4096), (4096, 14336)]
+)
+def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, device: torch.device) -> None:
+    """As configured for the sizes, several times beside a product of the same scratch."""
+    assert choose_int4(rows_class(rows), outputs, inputs, False) is not None
+    case = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False)
+    linear(case.x, case.grouped, case.bias, case.out)
+    case.check(case.product(case.x, bias=True))
+    if outputs > inputs:
+        gated = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False, pairs=True)
+        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out)
+        gated.check(silu_of(gated.product(gated.x, bias=True)))
+
+
+@pytest.mark.gpu
+def test_random_cases(device: torch.device) -> None:
+    """500 products of random sizes, groups and rows."""
+    draw = torch.Generator().manual_seed(torch.seed() % 2**32)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=draw))
+
+    for _ in range(500):
+        rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
+        group, zeros = (32, 64, 128, 256)[number(0, 4)], bool(number(0, 2))
+        case = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=group, zeros=zeros)
+        linear(case.x, case.grouped, case.bias, case.out)
+        case.check(case.product(case.x, bias=True))
