@@ -30,7 +30,7 @@ import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_dequantize as dequantized
-import test_int4_products as int4_products
+import test_grouped_products as grouped_products
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -110,9 +110,9 @@ def run_all(device: torch.device) -> None:
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
     for rows, outputs, inputs, config in products.FEW_ROWS[:4]:
         products.test_few_rows(rows, outputs, inputs, config, True, torch.float16, device)
-    for config in int4_products.CONFIGS[:2]:
-        int4_products.test_products(7, 37, 200, 32, True, config, torch.float16, device)
-        int4_products.test_norm_around_products(config, torch.float16, device)
+    for config in grouped_products.CONFIGS[:2]:
+        grouped_products.test_products(7, 37, 200, 32, True, config, torch.float16, device)
+        grouped_products.test_norm_around_products(config, torch.float16, device)
     if gluon_usable():
         from warps_apart import check_warps_apart
 

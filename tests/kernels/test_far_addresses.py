@@ -26,12 +26,12 @@ from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_a
 from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm import gemm_int4_small_m as int4_rows
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m as grouped_rows
 from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
 from phonograph.kernels.triton.gemm import gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
-from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
@@ -105,16 +105,16 @@ def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     return [out, norm.normed_MN, gated]
 
 
-def walk_int4_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
+def walk_grouped_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     (_, _, out), norm = operands(place, device)
     norm = norm._replace(squares=RowSquares(torch.zeros(4, 8, device=device), EPS))
     x = place(randn(ROWS, 96, device=device))
     packed = place(torch.randint(-(2**31), 2**31, (128, 12)).to(device, torch.int32))
     weight = Grouped(packed, place(randn(3, 128, device=device)).t(), None, 4, 32)
-    config = Int4RowsConfig(8, 16, 2, 1, 1, 2)
+    config = GroupedRowsConfig(8, 16, 2, 1, 1, 2)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    int4_rows.launch(Product(x, packed, None, gated, SILU), weight, config)
-    int4_rows.launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64), config)
+    grouped_rows.launch(Product(x, packed, None, gated, SILU), weight, config)
+    grouped_rows.launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64), config)
     return [out, norm.normed_MN, gated]
 
 
@@ -250,7 +250,7 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._few_rows_kernel",)),
-    "few rows, 4 bits": (walk_int4_rows, ("gemm_int4_small_m._int4_rows_kernel",)),
+    "few rows, in groups": (walk_grouped_rows, ("gemm_grouped_small_m._grouped_rows_kernel",)),
     "row tiles": (walk_row_tiles, ("gemm_tiled._rows_kernel",)),
     "ring": (walk_ring, ("gemm_ring._ring_kernel",)),
     "sampling": (

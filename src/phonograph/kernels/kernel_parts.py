@@ -19,7 +19,7 @@ KERNEL_PARTS = {
     "_dequantize_kernel": "products",
     "_few_rows_kernel": "products",
     "_gemv_kernel": "products",
-    "_int4_rows_kernel": "products",
+    "_grouped_rows_kernel": "products",
     "_ring_kernel": "products",
     "_rows_kernel": "products",
     "_append_kernel": "rest",

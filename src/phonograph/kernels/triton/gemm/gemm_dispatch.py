@@ -5,7 +5,7 @@ layers, and they cannot begin before the kernel before has ended. `tuning` choos
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
 Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits have a kernel
-for few rows, `gemm_int4_small_m`. Other products of weights in groups write them out first, for torch.
+for few rows, `gemm_grouped_small_m`. Other products of weights in groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -18,9 +18,9 @@ import torch
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm import gemm_int4_small_m, gemm_small_m, gemm_tiled
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
-from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
@@ -30,7 +30,7 @@ from phonograph.kernels.triton.gemm.tuning import (
     ProductConfig,
     RingConfig,
     choose,
-    choose_int4,
+    choose_grouped,
     choose_silu,
     rows_class,
 )
@@ -202,7 +202,7 @@ def _choose(
         return None
     if isinstance(weight_NK, torch.Tensor):
         return (choose_silu if silu else choose)(rows, num_outputs, num_inputs)
-    return choose_int4(rows, num_outputs, num_inputs, silu) if gemm_int4_small_m.takes(weight_NK, dtype) else None
+    return choose_grouped(rows, num_outputs, num_inputs, silu) if gemm_grouped_small_m.takes(weight_NK, dtype) else None
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:
@@ -221,9 +221,9 @@ def _written_out(weight: Matrix, num_inputs: int, scratch: LinearScratch | None)
 
 
 def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: LinearScratch | None) -> None:
-    if isinstance(config, Int4RowsConfig):
+    if isinstance(config, GroupedRowsConfig):
         assert isinstance(weight, Grouped)
-        gemm_int4_small_m.launch(product, weight, config)
+        gemm_grouped_small_m.launch(product, weight, config)
         return
     if isinstance(config, FewRowsConfig):
         gemm_small_m.launch(product, config)

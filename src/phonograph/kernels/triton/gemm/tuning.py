@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
 from phonograph.kernels.triton.launch.l1_carveout import LARGE
@@ -32,7 +32,7 @@ class RingConfig(NamedTuple):
     lag: int = 0
 
 
-ProductConfig = LinearConfig | FewRowsConfig | RingConfig | Int4RowsConfig
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig | GroupedRowsConfig
 """Kernel of a product, with its tiles."""
 
 
@@ -117,7 +117,7 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
     return _first_that_fits(configs, silu=True)
 
 
-def choose_int4(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> Int4RowsConfig | None:
+def choose_grouped(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> GroupedRowsConfig | None:
     """Return how a product with weights of 4 bits in groups is computed; None: written out, by torch.
 
     With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernel was made for.
@@ -125,10 +125,10 @@ def choose_int4(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> In
     if rows > 32:
         return None
     if pairs:
-        return Int4RowsConfig(rows, 16, 4, 2, 1, 4)
+        return GroupedRowsConfig(rows, 16, 4, 2, 1, 4)
     if num_inputs >= 8192:
-        return Int4RowsConfig(rows, 16, 8, 4, 2, 8)
-    return Int4RowsConfig(rows, 16, 4, 2, 2, 4)
+        return GroupedRowsConfig(rows, 16, 8, 4, 2, 8)
+    return GroupedRowsConfig(rows, 16, 4, 2, 2, 4)
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:

@@ -8,20 +8,20 @@ from product_problem import EPS, Case, poisoned, random_tensor, silu_of
 
 from phonograph.kernels.torch.grouped import Grouped, dequantize
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
-from phonograph.kernels.triton.gemm.gemm_int4_small_m import Int4RowsConfig, takes
-from phonograph.kernels.triton.gemm.tuning import choose_int4, rows_class
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
+from phonograph.kernels.triton.gemm.tuning import choose_grouped, rows_class
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 CONFIGS = [
-    Int4RowsConfig(8, 16, 2, 2, 1, 2),
-    Int4RowsConfig(8, 32, 4, 1, 2, 4),
-    Int4RowsConfig(16, 16, 4, 3, 1, 1),
-    Int4RowsConfig(32, 32, 1, 2, 2, 1),
+    GroupedRowsConfig(8, 16, 2, 2, 1, 2),
+    GroupedRowsConfig(8, 32, 4, 1, 2, 4),
+    GroupedRowsConfig(16, 16, 4, 3, 1, 1),
+    GroupedRowsConfig(32, 32, 1, 2, 2, 1),
 ]
 
 
-class Int4Case(Case):
+class GroupedCase(Case):
     """A product whose weights are random integers; `weight` has the numbers that they mean."""
 
     def __init__(
@@ -61,12 +61,12 @@ def test_products(
     inputs: int,
     group: int,
     zeros: bool,
-    config: Int4RowsConfig,
+    config: GroupedRowsConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    def case(*, pairs: bool = False) -> Int4Case:
-        return Int4Case(rows, outputs, inputs, dtype, device, group=group, zeros=zeros, pairs=pairs)
+    def case(*, pairs: bool = False) -> GroupedCase:
+        return GroupedCase(rows, outputs, inputs, dtype, device, group=group, zeros=zeros, pairs=pairs)
 
     plain = case()
     linear(plain.x, plain.grouped, plain.bias, plain.out, config=config)
@@ -82,10 +82,10 @@ def test_products(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS[:3:2])
-def test_norm_around_products(config: Int4RowsConfig, dtype: torch.dtype, device: torch.device) -> None:
+def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, device: torch.device) -> None:
     """The norm's division is left to the product that reads the rows."""
     scratch, rows = poisoned(device), min(config.rows, 9)
-    made = Int4Case(rows, 70, 200, dtype, device, group=64, zeros=False)
+    made = GroupedCase(rows, 70, 200, dtype, device, group=64, zeros=False)
     hidden, normed = made.residual.clone(), torch.full_like(made.residual, torch.nan)
     norm = random_tensor(70, dtype=dtype, device=device, seed=7) * 0.1 + 1
     squares = linear_add_norm(
@@ -94,7 +94,7 @@ def test_norm_around_products(config: Int4RowsConfig, dtype: torch.dtype, device
     assert squares is not None
     made.out.copy_(hidden)
     made.check(made.product(made.x, bias=True) + made.residual.double())
-    taken = Int4Case(rows, 37, 70, dtype, device, group=32, zeros=True)
+    taken = GroupedCase(rows, 37, 70, dtype, device, group=32, zeros=True)
     wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
     linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
     taken.check(taken.product(wanted, bias=True))
@@ -103,7 +103,7 @@ def test_norm_around_products(config: Int4RowsConfig, dtype: torch.dtype, device
 @pytest.mark.parametrize("rows", [2, 40])
 def test_products_by_their_size(rows: int, device: torch.device) -> None:
     """Few rows have the kernel; for more the weights are written out, and torch multiplies them."""
-    case = Int4Case(rows, 40, 256, torch.float16, device, group=128, zeros=True)
+    case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, zeros=True)
     room = torch.full((40 * 256,), torch.nan, dtype=torch.float16, device=device)
     linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device)._replace(dequantized=room))
     case.check(case.product(case.x, bias=True))
@@ -112,7 +112,7 @@ def test_products_by_their_size(rows: int, device: torch.device) -> None:
 
 
 def test_weights_that_the_kernel_does_not_take() -> None:
-    weight = Int4Case(1, 16, 128, torch.float16, torch.device("cpu"), group=128, zeros=False).grouped
+    weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128, zeros=False).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
     others = (
         {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}, {"offsets_OG": weight.scales_OG}
@@ -128,12 +128,12 @@ def test_weights_that_the_kernel_does_not_take() -> None:
 )
 def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, device: torch.device) -> None:
     """As configured for the sizes, several times beside a product of the same scratch."""
-    assert choose_int4(rows_class(rows), outputs, inputs, False) is not None
-    case = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False)
+    assert choose_grouped(rows_class(rows), outputs, inputs, False) is not None
+    case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False)
     linear(case.x, case.grouped, case.bias, case.out)
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:
-        gated = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False, pairs=True)
+        gated = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False, pairs=True)
         assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out)
         gated.check(silu_of(gated.product(gated.x, bias=True)))
 
@@ -149,6 +149,6 @@ def test_random_cases(device: torch.device) -> None:
     for _ in range(500):
         rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
         group, zeros = (32, 64, 128, 256)[number(0, 4)], bool(number(0, 2))
-        case = Int4Case(rows, outputs, inputs, torch.bfloat16, device, group=group, zeros=zeros)
+        case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, zeros=zeros)
         linear(case.x, case.grouped, case.bias, case.out)
         case.check(case.product(case.x, bias=True))

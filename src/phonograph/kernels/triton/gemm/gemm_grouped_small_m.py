@@ -37,7 +37,7 @@ _MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x4C004C00}
 of its own with a word in one instruction."""
 
 
-class Int4RowsConfig(NamedTuple):
+class GroupedRowsConfig(NamedTuple):
     """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
 
     units: products of 128 columns (64 or 32 in smaller groups) of a step, a multiple of num_warps
@@ -63,7 +63,7 @@ def takes(weight: Grouped, dtype: torch.dtype) -> bool:
     )
 
 
-def launch(product: Product, weight: Grouped, config: Int4RowsConfig) -> None:
+def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None:
     """Compute a product of at most `config.rows` rows with `weight` in place of the product's."""
     x_MK, _, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
@@ -74,7 +74,7 @@ def launch(product: Product, weight: Grouped, config: Int4RowsConfig) -> None:
     assert squares is None or squares.sums.shape[1] == rows
     assert weight.has_equal_strides()
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
-    kernel = _large_int4_rows if num_outputs * num_inputs >= 2 * LARGE else _int4_rows_kernel
+    kernel = _large_grouped_rows if num_outputs * num_inputs >= 2 * LARGE else _grouped_rows_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
         weight.packed_OW,
@@ -229,7 +229,7 @@ def _columns(rows, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
-def _int4_rows_kernel(
+def _grouped_rows_kernel(
     x_ptr,
     packed_ptr,
     scales_ptr,
@@ -430,5 +430,5 @@ def _int4_rows_kernel(
     )
 
 
-_large_int4_rows = prefer_l1(triton.jit(do_not_specialize=["M", "magic"])(_int4_rows_kernel.fn), carveout=7)
+_large_grouped_rows = prefer_l1(triton.jit(do_not_specialize=["M", "magic"])(_grouped_rows_kernel.fn), carveout=7)
 """The same kernel, for layers of as many bytes as `LARGE` weights in 16 bits have."""
