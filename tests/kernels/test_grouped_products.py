@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits in groups, against float64: odd sizes, poisoned outputs, nothing written beside."""
+"""Products with weights in groups, against float64: odd sizes, poisoned outputs, nothing written beside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS = [
 
 
 class GroupedCase(Case):
-    """A product whose weights are random integers; `weight` has the numbers that they mean."""
+    """A product whose weights are random numbers of a format; `weight` has the numbers that they mean."""
 
     def __init__(
         self,
@@ -33,17 +33,28 @@ class GroupedCase(Case):
         device: torch.device,
         *,
         group: int,
-        zeros: bool,
+        kind: str = "int4",
         pairs: bool = False,
     ) -> None:
         super().__init__(rows, outputs, inputs, dtype, device, pairs=pairs)
         weight_rows, groups = self.weight.shape[0], -(-inputs // group)
         generator = torch.Generator().manual_seed(6)
-        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
         scales = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=8).t() / (5 * inputs**0.5)
+        if kind == "fp8":
+            # All numbers of the type but those that are not a number, the smallest included.
+            drawn = torch.randint(0, 254, (weight_rows, inputs), generator=generator, dtype=torch.uint8)
+            values = (drawn + (drawn >= 127)).to(device).view(torch.float8_e4m3fn)
+            self.grouped = Grouped(values, scales / 16, None, 8, group)
+            self.weight = values.double() * (scales / 16).double().repeat_interleave(group, 1)[:, :inputs]
+            return
+        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
         zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
         self.grouped = Grouped(
-            packed.to(torch.int32).to(device), scales, zeros_OG.to(device) if zeros else None, 4, group
+            packed.to(torch.int32).to(device),
+            scales,
+            zeros_OG.to(device) if kind == "int4 with zeros" else None,
+            4,
+            group,
         )
         exact = self.grouped._replace(scales_OG=scales.double())
         self.weight = dequantize(exact)[:, :inputs]
@@ -51,22 +62,29 @@ class GroupedCase(Case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "group"), [(1, 40, 384, 128), (7, 37, 200, 32), (8, 16, 520, 256), (5, 70, 100, 64)]
+    ("rows", "outputs", "inputs", "group", "kind"),
+    [
+        (1, 40, 384, 128, "int4"),
+        (7, 37, 200, 32, "int4 with zeros"),
+        (8, 16, 520, 256, "int4 with zeros"),
+        (5, 70, 100, 64, "int4"),
+        (3, 40, 200, 200, "fp8"),
+        (8, 37, 324, 128, "fp8"),
+    ],
 )
 def test_products(
     rows: int,
     outputs: int,
     inputs: int,
     group: int,
-    zeros: bool,
+    kind: str,
     config: GroupedRowsConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     def case(*, pairs: bool = False) -> GroupedCase:
-        return GroupedCase(rows, outputs, inputs, dtype, device, group=group, zeros=zeros, pairs=pairs)
+        return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
     plain = case()
     linear(plain.x, plain.grouped, plain.bias, plain.out, config=config)
@@ -85,7 +103,7 @@ def test_products(
 def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, device: torch.device) -> None:
     """The norm's division is left to the product that reads the rows."""
     scratch, rows = poisoned(device), min(config.rows, 9)
-    made = GroupedCase(rows, 70, 200, dtype, device, group=64, zeros=False)
+    made = GroupedCase(rows, 70, 200, dtype, device, group=64)
     hidden, normed = made.residual.clone(), torch.full_like(made.residual, torch.nan)
     norm = random_tensor(70, dtype=dtype, device=device, seed=7) * 0.1 + 1
     squares = linear_add_norm(
@@ -94,7 +112,7 @@ def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, dev
     assert squares is not None
     made.out.copy_(hidden)
     made.check(made.product(made.x, bias=True) + made.residual.double())
-    taken = GroupedCase(rows, 37, 70, dtype, device, group=32, zeros=True)
+    taken = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int4 with zeros")
     wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
     linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
     taken.check(taken.product(wanted, bias=True))
@@ -103,7 +121,7 @@ def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, dev
 @pytest.mark.parametrize("rows", [2, 40])
 def test_products_by_their_size(rows: int, device: torch.device) -> None:
     """Few rows have the kernel; for more the weights are written out, and torch multiplies them."""
-    case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, zeros=True)
+    case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, kind="int4 with zeros")
     room = torch.full((40 * 256,), torch.nan, dtype=torch.float16, device=device)
     linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device)._replace(dequantized=room))
     case.check(case.product(case.x, bias=True))
@@ -112,28 +130,32 @@ def test_products_by_their_size(rows: int, device: torch.device) -> None:
 
 
 def test_weights_that_the_kernel_does_not_take() -> None:
-    weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128, zeros=False).grouped
+    weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
     others = (
         {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}, {"offsets_OG": weight.scales_OG}
     )  # fmt: skip
     assert not any(takes(weight._replace(**change), torch.bfloat16) for change in others)
-    assert not takes(weight._replace(packed_OW=weight.packed_OW.view(torch.float8_e4m3fn), bits=8), torch.bfloat16)
+    fp8 = GroupedCase(1, 16, 130, torch.float16, torch.device("cpu"), group=130, kind="fp8").grouped
+    assert not takes(fp8, torch.bfloat16) and takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128]), torch.bfloat16)
+    assert not takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128], group=48), torch.bfloat16)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 32])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(4608, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (6144, 4096), (4096, 14336)]
 )
-def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, device: torch.device) -> None:
-    """As configured for the sizes, several times beside a product of the same scratch."""
-    assert choose_grouped(rows_class(rows), outputs, inputs, False) is not None
-    case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False)
+def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str, device: torch.device) -> None:
+    """As configured for the sizes."""
+    group = inputs if kind == "fp8" else 128
+    case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
+    assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, False) is not None
     linear(case.x, case.grouped, case.bias, case.out)
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:
-        gated = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=128, zeros=False, pairs=True)
+        gated = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind, pairs=True)
         assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out)
         gated.check(silu_of(gated.product(gated.x, bias=True)))
 
@@ -148,7 +170,9 @@ def test_random_cases(device: torch.device) -> None:
 
     for _ in range(500):
         rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
-        group, zeros = (32, 64, 128, 256)[number(0, 4)], bool(number(0, 2))
-        case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, zeros=zeros)
+        group, kind = (32, 64, 128, 256)[number(0, 4)], ("int4", "int4 with zeros", "fp8")[number(0, 3)]
+        if kind == "fp8":
+            inputs, group = 4 * inputs, max(64, group) if number(0, 2) else 4 * inputs
+        case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
         linear(case.x, case.grouped, case.bias, case.out)
         case.check(case.product(case.x, bias=True))

@@ -4,8 +4,8 @@ Library kernels are made for square products: at few rows they leave a fifth of 
 layers, and they cannot begin before the kernel before has ended. `tuning` chooses a kernel by the sizes: `gemv` for one
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
-Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits have a kernel
-for few rows, `gemm_grouped_small_m`. Other products of weights in groups write them out first, for torch.
+Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
+have a kernel for few rows, `gemm_grouped_small_m`. Other products of weights in groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -202,7 +202,9 @@ def _choose(
         return None
     if isinstance(weight_NK, torch.Tensor):
         return (choose_silu if silu else choose)(rows, num_outputs, num_inputs)
-    return choose_grouped(rows, num_outputs, num_inputs, silu) if gemm_grouped_small_m.takes(weight_NK, dtype) else None
+    if not gemm_grouped_small_m.takes(weight_NK, dtype):
+        return None
+    return choose_grouped(rows, num_outputs, num_inputs, weight_NK.bits, silu)
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:

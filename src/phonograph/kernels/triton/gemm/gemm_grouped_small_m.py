@@ -1,16 +1,15 @@
-"""Matrix products of a few rows with weights of 4 bits in groups, nearly as fast as memory.
+"""Matrix products of a few rows with weights in groups, of 4 bits or in FP8, nearly as fast as memory.
 
 Like `gemm_small_m`, a program holds its first weights in registers before it waits for its input, and operands go from
 memory to the tensor cores without an exchange between threads: a sum over columns does not depend on their order, so
 that each thread passes the columns that it read.
 
-A word of eight weights becomes four pairs of the model's type by one shift and one logical operation each: the bits of
-a weight are put into the mantissa of a constant, which makes the number `_BIAS + weight`. The tensor cores multiply
-these numbers. A product with ones gives the sum of the rows' columns, times which the bias and the group's zero are
-taken off afterwards, and the group's scale multiplies the rest. So a weight costs less than one instruction.
+Weights of 4 bits are multiplied as bias + weight (`grouped_operands`). A product with ones gives the sum of the rows'
+columns, times which the bias and the group's zero are taken off afterwards, and the group's scale multiplies the rest.
+So a weight costs less than one instruction.
 
-A product of the tensor cores covers the columns of one group, or 128 of them. The columns are dealt to the warps of a
-program, whose sums are added at the end.
+A product of the tensor cores covers the columns of one group, or 128 of them (64 in FP8). The columns are dealt to the
+warps of a program, whose sums are added at the end.
 
 Shapes are those of `product`; W words, G groups.
 """
@@ -28,6 +27,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor
+from phonograph.kernels.triton.gemm.grouped_operands import columns, read_groups, read_rows, read_words, weights
 from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -35,12 +35,13 @@ from phonograph.kernels.triton.launch.pdl import pdl_options
 _MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x4C004C00}
 """Twice the number 128 or 16 of a type. An argument of the kernel, because the compiler would not combine two constants
 of its own with a word in one instruction."""
+_FP8 = torch.float8_e4m3fn
 
 
 class GroupedRowsConfig(NamedTuple):
     """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
 
-    units: products of 128 columns (64 or 32 in smaller groups) of a step, a multiple of num_warps
+    units: products of 128 columns (fewer in FP8 and in smaller groups) of a step, a multiple of num_warps
     ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time
     """
 
@@ -54,13 +55,12 @@ class GroupedRowsConfig(NamedTuple):
 
 def takes(weight: Grouped, dtype: torch.dtype) -> bool:
     """Return True if the kernel multiplies such weights by rows of `dtype`."""
-    return (
-        weight.bits == 4
-        and weight.order_I is None
-        and weight.offsets_OG is None
-        and dtype in (torch.bfloat16, torch.float16)
-        and (weight.group in (32, 64) or weight.group % 128 == 0)
-    )
+    if dtype not in (torch.bfloat16, torch.float16) or weight.order_I is not None or weight.offsets_OG is not None:
+        return False
+    if weight.packed_OW.dtype == _FP8:
+        num_inputs = weight.packed_OW.shape[1]
+        return num_inputs % 4 == 0 and (weight.group >= num_inputs or weight.group % 64 == 0)
+    return weight.bits == 4 and (weight.group in (32, 64) or weight.group % 128 == 0)
 
 
 def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None:
@@ -74,10 +74,11 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
     assert squares is None or squares.sums.shape[1] == rows
     assert weight.has_equal_strides()
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
-    kernel = _large_grouped_rows if num_outputs * num_inputs >= 2 * LARGE else _grouped_rows_kernel
+    words_OW = weight.packed_OW.view(torch.int32)
+    kernel = _large_grouped_rows if 2 * words_OW.numel() >= LARGE else _grouped_rows_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
-        weight.packed_OW,
+        words_OW,
         weight.scales_OG,
         weight.zeros_OG,
         bias_N,
@@ -87,13 +88,14 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         eps,
         _MAGIC[x_MK.dtype],
         x_MK.stride(0),
-        weight.packed_OW.stride(0),
+        words_OW.stride(0),
         *weight.scales_OG.stride(),
         out_MN.stride(0),
         normed_stride,
         N=num_outputs,
         K=num_inputs,
         GROUP=weight.group,
+        BITS=weight.bits,
         ROWS=rows,
         BLOCK_N=block_n,
         UNITS=units,
@@ -107,125 +109,18 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
 
 
 @triton.jit
-def _read_words(row_ptrs, valid_rows, step, WORDS: tl.constexpr, UNITS: tl.constexpr, LAST: tl.constexpr):
-    """Load a step's words of the rows [8, r], as [8, units, r, 4 * WORDS]: four threads read them, WORDS each."""
-    unit = step * UNITS + tl.arange(0, UNITS)
-    word = unit[:, None] * (4 * WORDS) + tl.arange(0, 4 * WORDS)[None, :]
-    mask = valid_rows[:, None, :, None] & (unit < LAST)[None, :, None, None]
-    pointers = row_ptrs[:, None, :, None] + word[None, :, None, :]
-    return tl.load(pointers, mask, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _read_rows(row_ptrs, valid_rows, step, K: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr):
-    """Load a step's columns of the rows [8, r], as [8, units, r, WORDS, 32].
-
-    The last dimension has the eight columns of one word of each of four threads.
-    """
-    at = tl.arange(0, 32)
-    unit = step * UNITS + tl.arange(0, UNITS)
-    within = tl.arange(0, WORDS)[:, None] * 8 + (at // 8 * (8 * WORDS) + at % 8)[None, :]
-    column = unit[:, None, None] * (32 * WORDS) + within[None, :, :]
-    mask = valid_rows[:, None, :, None, None] & (column < K)[None, :, None, :, :]
-    return tl.load(row_ptrs[:, None, :, None, None] + column[None, :, None, :, :], mask, other=0.0)
-
-
-@triton.jit
-def _of_groups(
-    pointer,
-    first,
-    step,
-    output_stride,
-    group_stride,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LAST: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-):
-    """Load the scales or zeros of a step's groups for OUTPUTS of the program's outputs, [units, outputs, 1].
-
-    Sixteen at a time: so few are read in the layout that they are needed in, more would pass through shared memory.
-    """
-    if OUTPUTS > 16:
-        HALF: tl.constexpr = OUTPUTS // 2
-        low = _of_groups(
-            pointer,
-            first,
-            step,
-            output_stride,
-            group_stride,
-            N,
-            GROUP,
-            COLUMNS,
-            LAST,
-            UNITS,
-            BLOCK_N,
-            OUTPUT,
-            HALF,
-        )
-        high = _of_groups(
-            pointer,
-            first,
-            step,
-            output_stride,
-            group_stride,
-            N,
-            GROUP,
-            COLUMNS,
-            LAST,
-            UNITS,
-            BLOCK_N,
-            OUTPUT + HALF,
-            HALF,
-        )
-        values = tl.reshape(tl.permute(tl.join(low, high), (0, 3, 1, 2)), (UNITS, OUTPUTS, 1))
-    else:
-        output = first + OUTPUT % BLOCK_N + tl.arange(0, OUTPUTS)[None, :, None]
-        unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
-        row = (output + OUTPUT // BLOCK_N * N).to(tl.int64)
-        group = (unit * COLUMNS // GROUP).to(tl.int64)
-        pointers = pointer + row * output_stride + group * group_stride
-        values = tl.load(pointers, (output < N) & (unit < LAST), other=0)
-    return values
-
-
-@triton.jit
-def _pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
-    """Return weights `at` and `at + 4` of each word in the type KIND, plus the bias, in a new last dimension."""
-    if tl.bfloat16 == KIND:
-        bits = (words >> (4 * at)) & 0x000F000F | magic
-    elif at < 2:
-        bits = (words << (6 - 4 * at)) & 0x03C003C0 | magic
-    else:
-        bits = (words >> (4 * at - 6)) & 0x03C003C0 | magic
-    low = (bits & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
-    high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
-    return tl.join(low, high)
-
-
-@triton.jit
-def _weights(words, magic, WORDS: tl.constexpr, KIND: tl.constexpr):
-    """Return words of `_read_words` as a left operand [units, 8 r, k], each plus the bias."""
-    UNITS: tl.constexpr = words.shape[1]
-    R: tl.constexpr = words.shape[2]
-    even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
-    odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
-    values = tl.reshape(tl.join(even, odd), (8, UNITS, R, 4, WORDS, 2, 2, 2))
-    return tl.reshape(tl.permute(values, (1, 2, 0, 4, 6, 3, 7, 5)), (UNITS, 8 * R, 32 * WORDS))
-
-
-@triton.jit
-def _columns(rows, WORDS: tl.constexpr):
-    """Return rows of `_read_rows` as a right operand [units, k, 8 r], in the order of `_weights`."""
-    UNITS: tl.constexpr = rows.shape[1]
-    R: tl.constexpr = rows.shape[2]
-    values = tl.reshape(rows, (8, UNITS, R, WORDS, 4, 2, 2, 2))
-    values = tl.reshape(tl.permute(values, (1, 2, 0, 3, 6, 4, 7, 5)), (UNITS, 8 * R, 32 * WORDS))
-    return tl.permute(values, (0, 2, 1))
+def _groups(pointer, first, step, output_stride, group_stride, SIZES: tl.constexpr):
+    """Load the scales or zeros of a step's units, [units, outputs, 1]; beyond the last group its own."""
+    N: tl.constexpr = SIZES[0]
+    K: tl.constexpr = SIZES[1]
+    GROUP: tl.constexpr = SIZES[2]
+    COLUMNS: tl.constexpr = SIZES[3]
+    UNITS: tl.constexpr = SIZES[4]
+    BLOCK_N: tl.constexpr = SIZES[5]
+    OUTPUTS: tl.constexpr = SIZES[6]
+    unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
+    group_at = tl.minimum(unit * COLUMNS // GROUP, (K - 1) // GROUP).to(tl.int64) * group_stride
+    return read_groups(pointer, first, output_stride, group_at, N, BLOCK_N, 0, OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
@@ -252,6 +147,7 @@ def _grouped_rows_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
@@ -266,12 +162,17 @@ def _grouped_rows_kernel(
         tl_cuda.gdc_launch_dependents()
     KIND: tl.constexpr = x_ptr.dtype.element_ty
     BIAS: tl.constexpr = 128 if tl.bfloat16 == KIND else 16
-    COLUMNS: tl.constexpr = min(GROUP, 128)
-    WORDS: tl.constexpr = COLUMNS // 32
+    COLUMNS: tl.constexpr = min(GROUP, 128) if BITS == 4 else 64
+    WORDS: tl.constexpr = COLUMNS * BITS // 128
+    EIGHTS: tl.constexpr = COLUMNS // 32
     LAST: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    # Words of a row; those of 4 bits have whole groups.
+    COUNT: tl.constexpr = 4 * WORDS * LAST if BITS == 4 else K // 4
+    ONE_SCALE: tl.constexpr = BITS == 8 and GROUP >= K
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
     # With a gated activation the rows of the ups follow those of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE == 2 else BLOCK_N
+    SIZES: tl.constexpr = (N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
@@ -291,51 +192,22 @@ def _grouped_rows_kernel(
     scales = ()
     zeros = ()
     for step in tl.static_range(min(AHEAD, STEPS)):
-        words += (_read_words(packed_ptrs, valid_row, step, WORDS, UNITS, LAST),)
-        scales += (
-            _of_groups(
-                scales_ptr,
-                first,
-                step,
-                output_stride,
-                group_stride,
-                N,
-                GROUP,
-                COLUMNS,
-                LAST,
-                UNITS,
-                BLOCK_N,
-                0,
-                OUTPUTS,
-            ),
-        )
+        words += (read_words(packed_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
+        if not ONE_SCALE:
+            scales += (_groups(scales_ptr, first, step, output_stride, group_stride, SIZES),)
         if zeros_ptr is not None:
-            zeros += (
-                _of_groups(
-                    zeros_ptr,
-                    first,
-                    step,
-                    output_stride,
-                    group_stride,
-                    N,
-                    GROUP,
-                    COLUMNS,
-                    LAST,
-                    UNITS,
-                    BLOCK_N,
-                    0,
-                    OUTPUTS,
-                ),
-            )
+            zeros += (_groups(zeros_ptr, first, step, output_stride, group_stride, SIZES),)
     bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
     up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
     norm = constant(norm_ptr, n, valid_n) if norm_ptr is not None else None
+    scale = constant(scales_ptr, n * output_stride, valid_n) if ONE_SCALE else None
+    up_scale = constant(scales_ptr + N * output_stride, n * output_stride, valid_n) if ONE_SCALE and MODE == 2 else None
     if PDL:
         tl_cuda.gdc_wait()
 
     xs = ()
     for step in tl.static_range(min(ROWS_AHEAD, STEPS)):
-        xs += (_read_rows(x_ptrs, x_row < M, step, K, WORDS, UNITS),)
+        xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
     if SQUARE_TILES > 0:
         square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
         square_tile = tl.arange(0, square_tiles)[:, None]
@@ -356,60 +228,38 @@ def _grouped_rows_kernel(
         if SQUARE_TILES > 0 and step == 0:
             # While the input is in flight.
             factor = norm_factor(squares, eps, K, num_warps)
-        columns = _columns(xs[step], WORDS)
-        part = tl.dot(_weights(words[step], magic, WORDS, KIND), columns, input_precision="ieee")
-        total = tl.dot(ones, columns, input_precision="ieee")
-        total = tl.reshape(tl.broadcast_to(total[:, None, :, :], (UNITS, OUTPUTS // 16, 16, ROWS)), part.shape)
-        if zeros_ptr is not None:
-            part -= (BIAS + zeros[step].to(tl.float32)) * total
+        right = columns(xs[step], BITS)
+        left = weights(words[step], magic, BITS, KIND)
+        if ONE_SCALE:
+            sums = tl.dot(left, right, sums, input_precision="ieee")
         else:
-            part -= (BIAS + 8) * total
-        sums += part * scales[step].to(tl.float32)
+            part = tl.dot(left, right, input_precision="ieee")
+            if BITS == 4:
+                total = tl.dot(ones, right, input_precision="ieee")
+                total = tl.reshape(tl.broadcast_to(total[:, None, :, :], (UNITS, OUTPUTS // 16, 16, ROWS)), part.shape)
+                if zeros_ptr is not None:
+                    part -= (BIAS + zeros[step].to(tl.float32)) * total
+                else:
+                    part -= (BIAS + 8) * total
+            sums += part * scales[step].to(tl.float32)
         if step + AHEAD < STEPS:
-            words += (_read_words(packed_ptrs, valid_row, step + AHEAD, WORDS, UNITS, LAST),)
-            scales += (
-                _of_groups(
-                    scales_ptr,
-                    first,
-                    step + AHEAD,
-                    output_stride,
-                    group_stride,
-                    N,
-                    GROUP,
-                    COLUMNS,
-                    LAST,
-                    UNITS,
-                    BLOCK_N,
-                    0,
-                    OUTPUTS,
-                ),
-            )
+            words += (read_words(packed_ptrs, valid_row, step + AHEAD, COUNT, WORDS, UNITS),)
+            if not ONE_SCALE:
+                scales += (_groups(scales_ptr, first, step + AHEAD, output_stride, group_stride, SIZES),)
             if zeros_ptr is not None:
-                zeros += (
-                    _of_groups(
-                        zeros_ptr,
-                        first,
-                        step + AHEAD,
-                        output_stride,
-                        group_stride,
-                        N,
-                        GROUP,
-                        COLUMNS,
-                        LAST,
-                        UNITS,
-                        BLOCK_N,
-                        0,
-                        OUTPUTS,
-                    ),
-                )
+                zeros += (_groups(zeros_ptr, first, step + AHEAD, output_stride, group_stride, SIZES),)
         if step + ROWS_AHEAD < STEPS:
-            xs += (_read_rows(x_ptrs, x_row < M, step + ROWS_AHEAD, K, WORDS, UNITS),)
+            xs += (read_rows(x_ptrs, x_row < M, step + ROWS_AHEAD, K, EIGHTS, UNITS),)
 
     total = add_warps(sums, UNITS, num_warps)
     if MODE == 2:
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
+    if ONE_SCALE:
+        result *= scale
+        if MODE == 2:
+            up *= up_scale
     squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS if norm_ptr is not None else None
     finish(
         result,

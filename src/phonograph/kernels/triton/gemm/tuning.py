@@ -117,18 +117,20 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
     return _first_that_fits(configs, silu=True)
 
 
-def choose_grouped(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> GroupedRowsConfig | None:
-    """Return how a product with weights of 4 bits in groups is computed; None: written out, by torch.
+def choose_grouped(rows: int, num_outputs: int, num_inputs: int, bits: int, pairs: bool) -> GroupedRowsConfig | None:
+    """Return how a product with weights in groups is computed; None: written out, by torch.
 
     With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernel was made for.
     """
     if rows > 32:
         return None
+    # As many bytes of a step in FP8.
+    units = 4 * bits // 4
     if pairs:
-        return GroupedRowsConfig(rows, 16, 4, 2, 1, 4)
+        return GroupedRowsConfig(rows, 16, units, 2, 1, 4)
     if num_inputs >= 8192:
-        return GroupedRowsConfig(rows, 16, 8, 4, 2, 8)
-    return GroupedRowsConfig(rows, 16, 4, 2, 2, 4)
+        return GroupedRowsConfig(rows, 16, 2 * units, 4, 2, 8)
+    return GroupedRowsConfig(rows, 16, units, 2, 2, 4)
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
