@@ -13,7 +13,7 @@ from phonograph.cli.app import main
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 from phonograph.models.spec import read_model_spec
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.text.tokenizer import load_tokenizer
 
 # Parameters of the published checkpoints, as the hub counts them in their safetensors files, tied embeddings once.
@@ -72,11 +72,11 @@ def test_upper_and_lower_case_mean_the_same_and_hub_ids_count_where_asked_for() 
 def test_a_name_without_its_weights_is_refused_with_the_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({}, {"weights": True}, {"config_only": True, "revision": "main"}):
         with pytest.raises(ModelError, match="'qwen3-0.6b' is a configuration .*give its hub id, Qwen/Qwen3-0.6B"):
-            model_folder("Qwen3-0.6B", **options)
+            model_path("Qwen3-0.6B", **options)
     assert load_tokenizer(EngineConfig(model="qwen3-0.6b", load_format="dummy")) is None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-0.6b").mkdir()
-    assert model_folder("qwen3-0.6b", weights=True) == Path("qwen3-0.6b"), "a folder of that name goes before it"
+    assert model_path("qwen3-0.6b", weights=True) == Path("qwen3-0.6b"), "a folder of that name goes before it"
 
 
 def test_explain_resolves_hub_ids_without_the_network(

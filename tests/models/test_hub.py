@@ -10,7 +10,7 @@ from huggingface_hub import errors
 
 import phonograph.text.tokenizer as tokenizers
 from phonograph.errors import ModelError
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.text.tokenizer import Tokenizer
 
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
@@ -58,7 +58,7 @@ def test_errors_of_the_hub_are_one_short_line(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", _raising(error, wrapped=wrapped))
     with pytest.raises(ModelError) as caught:
-        model_folder("owner/name", revision="v2")
+        model_path("owner/name", revision="v2")
     message = str(caught.value)
     assert message.startswith(f"model 'owner/name' at revision 'v2' is not a local folder and {said}")
     assert len(message) < 220 and "\n" not in message
@@ -79,11 +79,11 @@ def test_other_errors_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ModelError, match=r"could not be read from the hub \('xxx.*\.\.\.\); give a local folder"
     ) as caught:
-        model_folder("owner/name")
+        model_path("owner/name")
     assert len(str(caught.value)) < 300
 
 
 def test_a_name_like_those_of_the_package_is_answered_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(ConnectionError()))
     with pytest.raises(ModelError, match=r"names like it: .*llama-3\.1-8b"):
-        model_folder("llama-3.1-9b")
+        model_path("llama-3.1-9b")

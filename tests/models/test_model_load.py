@@ -279,7 +279,7 @@ def test_other_formats_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightError, match="no .*safetensors files.*dummy"):
         load(tmp_path)
-    for name in ("pytorch_model.bin", "model.Q4_K_M.gguf"):
+    for name in ("pytorch_model.bin", "model.pt"):
         (tmp_path / name).write_bytes(b"\x00")
         with pytest.raises(WeightError, match=f"{name}.*convert them to safetensors"):
             load(tmp_path)

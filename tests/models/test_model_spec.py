@@ -423,7 +423,7 @@ def test_a_hub_id_downloads_what_is_needed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert read_model_spec("owner/name-1.5", revision="abc").qk_norm
-    folder_module.model_folder("name", weights=True)
+    folder_module.model_path("name", weights=True)
     (first, first_settings), (second, second_settings) = asked
     assert (first, first_settings["revision"]) == ("owner/name-1.5", "abc")
     assert first_settings["allow_patterns"] == ["config.json", "generation_config.json"]

@@ -30,7 +30,7 @@ from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.scheduling.limits import SchedulerStats
 from phonograph.server.http.api_errors import ApiError, api_error
 from phonograph.server.observe.graphs import graphs
@@ -101,7 +101,7 @@ class FakeClient:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(model_folder("demo"))
+    return Tokenizer.load(model_path("demo"))
 
 
 class Bench:

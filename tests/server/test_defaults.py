@@ -11,7 +11,7 @@ import pytest
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError, ModelError
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.server.http.run import serve, try_chat
 from phonograph.server.openai.defaults import chat_template, sampling_defaults
 from phonograph.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def test_a_server_with_a_broken_chat_template_does_not_start() -> None:
 
 
 def test_a_chat_template_that_fails_when_it_runs_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = Tokenizer.load(model_folder("demo"))
+    tokenizer = Tokenizer.load(model_path("demo"))
     for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):
         try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template))  # pyright: ignore[reportArgumentType]
     try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=None))  # pyright: ignore[reportArgumentType]

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.stream import SERVERS_SEND, EventStream
 from phonograph.server.openai.protocol import CompletionBody
@@ -66,7 +66,7 @@ class Answer:
 
 class Bench:
     def __init__(self) -> None:
-        tokenizer = Tokenizer.load(model_folder("demo"))
+        tokenizer = Tokenizer.load(model_path("demo"))
         self.ids = tokenizer.encode("Tom has twelve apples", add_special_tokens=False)
         self.words = [tokenizer.decode([token_id]) for token_id in self.ids]
         self.sample = Sample(0, tokenizer, SamplingParams(max_tokens=50), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sentencepiece_like import sentencepiece_like
 
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
@@ -14,7 +14,7 @@ TEXTS = ["Tom has 12 apples.", "é😀 ﷺ\n\tx", "  two  spaces ", "\ufffd?", "
 
 @pytest.fixture(params=["demo", "sentencepiece"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Tokenizer.load(model_folder("demo")) if request.param == "demo" else sentencepiece_like()
+    return Tokenizer.load(model_path("demo")) if request.param == "demo" else sentencepiece_like()
 
 
 def logprobs_after(tokenizer: Tokenizer, prompt: list[int]) -> CompletionLogprobs:

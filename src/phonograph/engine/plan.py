@@ -88,7 +88,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             "products are torch's on a CPU, which sums in an order that goes by the number of rows; it works on a GPU",
         )
     if config.batch_invariant and model.quantization is not None:
-        raise ConfigError("batch_invariant", True, f"weights in {model.quantization.scheme.name} have no such products")
+        raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
     version = None if config.flash_attn_version is None else str(config.flash_attn_version)
     selection = select(config.attention_backend, version, attention, device)
     preferred = selection.capabilities.preferred_block_size(attention)

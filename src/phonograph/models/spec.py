@@ -25,7 +25,15 @@ from phonograph.models.quantization.quantization_config import choose_quantizati
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import Architecture, find_architecture
 from phonograph.models.rope_parameters import read_rope
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.gguf_config import (
+    config_of_gguf,
+    end_tokens_of_gguf,
+    notes_of_gguf,
+    quantization_of_gguf,
+    rope_frequencies_of_gguf,
+)
+from phonograph.models.weights.gguf_file import read_gguf
+from phonograph.models.weights.model_files import is_gguf, model_path
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +96,7 @@ class ModelSpec:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
-        quantization = self.quantization
-        return quantization.scheme if quantization is not None and quantization.covers(module) else None
+        return None if self.quantization is None else self.quantization.scheme_of(module)
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -174,10 +181,10 @@ def read_model_spec(
     hf_overrides: Mapping[str, Any] | None = None,
     config_only: bool = False,
 ) -> ModelSpec:
-    """Return the spec of a local folder, a hub id or "demo". Reads config.json and generation_config.json only.
+    """Return the spec of a local folder or GGUF file, a hub id or "demo". Reads no weights.
 
     Args:
-        model: folder, hub id or "demo".
+        model: folder, GGUF file, hub id or "demo".
         trust_remote_code: reject models with code of their own, which does not run here.
         revision: branch, tag or commit on the hub.
         hf_overrides: fields that replace those of config.json.
@@ -188,12 +195,14 @@ def read_model_spec(
         ModelError: there is no such model, or its config.json is missing or unusable.
         ConfigError: hf_overrides names no field.
     """
-    folder = model_folder(model, revision=revision, config_only=config_only)
+    folder = model_path(model, revision=revision, config_only=config_only)
+    overrides = dict(hf_overrides or {})
+    if is_gguf(folder):
+        return _read_gguf_spec(folder, overrides)
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
     raw = _read_json(path)
-    overrides = dict(hf_overrides or {})
     check_overrides(overrides, raw)
     raw |= overrides
     with _located(path, overrides):
@@ -219,6 +228,29 @@ def read_model_spec(
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
     return replace(spec, notes=(note, *spec.notes))
+
+
+def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
+    file = read_gguf(path)
+    with _located(path, overrides):
+        raw = config_of_gguf(file)
+        check_overrides(overrides, raw)
+        raw |= overrides
+        name = str(raw["architectures"][0])
+        architecture = find_architecture(name)
+        settings = read_settings(raw, name, architecture.model_type)
+        spec = _make_spec(settings, name, architecture, end_tokens_of_gguf(file))
+        if spec.quantization is not None:
+            raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
+        quantization = quantization_of_gguf(file)
+        spec = replace(
+            spec,
+            quantization=quantization,
+            rope_frequencies=rope_frequencies_of_gguf(file, spec.rope_frequencies),
+            notes=(*spec.notes, *notes_of_gguf(file, quantization)),
+        )
+        _check_quantization(spec)
+    return spec
 
 
 @contextmanager

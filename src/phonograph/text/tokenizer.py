@@ -13,8 +13,10 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.models.catalog import catalog_name
 from phonograph.models.hub import first_line, hub_problem
-from phonograph.models.weights.model_files import DEMO, model_folder
+from phonograph.models.weights.gguf_file import read_gguf
+from phonograph.models.weights.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
+from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200
@@ -42,11 +44,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
-        """Load the tokenizer of a local folder or hub id.
+        """Load the tokenizer of a local folder or GGUF file, or of a hub id.
 
         Raises:
             ModelError: there is none, it is unusable, or it has no fast backend (tokenizer.json).
         """
+        if is_gguf(Path(folder)):
+            return cls(make_gguf_tokenizer(read_gguf(Path(folder))))
         try:
             tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, revision=revision
@@ -204,7 +208,7 @@ class Tokenizer:
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Load the tokenizer of the configured model.
 
-    Returns None for a local folder or catalog name without a tokenizer. Such an engine serves token ids only.
+    Returns None for a local folder or file, or catalog name, without a tokenizer. Such an engine serves token ids only.
 
     Raises:
         ModelError: the tokenizer is unusable.
@@ -212,7 +216,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if not has_tokenizer(config):
         return None
     name = config.tokenizer or config.model
-    source = model_folder(name) if _is_local(name) else name
+    source = model_path(name) if _is_local(name) else name
     return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
 
 
@@ -223,12 +227,15 @@ def has_tokenizer(config: EngineConfig) -> bool:
         return True
     if not _is_local(name):
         return config.load_format != "dummy" or not catalog_name(name)
+    path = model_path(name)
+    if is_gguf(path):
+        return has_gguf_tokenizer(read_gguf(path))
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    return any((Path(model_folder(name)) / file).is_file() for file in files)
+    return any((path / file).is_file() for file in files)
 
 
 def _is_local(name: str) -> bool:
-    return name == DEMO or Path(name).is_dir()
+    return name == DEMO or Path(name).is_dir() or is_gguf(Path(name).expanduser())
 
 
 def _tokenizer_class(folder: Path) -> Any:

@@ -208,7 +208,7 @@ def _model_line(plan: EnginePlan) -> str:
         f"{plan.dtype}, {model.num_layers} layers, {model.num_query_heads} query and {model.num_kv_heads} KV heads of "
         f"size {model.head_size}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
-        + (f"; projections in {model.quantization.scheme.name}" if model.quantization is not None else "")
+        + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + f"; {_bytes(model.weight_bytes(plan.dtype))} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )

@@ -15,7 +15,7 @@ from phonograph.graphs.verification import VerifyReport, verify
 from phonograph.models.spec import read_configured_model
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.weights.loading import weight_files
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 
 
 def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:
@@ -48,7 +48,7 @@ def _plan(config: EngineConfig) -> EnginePlan:
     plan = make_plan(config, model, device)
     if not model.tie_word_embeddings or config.load_format == "dummy":
         return plan
-    files = weight_files(model_folder(config.model, weights=True, revision=config.revision))
+    files = weight_files(model_path(config.model, weights=True, revision=config.revision))
     loaded, _ = match_tied_embeddings(model, files)
     return plan if loaded is model else make_plan(config, loaded, device)
 

@@ -61,19 +61,36 @@ class GroupedWeight:
             values.zeros_OG.fill_(1 << (values.bits - 1))
         if values.order_I is not None:
             values.order_I.copy_(torch.arange(self.inputs))
+        if values.offsets_OG is not None:
+            values.offsets_OG.zero_()
 
-    def write_scales(self, module: str, first: int, scales_OG: torch.Tensor) -> None:
-        """Fill the scales of outputs from `first` on.
+    def write_scales(self, module: str, first: int, scales_OG: torch.Tensor, *, zeros: bool = False) -> None:
+        """Fill the scales of outputs from `first` on. `zeros` allows scales of zero.
 
         Raises:
             WeightError: a scale is zero, infinite or not a number, in the file or in the model's type.
         """
         into = self.values.scales_OG[first : first + scales_OG.shape[0]]
         into.copy_(scales_OG)
-        if not bool((into.isfinite() & (into != 0)).all()):
+        if not bool((into.isfinite() & (zeros | (into != 0))).all()):
             raise WeightError(
                 f"{module} has scales that are zero, infinite or not a number in {_type(into)} (the file has "
                 f"{_type(scales_OG)}); download the file again, or set dtype to float32"
+            )
+
+    def write_offsets(self, module: str, first: int, offsets_OG: torch.Tensor) -> None:
+        """Fill the offsets of outputs from `first` on.
+
+        Raises:
+            WeightError: an offset is infinite or not a number, in the file or in the model's type.
+        """
+        assert self.values.offsets_OG is not None
+        into = self.values.offsets_OG[first : first + offsets_OG.shape[0]]
+        into.copy_(offsets_OG)
+        if not bool(into.isfinite().all()):
+            raise WeightError(
+                f"{module} has offsets that are infinite or not a number in {_type(into)}; download the file again, or "
+                "set dtype to float32"
             )
 
     def write_zeros(self, first: int, zeros_OG: torch.Tensor) -> None:
@@ -130,12 +147,14 @@ class GroupedScheme:
         group_size: inputs of a group, -1 for all.
         zeros: each group has a zero; else it is in the middle of the range.
         ordered: the inputs of a group are spread over the matrix (desc_act, actorder).
+        offsets: each group has an offset in the type of the scales.
     """
 
     bits: int
     group_size: int
     zeros: bool = False
     ordered: bool = False
+    offsets: bool = False
 
     def group(self, inputs: int) -> int:
         return inputs if self.group_size < 0 else self.group_size
@@ -150,10 +169,12 @@ class GroupedScheme:
         scales = allocate_by_group(allocate, outputs, groups, packed.device)
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
-        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order), inputs)
+        offsets = allocate(outputs, groups) if self.offsets else None
+        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order, offsets), inputs)
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
-        per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * (element + self.zeros)
+        per_group = element * (1 + self.offsets) + self.zeros
+        per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * per_group
         return outputs * per_output + (8 * inputs if self.ordered else 0)
 
     def describe(self, format_name: str) -> str:

@@ -7,8 +7,9 @@ pack their numbers share a weight, so that each kernel is written once.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -119,18 +120,28 @@ class Quantization:
     """Weight format of a model's projections.
 
     Attributes:
-        method: quant_method of config.json.
-        scheme: the format.
+        method: quant_method of config.json, or "gguf".
+        scheme: the format of all modules, or the formats of modules by name; others are not quantized.
         ignored: modules that are not quantized: names, ends of names after a dot, or "re:" and a pattern.
     """
 
     method: str
-    scheme: Scheme
+    scheme: Scheme | Mapping[str, Scheme] = field(hash=False)
     ignored: tuple[str, ...] = ()
 
-    def covers(self, module: str) -> bool:
-        """Return True if the weights of a module are in the scheme's format."""
-        return not any(_matches(pattern, module) for pattern in self.ignored)
+    @property
+    def name(self) -> str:
+        """Name for people; of several formats each with its number of modules."""
+        if not isinstance(self.scheme, Mapping):
+            return self.scheme.name
+        counts = Counter(scheme.name for scheme in self.scheme.values())
+        return f"{self.method.upper()}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the format of a module's weights; None for the model's type."""
+        if isinstance(self.scheme, Mapping):
+            return self.scheme.get(module)
+        return None if any(_matches(pattern, module) for pattern in self.ignored) else self.scheme
 
 
 def _matches(pattern: str, module: str) -> bool:

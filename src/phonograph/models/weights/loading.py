@@ -1,4 +1,4 @@
-"""Loading of weights: mapped safetensors files into the fused matrices, or random weights.
+"""Loading of weights: mapped safetensors or GGUF files into the fused matrices, or random weights.
 
 Each tensor of a checkpoint is copied from the file's mapping into its slice, so that the weights exist once. Every
 weight is written exactly once, or loading fails.
@@ -22,8 +22,10 @@ from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
+from phonograph.models.weights.gguf_file import read_gguf
+from phonograph.models.weights.gguf_tensors import load_gguf
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import is_gguf, model_path
 from phonograph.models.weights.staging import Copies
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -32,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
-OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
 class Loading(NamedTuple):
@@ -60,14 +62,17 @@ def begin_loading(
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Generator[Loading]:
-    """Yield a model from a local folder, a hub id or "demo". Copies that are not finished at the exit are dropped.
+    """Yield a model from a local folder or GGUF file, a hub id or "demo".
+
+    Copies that are not finished at the exit are dropped.
 
     Args:
         spec: the model.
-        path: folder, hub id or "demo".
+        path: folder, GGUF file, hub id or "demo".
         dtype: type of the weights.
         device: device of the weights.
-        load_format: "auto" and "safetensors" read the files of `path`; "dummy" draws weights by `seed` without files.
+        load_format: "auto" reads the files of `path`, "safetensors" only those of this format; "dummy" draws weights by
+            `seed` without files.
         seed: seed of random weights.
         progress: called here and in `Loading.finish`.
         revision: branch, tag or commit on the hub.
@@ -76,12 +81,15 @@ def begin_loading(
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
             type.
         ModelError: there is no such model.
-        ConfigError: the load format is unknown.
+        ConfigError: the load format is unknown, or not that of the file.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
     drawn = load_format == "dummy"
-    files = {} if drawn else weight_files(model_folder(path, weights=True, revision=revision))
+    location = None if drawn else model_path(path, weights=True, revision=revision)
+    if load_format == "safetensors" and location is not None and is_gguf(location):
+        raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
+    files = {} if location is None else weight_files(location)
     known_notes = len(spec.notes)
     spec, names = match_tied_embeddings(spec, files)
     notes = [*spec.notes[known_notes:]]
@@ -97,6 +105,8 @@ def begin_loading(
         with torch.inference_mode():
             if drawn:
                 _draw(model, seed)
+            elif location is not None and is_gguf(location):
+                load_gguf(model, read_gguf(location), copies)
             else:
                 notes += _read(model, files, names, copies)
         yield Loading(model, tuple(notes), copies.finish)
@@ -105,9 +115,13 @@ def begin_loading(
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """Return the safetensors files of a folder, each with its tensors in the index (none without an index).
 
+    A GGUF file in place of the folder has none.
+
     Raises:
         WeightError: there are none, the index names a missing file, or the index is unusable.
     """
+    if is_gguf(folder):
+        return {}
     index_path = folder / INDEX_FILE
     if index_path.is_file():
         files: dict[Path, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Location of a model's files: a local folder, the demo model in the package, or a snapshot from the hub."""
+"""Location of a model's files: a local folder or GGUF file, the demo model, or a snapshot from the hub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 from phonograph.models.hub import first_line, hub_problem
 
 DEMO = "demo"
+_GGUF = ".gguf"
 CONFIG_FILES = ("config.json", "generation_config.json")
 # Some repositories have the same weights again in the layout of their training code.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -21,37 +22,48 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def names_model(text: str) -> bool:
-    """Return True if `text` names a model: "demo", a catalog model, or a folder with a config.json."""
-    known = text == DEMO or catalog_name(text, hub_ids=True) is not None
-    return known or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
+    """Return True if `text` names a model: "demo", a catalog model, a GGUF file, or a folder with a configuration."""
+    if text == DEMO or catalog_name(text, hub_ids=True) is not None:
+        return True
+    path = os.path.expanduser(text)
+    if os.path.isdir(path):
+        return any(name == "config.json" or name.endswith(_GGUF) for name in os.listdir(path))
+    return text.endswith(_GGUF) and os.path.isfile(path)
 
 
-def model_folder(
+def is_gguf(path: Path) -> bool:
+    """Return True for a GGUF file."""
+    return path.suffix == _GGUF and path.is_file()
+
+
+def model_path(
     model: str | Path,
     *,
     weights: bool = False,
     revision: str | None = None,
     config_only: bool = False,
 ) -> Path:
-    """Return the local folder of `model`: a path, "demo", or a hub id, whose files are downloaded.
+    """Return the local folder of `model`, or its GGUF file.
 
     Args:
-        model: path, "demo" or hub id.
+        model: path of a folder or of a GGUF file, "demo", or a hub id, whose files are downloaded.
         weights: download the safetensors too, besides the configuration.
         revision: branch, tag or commit on the hub.
         config_only: allow names of the catalog, whose folders only have a config.json.
 
     Raises:
-        ModelError: there is no such folder, or the hub cannot provide it.
+        ModelError: there is no such folder, it has several GGUF files, or the hub cannot provide it.
     """
     if model == DEMO and not Path(model).exists():
         return MODEL_DIRECTORY
     # os.path takes any text; pathlib raises for texts that cannot be paths.
     folder = Path(model).expanduser()
     if os.path.isdir(folder):
-        return folder
+        return _gguf_file(folder) or folder
     if os.path.exists(folder):
-        raise ModelError(f"model {str(model)!r} is a file; give the folder that holds its config.json")
+        if folder.suffix == _GGUF:
+            return folder
+        raise ModelError(f"model {str(model)!r} is a file; give the folder that holds its config.json, or a .gguf file")
     name = catalog_name(model)
     if name is not None:
         if config_only and revision is None:
@@ -61,7 +73,7 @@ def model_folder(
             f"takes it, and so does --load-format dummy; for the model itself give its hub id, {HUB_IDS[name]}"
         )
     hub_id = str(model)
-    if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith("."):
+    if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith(".") or hub_id.endswith(_GGUF):
         shown = shortened(hub_id)
         raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
     # Slow to import, and not needed for a local folder.
@@ -80,3 +92,18 @@ def model_folder(
         near = difflib.get_close_matches(hub_id.lower(), HUB_IDS, n=3)
         hint = f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
         raise ModelError(f"model {hub_id!r}{at_revision} is not a local folder and {problem}{hint}") from error
+
+
+def _gguf_file(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder whose weights are in no other format, or None.
+
+    Raises:
+        ModelError: there are several.
+    """
+    files = sorted(folder.glob(f"*{_GGUF}"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"model {str(folder)!r} has {len(files)} GGUF files; give the path of one: {names}")
+    return files[0]

@@ -10,7 +10,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig, ToolCallParser
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
-from phonograph.models.weights.model_files import model_folder
+from phonograph.models.weights.model_files import model_path
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that become defaults of requests."""
@@ -24,7 +24,7 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
     """
     if server.generation_config == "none":
         return {}
-    folder = model_folder(engine.model, revision=engine.revision, config_only=engine.load_format == "dummy")
+    folder = model_path(engine.model, revision=engine.revision, config_only=engine.load_format == "dummy")
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}

@@ -1,0 +1,238 @@
+"""Configuration of a model from the header of a GGUF file, as the fields of transformers' config.json.
+
+Keys of the architecture outside the lists here are rejected, so that no file runs without a feature that it requires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, check_kind, fused_schemes
+from phonograph.models.quantization.scheme import Quantization
+from phonograph.models.weights.gguf_file import GgufFile
+from phonograph.models.weights.gguf_names import FUSED, PARTS, hugging_face_name
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Architectures by `general.architecture`. Files of Mistral models mostly say "llama"."""
+ROPE_FACTORS = "rope_freqs.weight"
+_END_TEXTS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"})
+_CONTROL = 3
+"""Type of special tokens in `tokenizer.ggml.token_type`."""
+_REQUIRED = object()
+
+
+class _Key(NamedTuple):
+    """A key below the architecture's name: its field in config.json, its type, and the value of files without it."""
+
+    field: str
+    kind: type
+    default: Any = None
+
+
+_KEYS: Mapping[str, _Key] = {
+    "context_length": _Key("max_position_embeddings", int, _REQUIRED),
+    "embedding_length": _Key("hidden_size", int, _REQUIRED),
+    "block_count": _Key("num_hidden_layers", int, _REQUIRED),
+    "feed_forward_length": _Key("intermediate_size", int, _REQUIRED),
+    "attention.head_count": _Key("num_attention_heads", int, _REQUIRED),
+    "attention.head_count_kv": _Key("num_key_value_heads", int),
+    "attention.layer_norm_rms_epsilon": _Key("rms_norm_eps", float, _REQUIRED),
+    "attention.key_length": _Key("head_dim", int),
+    "rope.freq_base": _Key("rope_theta", float, 10000.0),
+}
+_SCALING: Mapping[str, _Key] = {
+    "rope.scaling.factor": _Key("factor", float),
+    "rope.scaling.original_context_length": _Key("original_max_position_embeddings", int),
+    "rope.scaling.yarn_beta_fast": _Key("beta_fast", float),
+    "rope.scaling.yarn_beta_slow": _Key("beta_slow", float),
+}
+_FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "vocab_size": lambda value, config: value == config["vocab_size"],
+    "attention.value_length": lambda value, config: value == _head_size(config),
+    "rope.dimension_count": lambda value, config: value == _head_size(config),
+    "rope.scaling.finetuned": lambda value, config: True,
+    "rope.scaling.type": lambda value, config: value in ("none", "linear", "yarn"),
+    "rope.scaling.attn_factor": lambda value, config: value == 1,
+    "rope.scaling.yarn_attn_factor": lambda value, config: value == 1,
+    "rope.scaling.yarn_ext_factor": lambda value, config: value == 1,
+    "attention.sliding_window": lambda value, config: value == config.get("sliding_window", 0),
+    "expert_count": lambda value, config: value == 0,
+    "expert_used_count": lambda value, config: value == 0,
+    "use_parallel_residual": lambda value, config: value is False,
+    "attention.causal": lambda value, config: value is True,
+    "tensor_data_layout": lambda value, config: True,
+}
+"""Keys that must have the value that the model has here."""
+
+
+def config_of_gguf(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of config.json that the header stands for.
+
+    Raises:
+        UnsupportedModelError: the architecture, a key or a tensor's type is not supported.
+        ModelError: a key or the embedding is missing, or has the wrong type.
+    """
+    name = file.values.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"general.architecture={shortened(repr(name))} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    architecture = ARCHITECTURES[name]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "vocab_size": _vocab_size(file),
+    }
+    for bias, switch in (("attn_q", "attention_bias"), ("ffn_gate", "mlp_bias")):
+        config[switch] = f"blk.0.{bias}.bias" in file.tensors
+    for key, entry in _KEYS.items():
+        value = _read(file, f"{name}.{key}", entry)
+        if value is not None:
+            config[entry.field] = value
+    # Qwen3's default is another one; llama.cpp's is this.
+    config.setdefault("head_dim", _head_size(config))
+    _read_scaling(file, name, config)
+    window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
+    if window and config["model_type"] == "llama":
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    _check_keys(file, name, config)
+    return config
+
+
+def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
+    """Return the tokens that end a text or a turn: those that the header names, and special ones with their texts."""
+    named = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    texts, types = file.values.get("tokenizer.ggml.tokens"), file.values.get("tokenizer.ggml.token_type")
+    if isinstance(texts, list) and isinstance(types, list):
+        pairs = enumerate(zip(texts, types, strict=False))
+        named += [token for token, (text, kind) in pairs if kind == _CONTROL and text in _END_TEXTS]
+    return tuple(dict.fromkeys(token for token in named if type(token) is int))
+
+
+def quantization_of_gguf(file: GgufFile) -> Quantization | None:
+    """Return the weight format of each projection that is in blocks; None if there are none.
+
+    A fused matrix with parts in floating point is in the model's type as a whole.
+
+    Raises:
+        UnsupportedModelError: a tensor has a type that is not supported.
+    """
+    schemes: dict[str, GgufBlocks] = {}
+    fused: dict[str, dict[str, str]] = {}
+    for own_name, tensor in file.tensors.items():
+        check_kind(own_name, tensor.kind)
+        module, _, end = hugging_face_name(own_name).rpartition(".")
+        prefix, _, part = module.rpartition(".")
+        if end == "weight" and part in PARTS:
+            fused.setdefault(f"{prefix}.{FUSED.get(part, part)}", {})[module] = tensor.kind
+    for matrix, kinds in fused.items():
+        # Loading reports missing parts.
+        is_whole = len(kinds) == max(list(FUSED.values()).count(matrix.rpartition(".")[2]), 1)
+        if is_whole and FLOATS.keys().isdisjoint(kinds.values()):
+            by_kind = fused_schemes(kinds.values())
+            schemes |= {module: by_kind[kind] for module, kind in kinds.items()}
+    return Quantization("gguf", schemes) if schemes else None
+
+
+def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[str, ...]:
+    """Return a note on the tensors whose blocks become numbers in the model's type."""
+    converted = {
+        name: tensor.kind
+        for name, tensor in file.tensors.items()
+        if tensor.kind not in FLOATS
+        and (quantization is None or not quantization.scheme_of(hugging_face_name(name).removesuffix(".weight")))
+    }
+    if not converted:
+        return ()
+    shown = ", ".join(f"{name} ({kind})" for name, kind in list(converted.items())[:3])
+    more = f" and {len(converted) - 3} more" if len(converted) > 3 else ""
+    return (f"{shown}{more} of the file: dequantized to the model's type while loading",)
+
+
+def rope_frequencies_of_gguf(file: GgufFile, frequencies: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the rotary frequencies divided by the numbers of `rope_freqs.weight`, as Llama 3.1 has them, if any.
+
+    Raises:
+        ModelError: the tensor has another type or shape, or a number that is not positive.
+    """
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return frequencies
+    count = len(frequencies)
+    factors = tensor.data if tensor.kind == "F32" and tensor.shape == (count,) else np.zeros(count)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelError(
+            f"tensor {ROPE_FACTORS} {tensor.kind} {list(tensor.shape)} must have {count} positive numbers in F32"
+        )
+    return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
+
+
+def _read(file: GgufFile, key: str, entry: _Key) -> Any:
+    value = file.values.get(key)
+    if value is None:
+        if entry.default is _REQUIRED:
+            raise ModelError(f"the header has no {key}; the file is damaged or incomplete")
+        return entry.default
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        # Some tools write one value for each layer.
+        value = value[0]
+    if type(value) is not entry.kind:
+        raise UnsupportedModelError(f"{key}={shortened(repr(value))} is not supported; supported is one number")
+    # The file has float32; config.json of the model had these few digits.
+    return float(f"{value:.7g}") if entry.kind is float else value
+
+
+def _read_scaling(file: GgufFile, name: str, config: dict[str, Any]) -> None:
+    kind = file.values.get(f"{name}.rope.scaling.type", "none")
+    # Before types there were factors of linear scaling.
+    factor = file.values.get(f"{name}.rope.scale_linear")
+    if kind == "none" and factor not in (None, 1.0):
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    if kind not in ("linear", "yarn"):
+        return
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for key, entry in _SCALING.items():
+        value = _read(file, f"{name}.{key}", entry)
+        if value is not None and (kind == "yarn" or entry.field == "factor"):
+            scaling[entry.field] = value
+    config["rope_scaling"] = scaling
+
+
+def _check_keys(file: GgufFile, name: str, config: dict[str, Any]) -> None:
+    """Reject keys of features that are not implemented."""
+    for key, value in file.values.items():
+        own = key.removeprefix(f"{name}.")
+        if own == key or own in _KEYS or own in _SCALING or own == "rope.scale_linear":
+            continue
+        if own not in _FIXED:
+            raise UnsupportedModelError(f"{key}={shortened(repr(value))} is a key whose effect is not implemented")
+        if not _FIXED[own](value, config):
+            raise UnsupportedModelError(f"{key}={shortened(repr(value))} is not supported with the model's other sizes")
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError("the file has no matrix token_embd.weight; it is damaged, or holds no language model")
+    return embedding.shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return float16 for models in float16. Blocks were made from bfloat16, and scales in it are exact enough."""
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return "float16" if "F16" in kinds and kinds <= {"F16", "F32"} else "bfloat16"
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // max(config["num_attention_heads"], 1)

@@ -1,0 +1,167 @@
+"""GGUF files: header and tensors, read by llama.cpp's `gguf` package.
+
+The package builds several arrays for each text of a list, which takes seconds for a vocabulary, and returns less than a
+damaged file declares. The reader here overrides both.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from phonograph.errors import ModelError, WeightError
+
+_MAGIC, _START = b"GGUF", struct.Struct("<4sIQQ")
+_MOST_ENTRIES = 1 << 16
+"""Tensors, and keys, of a header."""
+_MOST_ITEMS = 1 << 24
+"""Items of a list in a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+        kind: type as ggml names it, such as "Q4_K".
+        shape: sizes in the order of torch; the blocks of a type lie along the last one.
+        data: mapped numbers [..., n]; bytes for types in blocks.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, Any]
+
+    def rows(self) -> torch.Tensor:
+        """Return the mapped numbers as a tensor; bytes for types in blocks."""
+        tensor = torch.from_numpy(self.data)
+        return tensor.view(torch.bfloat16) if self.kind == "BF16" else tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufFile:
+    """Header of a GGUF file: values by key, and tensors by llama.cpp's names."""
+
+    path: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Return the header of a file, whose tensors are mapped. A file that did not change is read once.
+
+    Raises:
+        ModelError: the `gguf` package is missing, or the file is not readable, or not one complete GGUF file.
+    """
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        raise ModelError(f"{path} is not readable ({error})") from error
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, changed: int, size: int) -> GgufFile:
+    del changed
+    try:
+        # Optional, and not needed for other checkpoints.
+        import gguf
+    except ImportError as error:
+        raise ModelError(
+            f"{path} is a GGUF file, which needs the package gguf; pip install 'phonograph[gguf]' installs it"
+        ) from error
+    _check_start(path, size)
+    try:
+        reader = _reader_class(gguf.GGUFReader)(path, "c")
+        values = {name: _value(field) for name, field in reader.fields.items()}
+        tensors = {
+            tensor.name: GgufTensor(tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist())), tensor.data)
+            for tensor in reader.tensors
+        }
+    except Exception as error:  # the package raises many types for damaged files
+        raise WeightError(f"{path} is truncated or corrupt ({error}); download it again") from error
+    if values.get("split.count", 1) != 1:
+        raise ModelError(
+            f"{path} is one of {values['split.count']} parts of a model; llama-gguf-split --merge joins them into the "
+            "one file that is read"
+        )
+    return GgufFile(path, values, tensors)
+
+
+def _check_start(path: Path, size: int) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(_START.size)
+    except OSError as error:
+        raise ModelError(f"{path} is not readable ({error})") from error
+    if start[:4] != _MAGIC:
+        raise ModelError(f"{path} is not a GGUF file: it begins with {start[:4]!r}, not {_MAGIC!r}")
+    if len(start) < _START.size:
+        raise WeightError(f"{path} is truncated: it has {size} bytes; download it again")
+    _, version, num_tensors, num_keys = _START.unpack(start)
+    if version not in (2, 3):
+        order = " (or has the byte order of other machines)" if version & 0xFFFF == 0 else ""
+        raise ModelError(f"{path} is in version {version} of GGUF{order}; supported are 2 and 3")
+    for name, count in (("tensors", num_tensors), ("keys", num_keys)):
+        if count > _MOST_ENTRIES:
+            raise WeightError(f"{path} is corrupt: its header declares {count} {name}; download it again")
+
+
+def _value(field: Any) -> Any:
+    if len(field.types) == 1:
+        return field.contents()
+    # A list, as `_reader_class` leaves it.
+    return field.parts[-1]
+
+
+@lru_cache(maxsize=1)
+def _reader_class(base: Any) -> Any:
+    """Return the package's reader with checked ends and fast lists."""
+    from gguf import GGUFValueType
+
+    class Reader(base):
+        def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"its header refers to byte {end}, and the file has {len(self.data)} bytes")
+            return super()._get(int(offset), dtype, count, override_order)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            if count > _MOST_ITEMS:
+                raise ValueError(f"its header declares a list of {count} items")
+            first = orig_offs + 12
+            if kind == GGUFValueType.STRING:
+                items, end = self._texts(first, count)
+            elif kind in self.gguf_scalar_to_np:
+                numbers = self._get(first, self.gguf_scalar_to_np[kind], count)
+                items, end = numbers.tolist(), first + numbers.nbytes
+            else:
+                raise ValueError("its header has a list of lists")
+            return end - orig_offs, [items], [0], [GGUFValueType.ARRAY, kind]
+
+        def _texts(self, offset: int, count: int) -> tuple[list[str], int]:
+            data, length = memoryview(self.data), struct.Struct("<Q")
+            items: list[str] = []
+            for _ in range(count):
+                start = offset + 8
+                end = start + (length.unpack_from(data, offset)[0] if start <= len(data) else 0)
+                if max(start, end) > len(data):
+                    raise ValueError(f"its header refers to byte {max(start, end)}, and the file has {len(data)} bytes")
+                # llama.cpp takes any bytes for a token.
+                items.append(str(data[start:end], "utf-8", "replace"))
+                offset = end
+            return items, offset
+
+    return Reader

@@ -1,0 +1,89 @@
+"""Loading of weights from a GGUF file.
+
+All names and shapes are checked before a tensor is read. A tensor in blocks becomes the quantized weight of its
+projection; embeddings, and matrices that are not quantized as a whole, become numbers in the model's type.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from phonograph.errors import WeightError
+from phonograph.models.quantization.gguf_blocks import FLOATS, dequantize_rows
+from phonograph.models.quantization.scheme import QuantizedModule
+from phonograph.models.transformer import Transformer
+from phonograph.models.weights.gguf_config import ROPE_FACTORS
+from phonograph.models.weights.gguf_file import GgufFile, GgufTensor
+from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
+from phonograph.models.weights.staging import Copies
+
+_USED_ELSEWHERE = frozenset({ROPE_FACTORS})
+
+
+def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
+    """Start copies of all tensors.
+
+    Raises:
+        WeightError: a tensor is missing or unexpected, or has another shape or type.
+    """
+    modules, half = list(model.quantized_modules()), model.spec.head_size // 2
+    shapes = model.spec.tensor_shapes()
+    shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
+    tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items() if name not in _USED_ELSEWHERE}
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise WeightError(
+                f"tensor {_shown(name)} in {file.path} is not part of this {model.spec.architecture}; it has a feature "
+                "that is not implemented"
+            )
+        if tensor.shape != shapes[name]:
+            raise WeightError(
+                f"tensor {_shown(name)} in {file.path} has shape {list(tensor.shape)}; the header's sizes of the model "
+                f"ask for {list(shapes[name])}"
+            )
+    missing = [gguf_name(name) for name in shapes if name not in tensors]
+    if missing:
+        more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""
+        raise WeightError(f"tensor {missing[0]} is not in {file.path}{more}; download it again")
+    for name, destination in model.destinations().items():
+        tensor, rows, interleaved = tensors[name], tensors[name].rows(), _is_interleaved(name, file)
+        if tensor.kind in FLOATS:
+            if interleaved:
+                view = destination.unflatten(0, (-1, 2, half)).transpose(1, 2)
+                copies.add(name, view, rows.unflatten(0, (-1, half, 2)))
+            else:
+                copies.add(name, destination, rows)
+        else:
+            copies.run(partial(_dequantize, name, tensor, half if interleaved else 0, destination))
+    for module in modules:
+        name = f"{module.name}.weight"
+        copies.run(partial(_load, module, tensors[name], half if _is_interleaved(name, file) else 0))
+
+
+def _is_interleaved(name: str, file: GgufFile) -> bool:
+    """Return True if the file has the outputs of a tensor in another order.
+
+    Models of llama.cpp's architecture "llama" rotate neighbouring numbers of a head, so that their files interleave the
+    two halves of each head of queries and keys.
+    """
+    return file.values["general.architecture"] in ("llama", "mistral") and name.split(".")[-2] in ("q_proj", "k_proj")
+
+
+def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:
+    """Return interleaved rows of heads in the order of transformers; `half` is 0 for rows that are not interleaved."""
+    return rows.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if half else rows
+
+
+def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:
+    dequantize_rows(_shown(name), tensor.kind, _in_halves(tensor.rows(), half), destination)
+
+
+def _load(module: QuantizedModule, tensor: GgufTensor, half: int) -> None:
+    module.load({"weight": _in_halves(tensor.rows(), half)})
+
+
+def _shown(name: str) -> str:
+    """Return a name as the file has it."""
+    return gguf_name(name) if name.startswith(("model.", "lm_head.")) else name

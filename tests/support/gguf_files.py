@@ -1,0 +1,149 @@
+"""GGUF files of checkpoints in transformers' format, written by llama.cpp's package, and the weights that they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{own}" for part, own in zip("qkvo", ["q", "k", "v", "output"], strict=True)},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+# Bytes of a block, and the places of its float16 numbers with the size that makes weights of about 0.05.
+RANDOM = {"Q4_K": (144, {0: 2e-4, 2: 1.5e-3}), "Q5_K": (176, {0: 1e-4, 2: 1.5e-3}), "Q6_K": (210, {208: 4e-5})}
+
+
+def own_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor."""
+    module, _, end = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{NAMES[module]}.{end}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{end}"
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder rows of heads as llama.cpp's conversion of Llama models does."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo `interleaved`."""
+    return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Return rows of random blocks of a type that the package reads but does not write."""
+    size, halves = RANDOM[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    for place, scale in halves.items():
+        numbers = (rng.uniform(0.5, 1.5, blocks.shape[:2]) * scale).astype(np.float16)
+        blocks[:, :, place : place + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind_of: Callable[[str], str],
+    *,
+    header: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Write the checkpoint of a folder as a GGUF file.
+
+    Args:
+        path: the file.
+        folder: checkpoint in transformers' format.
+        kind_of: type of a matrix by its name in the checkpoint; norms and biases are in F32.
+        header: further keys; None leaves out the key.
+        tensors: further tensors, in F32.
+
+    Returns:
+        The weights that the file means, by their names in the checkpoint.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    keys = {
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{arch}.attention.key_length": head_size,
+        f"{arch}.attention.value_length": head_size,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{arch}.rope.freq_base": float((config.get("rope_parameters") or config)["rope_theta"]),
+        f"{arch}.rope.dimension_count": head_size,
+        **(header or {}),
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    meant = load_file(folder / "model.safetensors")
+    for seed, (name, tensor) in enumerate(meant.items()):
+        array, parts = tensor.float().numpy(), name.split(".")
+        count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(parts[-2], 0) if arch == "llama" else 0
+        array = interleaved(array, count) if count else array
+        kind = kind_of(name) if array.ndim > 1 else "F32"
+        data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
+        writer.add_tensor(own_name(name), data, raw_dtype=Kind[kind])
+        numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
+        meant[name] = torch.from_numpy(halved(numbers, count) if count else numbers)
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, array.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def tokenizer_header(folder: Path, pre: str) -> dict[str, Any]:
+    """Return the keys of a byte-level tokenizer of transformers."""
+    settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in settings["added_tokens"]}
+    texts = sorted(vocabulary | special, key=(vocabulary | special).__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": [3 if text in special else 1 for text in texts],
+        "tokenizer.ggml.merges": [
+            pair if isinstance(pair, str) else " ".join(pair) for pair in settings["model"]["merges"]
+        ],
+        "tokenizer.ggml.bos_token_id": special[names["bos_token"]],
+        "tokenizer.ggml.eos_token_id": special[names["eos_token"]],
+        "tokenizer.ggml.padding_token_id": special[names["pad_token"]],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": names["chat_template"],
+    }
