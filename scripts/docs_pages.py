@@ -40,7 +40,11 @@ API = {
         "phonograph.config.engine_config.EngineConfig",
         "phonograph.engine.outputs",
     ),
-    "phonograph.attention": ("phonograph.attention.backend", "phonograph.attention.metadata"),
+    "phonograph.attention": (
+        "phonograph.attention.attention_spec",
+        "phonograph.attention.backend",
+        "phonograph.attention.metadata",
+    ),
     "phonograph.graphs": (
         "phonograph.graphs.modes",
         "phonograph.graphs.resolve",

@@ -17,7 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import Capabilities
 from phonograph.attention.selection import BUILT_IN
 from phonograph.config.values import DType
 from phonograph.core.device import KNOWN_DEVICES, DeviceSpec

@@ -78,11 +78,19 @@ def test_an_example_of_the_reference_runs(name: str, llm: LLM) -> None:
         # The suite takes a minute, and tests/testing runs it.
         "check_conformance": conforming,
     }
-    code = compile(EXAMPLES[name], name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    owner, _, method = name.partition(".")
+    # The example of a method continues that of its class.
+    source = EXAMPLES.get(owner, "") * bool(method) + EXAMPLES[name]
+    code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if code.co_flags & inspect.CO_COROUTINE:
         asyncio.run(eval(code, names))
     else:
         exec(code, names)
+
+
+@pytest.mark.parametrize("owner", ["AttentionBackend", "Capabilities"])
+def test_each_method_that_a_backend_implements_has_an_example(owner: str) -> None:
+    assert not [name for name in OBJECTS if name.startswith(f"{owner}.") and name not in EXAMPLES]
 
 
 def test_docstrings_name_every_argument_and_field() -> None:

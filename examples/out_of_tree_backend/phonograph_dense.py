@@ -11,14 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import (
-    AttentionBackend,
-    AttentionCall,
-    AttentionKind,
-    AttentionLayer,
-    AttentionSpec,
-    BatchLimits,
-)
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.selection import Registered

@@ -11,7 +11,8 @@ import fake_flashinfer
 import pytest
 import torch
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits, Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention2Capabilities, FlashAttention3Capabilities
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES

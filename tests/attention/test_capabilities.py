@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import Capabilities
 from phonograph.attention.flash_attn import providers
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,

@@ -15,7 +15,8 @@ from cascade_arena import CascadeArena
 from fake_flash import CALLS
 from paged import Batch
 
-from phonograph.attention.backend import AttentionCall, AttentionKind, AttentionSpec, BatchLimits, KVLayout, MakeBackend
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionCall, BatchLimits, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_refusals
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata

@@ -15,7 +15,7 @@ from cascade_arena import CascadeArena
 from flash_kernels import kernel_missing, skip_unless_runnable
 from paged import Batch
 
-from phonograph.attention.backend import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.selection import BUILT_IN, load, select
 from phonograph.graphs.modes import GraphKey, GraphSet

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.attention.backend import AnyCall, AttentionCall, AttentionLayer, AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AnyCall, AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceMetadata
 from phonograph.testing.conformance import check_backend

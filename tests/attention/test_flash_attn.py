@@ -17,14 +17,8 @@ from fake_flash import CALLS
 from flash_kernels import kernel_missing
 
 from phonograph.attention import selection as select_module
-from phonograph.attention.backend import (
-    AttentionBackend,
-    AttentionCall,
-    AttentionKind,
-    AttentionSpec,
-    BatchLimits,
-    KVLayout,
-)
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata

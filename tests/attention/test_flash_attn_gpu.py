@@ -20,7 +20,8 @@ from covering import pairwise
 from flash_kernels import skip_unless_runnable
 from paged import Arena, Batch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.providers import provider_of
 from phonograph.attention.selection import BUILT_IN, load, select
 from phonograph.core.device import DeviceSpec

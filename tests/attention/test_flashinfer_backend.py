@@ -15,7 +15,8 @@ import torch
 from paged import Arena, Batch
 
 from phonograph.attention import kv_write as gpu_backend
-from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.backend import BatchLimits, MakeBackend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select

@@ -14,7 +14,8 @@ import torch
 from attention_specs import llama
 from paged import Arena, Batch
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, KVLayout, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.backend import BatchLimits, MakeBackend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import check_backend

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.core.device import known_device
 from phonograph.testing.conformance import check_backend

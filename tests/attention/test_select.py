@@ -8,7 +8,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from phonograph.attention import selection as module
-from phonograph.attention.backend import AttentionBackend, AttentionSpec, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionBackend, Capabilities
 from phonograph.attention.flash_attn import providers
 from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.attention.selection import Registered, load, select

@@ -10,7 +10,8 @@ import pytest
 import torch
 from attention_specs import TINY
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits, Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata

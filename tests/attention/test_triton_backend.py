@@ -10,14 +10,8 @@ import pytest
 import torch
 from attention_specs import TINY, llama
 
-from phonograph.attention.backend import (
-    AttentionCall,
-    AttentionKind,
-    AttentionLayer,
-    AttentionSpec,
-    BatchLimits,
-    KVLayout,
-)
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.attention.triton.capabilities import TritonCapabilities

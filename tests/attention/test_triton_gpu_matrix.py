@@ -18,7 +18,7 @@ from attention_specs import llama
 from covering import pairwise
 from paged import Arena, Batch, attend
 
-from phonograph.attention.backend import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import known_device
 from phonograph.testing.conformance_batch import make_layer

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionBackend, AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.graphs.modes import GraphKey, GraphSet

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.attention.backend import KVLayout
+from phonograph.attention.attention_spec import KVLayout
 from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.bench.attention import (
     CASES,

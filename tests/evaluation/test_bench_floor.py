@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from phonograph.attention.backend import AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.bench.attention import CASES
 from phonograph.bench.floor import H200, attention_work, decode_floor, this_chip
 from phonograph.models.spec import ModelSpec, read_model_spec

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from attention_specs import llama
 
-from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phonograph.attention.backend import AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
 
 TINY = AttentionSpec(
     num_query_heads=4,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
 from phonograph.attention.flash_attn.providers import make_library, missing, provider_of
 from phonograph.attention.metadata import CommonMetadata

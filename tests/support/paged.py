@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import FP8_QUERY_TOLERANCE, rounded_queries

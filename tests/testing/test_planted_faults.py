@@ -10,7 +10,8 @@ import pytest
 import torch
 from phonograph_dense import DenseBackend, DenseCapabilities, DenseMetadata, DenseMetadataBuilder
 
-from phonograph.attention.backend import AnyCall, AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AnyCall
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import Registered
 from phonograph.core.device import DeviceSpec

@@ -9,7 +9,8 @@ import pytest
 import torch
 from phonograph_dense import DenseBackend, DenseCapabilities
 
-from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphKey, GraphSet

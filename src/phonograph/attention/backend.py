@@ -9,91 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, NamedTuple
 
 import torch
 
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.metadata import MetadataBuilder, MetadataT
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, Support
-
-
-class AttentionKind(Enum):
-    """Kinds of attention, by the part of a model that has them. The engine runs decoders."""
-
-    DECODER = "decoder"
-    ENCODER = "encoder"
-    ENCODER_ONLY = "encoder_only"
-    ENCODER_DECODER = "encoder_decoder"
-
-
-class KVLayout(Enum):
-    """Memory order inside one block: NHD is [S, K, D] (tokens, heads, head size), HND is [K, S, D]."""
-
-    NHD = "NHD"
-    HND = "HND"
-
-
-UNBOUNDED = -1
-"""Side of a window without a limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Attention of one KV group, as far as it decides which backends can run it.
-
-    Attributes:
-        num_query_heads, num_kv_heads: H and K; H is a multiple of K.
-        head_size: D.
-        dtype, kv_cache_dtype: names as torch writes them ("bfloat16"); the cache may be "float8_e4m3fn"/"float8_e5m2".
-        block_size: tokens of a cache block.
-        layout: memory order in a block.
-        kind: part of a model that attends.
-        windows: the distinct (left, right) windows of the layers, in keys beside the query itself; UNBOUNDED (-1) for
-            none. A model's `sliding_window` of W keys is (W - 1, 0).
-        softcap: 0 for none.
-        alibi, sinks: True if the layers have slopes, or a sink for each head.
-        lse: True if the caller needs the log-sum-exp.
-        speculative_tokens: k draft tokens a step; a decode then has query length 1 + k.
-        cascade: attend a prefix that is common to a batch once, where that pays.
-        batch_invariant: the output of a sequence is the same bit for bit in every batch.
-
-    Example:
-        ```python
-        spec = AttentionSpec(
-            num_query_heads=32,
-            num_kv_heads=8,
-            head_size=128,
-            dtype="bfloat16",
-            kv_cache_dtype="bfloat16",
-            block_size=16,
-        )
-        assert not spec.windowed
-        ```
-    """
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    kv_cache_dtype: str
-    block_size: int
-    layout: KVLayout = KVLayout.NHD
-    kind: AttentionKind = AttentionKind.DECODER
-    windows: tuple[tuple[int, int], ...] = ((UNBOUNDED, UNBOUNDED),)
-    softcap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-    lse: bool = False
-    speculative_tokens: int = 0
-    cascade: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def windowed(self) -> bool:
-        """True if any layer has a window."""
-        return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
 
 
 class Capabilities(ABC):
@@ -109,18 +32,16 @@ class Capabilities(ABC):
         ```python
         from phonograph.attention.triton.capabilities import TritonCapabilities
         from phonograph.core.device import known_device
+        from phonograph.graphs.modes import GraphSupport
 
         spec = AttentionSpec(
-            num_query_heads=32,
-            num_kv_heads=8,
-            head_size=128,
-            dtype="bfloat16",
-            kv_cache_dtype="bfloat16",
-            block_size=16,
+            num_query_heads=32, num_kv_heads=8, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
         )
-        assert not TritonCapabilities().refusals(spec, known_device("h200"))
-        assert TritonCapabilities().refusals(spec, known_device("cpu"))  # Sentences with the reasons.
+        device, capabilities = known_device("h200"), TritonCapabilities()
+        assert capabilities.label == "triton"
         ```
+
+        Examples of the methods continue this one.
     """
 
     name: str
@@ -135,6 +56,13 @@ class Capabilities(ABC):
         Args:
             spec: attention of the group.
             device: device, which need not be in this machine.
+
+        Example:
+            ```python
+            assert not capabilities.refusals(spec, device)
+            for reason in capabilities.refusals(spec, known_device("cpu")):
+                print(reason)
+            ```
         """
 
     def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
@@ -143,6 +71,13 @@ class Capabilities(ABC):
         Args:
             spec: as for `refusals`.
             device: as for `refusals`.
+
+        Example:
+            ```python
+            from dataclasses import replace
+
+            assert not capabilities.why_not(replace(spec, batch_invariant=True), device)
+            ```
         """
         found = self.refusals(spec, device)
         return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
@@ -154,6 +89,12 @@ class Capabilities(ABC):
         Args:
             spec: as for `refusals`; the backend does not refuse it.
             device: as for `refusals`.
+
+        Example:
+            ```python
+            support = capabilities.graph_support(spec, device)
+            assert support.level is GraphSupport.ALWAYS and support.reason
+            ```
         """
 
     def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -164,6 +105,11 @@ class Capabilities(ABC):
         Args:
             spec: as for `graph_support`.
             device: as for `graph_support`.
+
+        Example:
+            ```python
+            assert capabilities.ragged_support(spec, device).level is GraphSupport.ALWAYS
+            ```
         """
         return self.graph_support(spec, device)
 
@@ -172,6 +118,11 @@ class Capabilities(ABC):
 
         Args:
             spec: attention of the group, with any block size.
+
+        Example:
+            ```python
+            assert capabilities.preferred_block_size(spec) is None
+            ```
         """
         return None
 
@@ -187,11 +138,24 @@ class Capabilities(ABC):
             device: device, which need not be in this machine.
             limits: the largest batch.
             graphs: keys of the graphs to capture.
+
+        Example:
+            ```python
+            limits = BatchLimits(max_num_seqs=256, max_num_tokens=8192, max_model_len=131072)
+            print(capabilities.buffer_bytes(spec, device, limits, graphs=[]))
+            ```
         """
         return 0
 
     def missing(self) -> str | None:
-        """Return the reason why the backend cannot be loaded in this installation, or None."""
+        """Return the reason why the backend cannot be loaded in this installation, or None.
+
+        Example:
+            ```python
+            if reason := capabilities.missing():
+                print(reason)
+            ```
+        """
         return None
 
     @property
@@ -266,6 +230,51 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             compile, and the conformance suite compiles them in parallel.
 
     A complete backend of 230 lines is `examples/out_of_tree_backend`.
+
+    Example:
+        A step of two requests in one layer: a decode with 8 tokens in the cache, and a prefill of 3 tokens.
+
+        ```python
+        import numpy as np
+
+        from phonograph.attention.metadata import CommonMetadata
+        from phonograph.attention.reference.backend import ReferenceBackend
+
+        spec = AttentionSpec(
+            num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float32", kv_cache_dtype="float32", block_size=16
+        )
+        limits = BatchLimits(max_num_seqs=2, max_num_tokens=8, max_model_len=64)
+        backend = ReferenceBackend(spec, torch.device("cpu"), limits)
+        starts, lens = np.array([0, 1, 4], dtype=np.int32), np.array([9, 3], dtype=np.int32)
+        batch = CommonMetadata(
+            num_reqs=2,
+            num_decodes=1,
+            num_tokens=4,
+            num_decode_tokens=1,
+            max_query_len=3,
+            max_seq_len=9,
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lens),
+            block_table=torch.tensor([[1], [2]], dtype=torch.int32),
+            slot_mapping=torch.tensor([24, 32, 33, 34]),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+        )
+        builder = backend.make_builder()
+        metadata = builder.build(batch, key=None)  # None: an eager step.
+        call = AttentionCall(
+            layer=AttentionLayer(index=0, scale=64**-0.5),
+            kv_cache=torch.zeros(2, 4, 16, 2, 64),
+            metadata=metadata,
+        )
+        query, key, value = torch.randn(4, 4, 64), torch.randn(4, 2, 64), torch.randn(4, 2, 64)
+        output = torch.empty_like(query)
+        backend.schedule(metadata)
+        backend.write_kv(key, value, call)
+        backend.forward(query, call, output)
+        ```
+
+        Examples of the methods continue this one.
     """
 
     capabilities: Capabilities
@@ -280,7 +289,14 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
     @abstractmethod
     def make_builder(self) -> MetadataBuilder[MetadataT]:
-        """Make the builder of this backend's metadata. The runner calls it once."""
+        """Make the builder of this backend's metadata. The runner calls it once.
+
+        Example:
+            ```python
+            builder = backend.make_builder()
+            metadata = builder.build(batch, key=None)
+            ```
+        """
 
     @abstractmethod
     def schedule(self, metadata: MetadataT) -> None:
@@ -290,6 +306,13 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
         Args:
             metadata: of the step, from the builder.
+
+        Example:
+            ```python
+            lens[1] += 1  # The tensor of the batch reads the same memory.
+            starts[2] += 1
+            backend.schedule(metadata)
+            ```
         """
 
     @abstractmethod
@@ -303,6 +326,12 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             key_TKD: rotated keys.
             value_TKD: values.
             call: layer, cache and metadata.
+
+        Example:
+            ```python
+            backend.write_kv(key, value, call)
+            assert call.kv_cache[0, 1, 8].equal(key[0])  # Slot 24 is place 8 of block 1.
+            ```
         """
 
     @abstractmethod
@@ -323,6 +352,13 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             call: layer, cache and metadata.
             out_THD: where the output goes.
             lse_HT: where the LSE goes: float32, natural logarithm, sinks included.
+
+        Example:
+            ```python
+            backend.forward(query, call, output)
+            # The first token of the prefill attends to itself only; two query heads share a KV head.
+            assert output[1].allclose(value[1].repeat_interleave(2, dim=0), atol=1e-5)
+            ```
         """
 
     def forward_lse(
@@ -339,6 +375,12 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
         Returns:
             The LSE, float32 [H, T].
+
+        Example:
+            ```python
+            lse = backend.forward_lse(query, call, output)
+            assert lse.shape == (4, 4)
+            ```
         """
         num_tokens, num_heads, _ = query_THD.shape
         lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)

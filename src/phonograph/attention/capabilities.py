@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import Capabilities
 from phonograph.core.device import DeviceSpec
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 
-from phonograph.attention.backend import AnyBackend, AttentionSpec, Capabilities, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AnyBackend, Capabilities, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend
 from phonograph.attention.cascade.rule import cascade_refusals
 from phonograph.attention.composite.capabilities import SplitCapabilities, parse_parts

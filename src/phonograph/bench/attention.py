@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
+from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
 from phonograph.bench.floor import attention_work, this_chip

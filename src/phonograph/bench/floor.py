@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phonograph.attention.backend import AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 
 ELEMENT_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention3Capabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities

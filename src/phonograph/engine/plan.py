@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec, KVLayout
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.attention.backend import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.errors import MemoryLimitError
 
 

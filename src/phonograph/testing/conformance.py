@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLayer, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLayer, BatchLimits
 from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionKind, AttentionLayer, AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 
 _POISON_BLOCK = 0

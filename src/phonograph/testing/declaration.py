@@ -10,7 +10,8 @@ from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, cast
 
-from phonograph.attention.backend import AttentionSpec, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import Capabilities
 from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.testing.report import Check, failed, passed

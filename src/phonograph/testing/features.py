@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, Capabilities, MakeBackend
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import Capabilities, MakeBackend
 from phonograph.core.device import DeviceSpec
 from phonograph.testing.conformance import CaseResult, check_backend
 from phonograph.testing.conformance_batch import BatchShape, batch_shapes

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
 from phonograph.testing.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer

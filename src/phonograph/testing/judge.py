@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionLayer, AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionLayer
 from phonograph.testing.conformance import TOLERANCE
 from phonograph.testing.conformance_batch import PagedBatch, quantized
 from phonograph.testing.inputs import POISON, Inputs

@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, Capabilities, KVLayout
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec, KVLayout
+from phonograph.attention.backend import Capabilities
 from phonograph.core.device import DeviceSpec
 
 SPECULATIVE_TOKENS = 3

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, MakeBackend
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import MakeBackend
 from phonograph.attention.selection import Registered, registered_backends
 from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError

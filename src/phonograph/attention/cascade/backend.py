@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits, MakeBackend
 from phonograph.attention.cascade.rule import part_limits
 from phonograph.attention.metadata import AnyBuilder, AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
 from phonograph.graphs.modes import GraphKey, GraphSet

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import BatchLimits, Capabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import CascadeChoice, GraphKey
 

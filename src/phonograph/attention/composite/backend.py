@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionSpec, BatchLimits, MakeBackend
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits, MakeBackend
 from phonograph.attention.composite.capabilities import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
     AnyBuilder,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits, Capabilities
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits, Capabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support

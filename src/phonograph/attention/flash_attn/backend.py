@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.builders import (
     FlashAttentionMetadataBuilder,
     Version2Builder,

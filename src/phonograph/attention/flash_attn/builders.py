@@ -9,7 +9,8 @@ from abc import abstractmethod
 
 import numpy as np
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
 from phonograph.attention.flash_attn.sizes import plans, split_bound, unbounded_splits_fit
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder

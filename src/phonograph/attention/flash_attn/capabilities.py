@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.attention.backend import UNBOUNDED, AttentionKind, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes

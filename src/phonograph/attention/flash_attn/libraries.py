@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from phonograph.attention.backend import UNBOUNDED, AttentionCall, AttentionLayer, AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.metadata import AttentionMetadata
 
 Functions = dict[str, Callable[..., Any]]

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from phonograph.attention.backend import AttentionSpec
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.flash_attn.libraries import (
     CuteLibrary4,
     Functions,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 MAX_SPLITS = 32

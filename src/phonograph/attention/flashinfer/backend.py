@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phonograph.attention.backend import AttentionCall, AttentionLayer, AttentionSpec, BatchLimits, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.composite.capabilities import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.host_plans import HostPlan, HostPlans

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flashinfer.host_plans import Fence, HostPlan
 from phonograph.attention.flashinfer.library import PACKAGE, Library, Wrapper
 from phonograph.attention.flashinfer.workspace_sizes import Sizes

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phonograph.attention.backend import AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.composite.capabilities import decode_part
 from phonograph.graphs.modes import GraphKey, GraphSet
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionKind, AttentionSpec
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import AttentionBackend, AttentionCall
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.core.device import DeviceSpec

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from phonograph.attention.backend import AttentionCall, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import AttentionCall, BatchLimits
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton.capabilities import TritonCapabilities

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.backend import AttentionKind, AttentionSpec, BatchLimits
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.backend import BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
