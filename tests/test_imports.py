@@ -217,7 +217,11 @@ def test_a_planted_growth_is_found(tmp_path: Path, files: list[str], lines: int,
 @pytest.mark.parametrize(
     ("module", "source", "problem"),
     [
-        ("models/decoder.py", "from phonograph.attention.backend import KVLayout", "models must not import attention"),
+        (
+            "models/decoder.py",
+            "from phonograph.attention.attention_spec import KVLayout",
+            "models must not import attention",
+        ),
         (
             "graphs/cuda.py",
             "def capture():\n    import phonograph.runner.runner",
