@@ -9,11 +9,13 @@ from product_problem import EPS, Case, poisoned, random_tensor, silu_of
 from phonograph.kernels.torch.grouped import Grouped, dequantize
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.tuning import choose_grouped, rows_class
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 CONFIGS = [
+    LinearConfig(16, 32, 32, 2, 4, 3, 0),
     GroupedRowsConfig(8, 16, 2, 2, 1, 2),
     GroupedRowsConfig(8, 32, 4, 1, 2, 4),
     GroupedRowsConfig(16, 16, 4, 3, 1, 1),
@@ -79,7 +81,7 @@ def test_products(
     inputs: int,
     group: int,
     kind: str,
-    config: GroupedRowsConfig,
+    config: GroupedRowsConfig | LinearConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -87,11 +89,12 @@ def test_products(
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
     plain = case()
-    linear(plain.x, plain.grouped, plain.bias, plain.out, config=config)
+    scratch = poisoned(device)
+    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch, config=config)
     plain.check(plain.product(plain.x, bias=True))
     added = case()
     added.out.copy_(added.residual)
-    linear_add(added.x, added.grouped, None, added.out, config=config)
+    linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
     added.check(added.product(added.x, bias=False) + added.residual.double())
     gated = case(pairs=True)
     assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, config=config)
@@ -100,7 +103,9 @@ def test_products(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS[:3:2])
-def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, device: torch.device) -> None:
+def test_norm_around_products(
+    config: GroupedRowsConfig | LinearConfig, dtype: torch.dtype, device: torch.device
+) -> None:
     """The norm's division is left to the product that reads the rows."""
     scratch, rows = poisoned(device), min(config.rows, 9)
     made = GroupedCase(rows, 70, 200, dtype, device, group=64)
@@ -118,14 +123,14 @@ def test_norm_around_products(config: GroupedRowsConfig, dtype: torch.dtype, dev
     taken.check(taken.product(wanted, bias=True))
 
 
-@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("rows", [2, 40, 300])
 def test_products_by_their_size(rows: int, device: torch.device) -> None:
-    """Few rows have the kernel; for more the weights are written out, and torch multiplies them."""
+    """Up to 256 rows have a kernel; for more the weights are written out, and torch multiplies them."""
     case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, kind="int4 with zeros")
     room = torch.full((40 * 256,), torch.nan, dtype=torch.float16, device=device)
     linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device)._replace(dequantized=room))
     case.check(case.product(case.x, bias=True))
-    assert room.isnan().all() == (rows == 2)
+    assert room.isnan().all() == (rows <= 256)
     assert takes_squares(rows, 40, 256, case.grouped, torch.bfloat16) == (rows == 2)
 
 
@@ -151,7 +156,7 @@ def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str,
     """As configured for the sizes."""
     group = inputs if kind == "fp8" else 128
     case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
-    assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, False) is not None
+    assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, group, False) is not None
     linear(case.x, case.grouped, case.bias, case.out)
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:

@@ -38,6 +38,10 @@ class Grouped(NamedTuple):
     order_I: torch.Tensor | None = None
     offsets_OG: torch.Tensor | None = None
 
+    def columns(self) -> int:
+        """Return the columns of the packed values, whole groups included."""
+        return self.packed_OW.shape[1] * self.packed_OW.element_size() * 8 // self.bits
+
     def has_equal_strides(self) -> bool:
         """Return True if zeros and offsets lie in memory as the scales do, which kernels rely on."""
         others = (self.zeros_OG, self.offsets_OG)

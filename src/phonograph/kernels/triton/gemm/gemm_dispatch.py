@@ -5,7 +5,8 @@ layers, and they cannot begin before the kernel before has ended. `tuning` choos
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
 Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
-have a kernel for few rows, `gemm_grouped_small_m`. Other products of weights in groups write them out first, for torch.
+have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_tiled` for more. Other products of weights in
+groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -204,7 +205,7 @@ def _choose(
         return (choose_silu if silu else choose)(rows, num_outputs, num_inputs)
     if not gemm_grouped_small_m.takes(weight_NK, dtype):
         return None
-    return choose_grouped(rows, num_outputs, num_inputs, weight_NK.bits, silu)
+    return choose_grouped(rows, num_outputs, num_inputs, weight_NK.bits, weight_NK.group, silu)
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:
@@ -223,21 +224,24 @@ def _written_out(weight: Matrix, num_inputs: int, scratch: LinearScratch | None)
 
 
 def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: LinearScratch | None) -> None:
+    grouped = weight if isinstance(weight, Grouped) else None
     if isinstance(config, GroupedRowsConfig):
-        assert isinstance(weight, Grouped)
-        gemm_grouped_small_m.launch(product, weight, config)
+        assert grouped is not None
+        gemm_grouped_small_m.launch(product, grouped, config)
         return
     if isinstance(config, FewRowsConfig):
         gemm_small_m.launch(product, config)
         return
     x_MK, weight_NK, _, out_MN, mode, _, _ = product
-    assert weight_NK.shape[1] == x_MK.shape[1] and weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
+    assert grouped is not None or weight_NK.shape[1] == x_MK.shape[1]
+    assert weight_NK.stride(1) == 1 and x_MK.stride(1) == 1
     rows, block_n, block_k, splits = config[:4]
     tiles = -(-out_MN.shape[1] // block_n) * -(-len(x_MK) // rows)
     if scratch is None or mode == SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > MAX_PARTIALS:
         splits = 1
     parts = scratch[:2] if scratch is not None and splits > 1 else None
     if isinstance(config, RingConfig):
+        assert grouped is None
         if rows_aligned(weight_NK) and rows_aligned(x_MK):
             # Gluon is experimental: imported only where it is to run.
             from phonograph.kernels.triton.gemm import gemm_ring
@@ -245,4 +249,4 @@ def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: Li
             gemm_ring.launch(product, config._replace(splits=splits), parts)
             return
         config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 256)
-    gemm_tiled.launch(product, config._replace(splits=splits), parts)
+    gemm_tiled.launch(product, config._replace(splits=splits), parts, grouped)

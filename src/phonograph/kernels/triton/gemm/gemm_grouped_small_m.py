@@ -27,14 +27,20 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor
-from phonograph.kernels.triton.gemm.grouped_operands import columns, read_groups, read_rows, read_words, weights
+from phonograph.kernels.triton.gemm.grouped_operands import (
+    BIAS_OF_BFLOAT16,
+    BIAS_OF_FLOAT16,
+    MAGIC,
+    columns,
+    read_groups,
+    read_rows,
+    read_words,
+    weights,
+)
 from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
-_MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x4C004C00}
-"""Twice the number 128 or 16 of a type. An argument of the kernel, because the compiler would not combine two constants
-of its own with a word in one instruction."""
 _FP8 = torch.float8_e4m3fn
 
 
@@ -86,7 +92,7 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         *norm_pointers,
         num_rows,
         eps,
-        _MAGIC[x_MK.dtype],
+        MAGIC[x_MK.dtype],
         x_MK.stride(0),
         words_OW.stride(0),
         *weight.scales_OG.stride(),
@@ -161,7 +167,7 @@ def _grouped_rows_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     KIND: tl.constexpr = x_ptr.dtype.element_ty
-    BIAS: tl.constexpr = 128 if tl.bfloat16 == KIND else 16
+    BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
     COLUMNS: tl.constexpr = min(GROUP, 128) if BITS == 4 else 64
     WORDS: tl.constexpr = COLUMNS * BITS // 128
     EIGHTS: tl.constexpr = COLUMNS // 32

@@ -5,6 +5,8 @@ Each program keeps several tiles of weights in flight, and prefetches its first 
 for its input. Narrow layers have fewer tiles than the GPU has processors, so their inputs are split over programs too.
 The program that arrives last adds the partial sums in a fixed order, so that results do not depend on timing.
 
+Weights in groups are loaded as words, and become numbers of the rows' type before the tensor cores take them.
+
 Shapes are those of `product`.
 """
 
@@ -19,6 +21,8 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, numbers
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
@@ -44,8 +48,13 @@ def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool) -> int:
     return 2 * block_k * (block_n * (1 + silu) + rows)
 
 
-def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
-    """Compute a product; `parts` is needed if inputs are split."""
+def takes(weight: Grouped, config: LinearConfig) -> bool:
+    """Return True if a step has columns of one group."""
+    return weight.group >= weight.columns() or weight.group % config.block_k == 0
+
+
+def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: Grouped | None = None) -> None:
+    """Compute a product; `parts` is needed if inputs are split, and `weight` replaces the product's."""
     x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -53,7 +62,10 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
     assert splits == 1 or (parts is not None and mode != 2)
     assert squares is None or squares.sums.shape[1] == rows
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    aligned = rows_aligned(weight_NK)
+    if weight is not None:
+        assert takes(weight, config) and weight.has_equal_strides()
+        weight_NK = weight.packed_OW.view(torch.int32)
+    aligned = rows_aligned(weight_NK) and weight is None
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     stride = weight_NK.stride(0)
@@ -61,6 +73,7 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
         x_MK,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
+        *((weight.scales_OG, weight.zeros_OG) if weight is not None else (None, None)),
         bias_N,
         out_MN,
         partials,
@@ -68,8 +81,10 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
         *norm_pointers,
         num_rows,
         eps,
+        MAGIC[x_MK.dtype] if weight is not None else 0,
         x_MK.stride(0),
         stride,
+        *(weight.scales_OG.stride() if weight is not None else (0, 0)),
         out_MN.stride(0),
         normed_stride,
         N=num_outputs,
@@ -81,6 +96,8 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None) -> None:
         SQUARE_TILES=square_tiles,
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
+        BITS=weight.bits if weight is not None else 0,
+        GROUP=weight.group if weight is not None else 0,
         **pdl_options(),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -136,11 +153,48 @@ def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, 
     return tl.load(pointers, (n < N)[:, None] & (start + k < K)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _grouped_tile(
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    word_stride,
+    output_stride,
+    group_stride,
+    magic,
+    first,
+    start,
+    N,
+    n,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Load weights in groups at rows `first` + n and BLOCK_K columns from `start` on, as numbers [n, k] of KIND."""
+    COUNT: tl.constexpr = 32 // BITS
+    word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
+    row = tl.minimum(first + n, N - 1).to(tl.int64)[:, None]
+    if BITS == 4 or K % BLOCK_K == 0:
+        words = tl.load(words_ptr + row * word_stride + word)
+    else:
+        words = tl.load(words_ptr + row * word_stride + word, word < K // COUNT, other=0)
+    at = row * output_stride + (start // GROUP).to(tl.int64) * group_stride
+    scale = tl.load(scales_ptr + at).to(KIND)
+    BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    if zeros_ptr is not None:
+        return numbers(words, magic, (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND), scale, BITS, KIND)
+    return numbers(words, magic, BIAS + 8, scale, BITS, KIND)
+
+
+@triton.jit(do_not_specialize=["M", "magic"])
 def _rows_kernel(
     x_ptr,
     weight_desc,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -151,8 +205,11 @@ def _rows_kernel(
     new_squares_ptr,
     M,
     eps,
+    magic,
     x_stride,
     weight_stride,
+    output_stride,
+    group_stride,
     out_stride,
     normed_stride,
     N: tl.constexpr,
@@ -164,6 +221,8 @@ def _rows_kernel(
     SQUARE_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
     MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -206,14 +265,54 @@ def _rows_kernel(
         start_k = step * BLOCK_K
         x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
         x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
-        weight = _weight_tile(
-            weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
-        )
+        if BITS == 0:
+            weight = _weight_tile(
+                weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
+            )
+        else:
+            weight = _grouped_tile(
+                weight_ptr,
+                scales_ptr,
+                zeros_ptr,
+                weight_stride,
+                output_stride,
+                group_stride,
+                magic,
+                first,
+                start_k,
+                N,
+                n,
+                BITS,
+                GROUP,
+                BLOCK_K,
+                K,
+                x.dtype,
+            )
         sums = tl.dot(weight, x, sums)
         if MODE == 2:
-            up = _weight_tile(
-                weight_desc, weight_ptr, weight_stride, first + N, start_k, rows_left, K, n, k, K % BLOCK_K == 0
-            )
+            if BITS == 0:
+                up = _weight_tile(
+                    weight_desc, weight_ptr, weight_stride, first + N, start_k, rows_left, K, n, k, K % BLOCK_K == 0
+                )
+            else:
+                up = _grouped_tile(
+                    weight_ptr,
+                    scales_ptr,
+                    zeros_ptr,
+                    weight_stride,
+                    output_stride,
+                    group_stride,
+                    magic,
+                    first + N,
+                    start_k,
+                    2 * N,
+                    n,
+                    BITS,
+                    GROUP,
+                    BLOCK_K,
+                    K,
+                    x.dtype,
+                )
             up_sums = tl.dot(up, x, up_sums)
 
     if SPLITS > 1:

@@ -13,8 +13,14 @@ cores.
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x4C004C00}
+"""Twice the bits of a type's bias. An argument of kernels, because the compiler would not combine two constants of its
+own with a word in one instruction."""
+BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16 = tl.constexpr(128), tl.constexpr(16)
 
 
 @triton.jit
@@ -134,6 +140,29 @@ def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def numbers(words, magic, zero, scale, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Return the weights [n, k] of words [n, w] in the type KIND.
+
+    Args:
+        words: words of rows, in order.
+        magic: `MAGIC` of the type.
+        zero: zeros plus the bias [n, 1], in KIND, or one number for all; of 4 bits only.
+        scale: scales [n, 1] in KIND.
+        BITS: of a weight.
+        KIND: type of the result.
+    """
+    if BITS == 4:
+        even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
+        odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
+        # Differences of such small integers are exact.
+        values = tl.reshape(tl.join(even, odd), (words.shape[0], 8 * words.shape[1])) - zero
+    else:
+        pairs = tl.join(_fp8_pair(words, 0, KIND), _fp8_pair(words, 1, KIND))
+        values = tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
+    return values * scale
+
+
+@triton.jit
 def _left(values, BITS: tl.constexpr):
     """Return [8, units, r, 4, eights, 2, 2, 2], whose last dimensions are eight columns, as an operand [units, 8 r, k].
 
@@ -144,11 +173,8 @@ def _left(values, BITS: tl.constexpr):
     R: tl.constexpr = values.shape[2]
     EIGHTS: tl.constexpr = values.shape[4]
     if BITS == 4:
-        values = tl.permute(values, (1, 2, 0, 4, 6, 3, 7, 5))
-    else:
-        values = tl.permute(values, (1, 2, 0, 4, 5, 3, 7, 6))
-    values = tl.reshape(values, (UNITS, 8 * R, 32 * EIGHTS))
-    return values
+        return tl.reshape(tl.permute(values, (1, 2, 0, 4, 6, 3, 7, 5)), (UNITS, 8 * R, 32 * EIGHTS))
+    return tl.reshape(tl.permute(values, (1, 2, 0, 4, 5, 3, 7, 6)), (UNITS, 8 * R, 32 * EIGHTS))
 
 
 @triton.jit

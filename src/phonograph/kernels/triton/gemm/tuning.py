@@ -117,13 +117,20 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
     return _first_that_fits(configs, silu=True)
 
 
-def choose_grouped(rows: int, num_outputs: int, num_inputs: int, bits: int, pairs: bool) -> GroupedRowsConfig | None:
+def choose_grouped(
+    rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool
+) -> GroupedRowsConfig | LinearConfig | None:
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
-    With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernel was made for.
+    With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernels were made for.
     """
-    if rows > 32:
+    if rows > 256:
         return None
+    if rows > 32:
+        block_k = min(128, group & -group)
+        tiles, steps = _cdiv(num_outputs, 128) * _cdiv(rows, 128), _cdiv(num_inputs, block_k)
+        splits = 1 if pairs else max(1, min(8, PROCESSORS // tiles, steps // 3))
+        return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
     # As many bytes of a step in FP8.
     units = 4 * bits // 4
     if pairs:
