@@ -156,6 +156,10 @@ def first_set(value: float) -> Any:
         (FORMATS["awq"], "scales", first_set(float("inf")), "infinite"),
         (FORMATS["fp8 blocks"], "weight_scale_inv", halved, "bits and group_size|group_size"),
         (FORMATS["float channel"], "weight", first_set(float("nan")), "not a number"),
+        (FORMATS["int8 channel"], "weight_zero_point", first_set(1), "symmetric=true"),
+        (FORMATS["int8 channel"], "weight_scale", first_set(0.0), "zero"),
+        (FORMATS["int8 tensor"], "weight", torch.Tensor.short, "expected int8"),
+        (FORMATS["int8 zeros"], "weight", halved, "group_size"),
         (FORMATS["float tensor"], "weight", torch.Tensor.half, "expected float8_e4m3fn"),
     ],
 )
@@ -196,6 +200,11 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
         (FORMATS["awq"].config | {"version": "gemv"}, UnsupportedModelError, "'gemv'"),
         (FORMATS["awq"].config | {"zero_point": False}, UnsupportedModelError, "zero_point"),
         (FORMATS["packed"].config | {"format": "marlin-24"}, UnsupportedModelError, "marlin-24"),
+        (
+            FORMATS["int8 channel"].config | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            UnsupportedModelError,
+            "dense",
+        ),
         (FORMATS["fp8 blocks"].config | {"weight_block_size": [128]}, UnsupportedModelError, r"\[128\]"),
         (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "0 config_groups"),
     ],

@@ -16,7 +16,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of a file. `order` spreads the inputs of a group over the matrix; `scales` are those of FP8."""
+    """A format of a file.
+
+    `order` spreads the inputs of a group over the matrix; `scales` are those of FP8; `int8` files have one integer a
+    byte; a `group` of -1 has all inputs of an output, of 0 all of the matrix.
+    """
 
     method: str
     bits: int = 4
@@ -25,6 +29,7 @@ class Format:
     symmetric: bool = True
     order: bool = False
     version: int = 1
+    int8: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -52,12 +57,15 @@ class Format:
             }
         weights = {
             **{"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False},
-            **{"strategy": "channel" if self.group < 0 else "group", "observer": "minmax"},
-            **{"group_size": None if self.group < 0 else self.group, "actorder": "group" if self.order else None},
+            **{"strategy": {-1: "channel", 0: "tensor"}.get(self.group, "group"), "observer": "minmax"},
+            **{"group_size": None if self.group < 1 else self.group, "actorder": "group" if self.order else None},
         }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        activations = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"} if self.int8 else None
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+        layout = "int-quantized" if self.int8 else "pack-quantized"
         return {
-            **{"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]},
+            **{"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"]},
+            **{"sparsity_config": {"format": "dense", "targets": ["Linear"]}},
             **{"config_groups": {"group_0": group}, "kv_cache_scheme": None, "quantization_status": "compressed"},
         }
 
@@ -66,7 +74,7 @@ class Format:
         if self.scales:
             return self._fp8(weight)
         outputs, inputs = weight.shape
-        group = inputs if self.group < 0 else self.group
+        group = inputs if self.group < 1 else self.group
         count = -(-inputs // group)
         group_of = np.arange(inputs) // group
         if self.order:
@@ -76,9 +84,10 @@ class Format:
         scales, zeros = np.zeros((outputs, count), np.float16), np.full((outputs, count), levels // 2)
         for g in range(count):
             part = weight[:, group_of == g].astype(np.float64)
-            low, high = part.min(1), part.max(1)
+            over = part if self.group else part.reshape(1, -1)
+            low, high = over.min(1), over.max(1)
             if self.symmetric:
-                scales[:, g] = np.maximum(np.abs(part).max(1), 1e-4) / (levels // 2 - 1)
+                scales[:, g] = np.maximum(np.abs(over).max(1), 1e-4) / (levels // 2 - 1)
             else:
                 scales[:, g] = np.maximum(high - low, 1e-4) / (levels - 1)
                 zeros[:, g] = np.clip(np.round(-low / scales[:, g].astype(np.float64)), 1, levels - 1)
@@ -117,6 +126,16 @@ class Format:
                 "qzeros": words(zeros.T[:, order], 4, 1),
                 "scales": scales.T.copy(),
             }
+        if self.int8:
+            # Activations in int8 have parameters of their own in files with a static scale.
+            shape = (1,) if self.group == 0 else scales.shape
+            return {
+                "weight": (values - 128).astype(np.int8),
+                "weight_scale": scales[:1].reshape(1) if self.group == 0 else scales,
+                "weight_zero_point": (zeros - 128).astype(np.int8)[: shape[0]].reshape(shape),
+                "input_scale": np.full(1, 0.1, np.float32),
+                "input_zero_point": np.zeros(1, np.int8),
+            }
         tensors = {
             "weight_packed": words(values, self.bits, 1),
             "weight_scale": scales,
@@ -143,6 +162,10 @@ FORMATS = {
     "packed zeros": Format(method="compressed-tensors", symmetric=False),
     "packed channel": Format(method="compressed-tensors", group=-1),
     "packed 8 bits": Format(method="compressed-tensors", bits=8),
+    "packed 8 bits channel": Format(method="compressed-tensors", bits=8, group=-1),
+    "int8 channel": Format(method="compressed-tensors", bits=8, int8=True, group=-1),
+    "int8 tensor": Format(method="compressed-tensors", bits=8, int8=True, group=0),
+    "int8 zeros": Format(method="compressed-tensors", bits=8, int8=True, symmetric=False),
     "fp8": Format(method="fp8", scales="tensor"),
     "fp8 blocks": Format(method="fp8", scales="block"),
     "float tensor": Format(method="compressed-tensors", scales="tensor"),

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
 from phonograph.models.quantization.awq import Awq
-from phonograph.models.quantization.compressed_tensors import PackQuantized
+from phonograph.models.quantization.compressed_tensors import IntQuantized, PackQuantized
 from phonograph.models.quantization.float8 import Fp8, Fp8AtLoad, check_block
 from phonograph.models.quantization.gptq import Gptq
-from phonograph.models.quantization.scheme import Quantization
+from phonograph.models.quantization.scheme import Quantization, Scheme
 
 _TOOLS = (
     "quant_method batch_size block_name_to_quantize cache_block_outputs damp_percent damp_auto_increment dataset "
@@ -145,8 +145,11 @@ def _fp8(settings: _Settings) -> Quantization:
 
 
 def _compressed_tensors(settings: _Settings) -> Quantization:
-    layout = settings.one_of("format", None, "pack-quantized", "float-quantized")
+    layout = settings.one_of("format", None, *_LAYOUTS)
     settings.one_of("kv_cache_scheme", None, None)
+    sparsity = settings.take("sparsity_config", None, "an object or null", dict, type(None)) or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise UnsupportedModelError("quantization_config has a sparsity_config; supported is one of format 'dense'")
     ignored = settings.names("ignore")
     groups = settings.take("config_groups", None, "an object", dict)
     if len(groups) != 1:
@@ -160,52 +163,66 @@ def _compressed_tensors(settings: _Settings) -> Quantization:
     group.one_of("format", None, None, layout)
     weights = _Settings(group.take("weights", None, "an object", dict), "config_groups.weights")
     group.finish()
-    is_float = layout == "float-quantized"
-    bits = weights.one_of("num_bits", None, *((8,) if is_float else (4, 8)))
-    weights.one_of("type", "int", "float" if is_float else "int")
-    weights.one_of("dynamic", False, False)
-    if is_float:
-        scheme = _fp8_of(weights)
-        settings.finish()
-        return Quantization("compressed-tensors", scheme, ignored)
-    if activations is not None:
+    if activations is not None and layout == "pack-quantized":
         raise UnsupportedModelError(
             "quantization_config has input_activations with packed integers; supported are activations in 16 bits"
         )
-    strategy = weights.one_of("strategy", None, "group", "channel", None)
-    size = weights.take("group_size", None, "an integer or null", int, type(None))
-    if strategy == "group" and (size is None or size < 1):
-        raise ModelError(f"config_groups.weights has group_size={size} with strategy='group'; it must be positive")
-    order = weights.one_of("actorder", None, None, False, "group", "weight", "static", True)
-    scheme = PackQuantized(
-        bits=bits,
-        group_size=-1 if strategy == "channel" or size is None else size,
-        zeros=not weights.take("symmetric", True, "true or false", bool),
-        # With "weight" (or "static") the order is used while the weights are rounded; the file's groups are in order.
-        ordered=order in ("group", True),
-    )
-    _finish_weights(weights)
+    weights.one_of("dynamic", False, False)
+    scheme = _LAYOUTS[layout](weights)
+    for name in ("observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype"):
+        weights.take(name, None, "any value", str, dict, list, type(None))
+    weights.finish()
     settings.finish()
     return Quantization("compressed-tensors", scheme, ignored)
 
 
-def _fp8_of(weights: _Settings) -> Fp8:
+def _packed_of(weights: _Settings) -> Scheme:
+    bits = weights.one_of("num_bits", None, 4, 8)
+    weights.one_of("type", "int", "int")
+    size = _group_of(weights, weights.one_of("strategy", None, "group", "channel", None))
+    order = weights.one_of("actorder", None, None, False, "group", "weight", "static", True)
+    zeros = not weights.take("symmetric", True, "true or false", bool)
+    # With "weight" (or "static") the order is used while the weights are rounded; the file's groups are in order.
+    return PackQuantized(bits=bits, group_size=size, zeros=zeros, ordered=order in ("group", True))
+
+
+def _int8_of(weights: _Settings) -> Scheme:
+    weights.one_of("num_bits", None, 8)
+    weights.one_of("type", "int", "int")
+    strategy = weights.one_of("strategy", None, "channel", "tensor", "group")
+    size = _group_of(weights, strategy)
+    weights.one_of("actorder", None, None, False, "weight", "static")
+    zeros = not weights.take("symmetric", True, "true or false", bool)
+    return IntQuantized(bits=8, group_size=size, zeros=zeros, one_scale=strategy == "tensor")
+
+
+def _fp8_of(weights: _Settings) -> Scheme:
+    weights.one_of("num_bits", None, 8)
+    weights.one_of("type", None, "float")
     scales = weights.one_of("strategy", None, "tensor", "channel", "block")
     weights.one_of("symmetric", True, True)
     weights.one_of("group_size", None, None)
     weights.one_of("actorder", None, None, False)
     block = weights.take("block_structure", None, "two integers or null", list, type(None))
-    _finish_weights(weights)
-    sizes = check_block(block) if scales == "block" else (0, 0)
-    return Fp8(origin="compressed-tensors, FP8", scales=scales, block=sizes)
+    return Fp8(
+        origin="compressed-tensors, FP8", scales=scales, block=check_block(block) if scales == "block" else (0, 0)
+    )
 
 
-def _finish_weights(weights: _Settings) -> None:
-    for name in ("observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype"):
-        weights.take(name, None, "any value", str, dict, list, type(None))
-    weights.finish()
+def _group_of(weights: _Settings, strategy: str | None) -> int:
+    """Return the inputs of a group, -1 for all."""
+    size = weights.take("group_size", None, "an integer or null", int, type(None))
+    if strategy == "group" and (size is None or size < 1):
+        raise ModelError(f"config_groups.weights has group_size={size} with strategy='group'; it must be positive")
+    return -1 if strategy in ("channel", "tensor") or size is None else size
 
 
+_LAYOUTS: dict[str, Callable[[_Settings], Scheme]] = {
+    "pack-quantized": _packed_of,
+    "int-quantized": _int8_of,
+    "float-quantized": _fp8_of,
+}
+"""Readers of the weights' settings by the `format` of compressed-tensors."""
 _READERS: dict[str, Callable[[_Settings], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
