@@ -12,7 +12,7 @@ long enough each, there and back, since the last ones run on a warmer chip. Up t
 products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
 is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
 found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
-kernels/triton/gemm/tuning.py.
+kernels/triton/gemm/tuning.py, for a model with quantized weights those for `MEASURED_GROUPED`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ import torch
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.gemm import tuning as product_rules
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
 from phonograph.kernels.triton.gemm.tuning import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
@@ -98,6 +100,9 @@ class Chain:
         )
         torch.cuda.synchronize()
         self.num_layers = spec.num_layers
+        # None if the weights are not quantized, or in a format that has no products of its own.
+        weight = self.model.layers[0].output.weight.operand
+        self.grouped = weight if isinstance(weight, Grouped) and takes(weight, torch.bfloat16) else None
         heads = spec.num_query_heads * spec.head_size
         self.shapes = {
             "qkv": (heads + 2 * spec.num_kv_heads * spec.head_size, spec.hidden_size),
@@ -105,7 +110,7 @@ class Chain:
             "gate_up": (2 * spec.intermediate_size, spec.hidden_size),
             "down": (spec.hidden_size, spec.intermediate_size),
         }
-        if rows >= 64:
+        if rows >= 64 and self.grouped is None:
             self.shapes["head"] = (spec.vocab_size, spec.hidden_size)
         self.silu_shape = spec.intermediate_size, spec.hidden_size
 
@@ -138,14 +143,14 @@ class Chain:
     def compile(self, settings: list[Settings], rows_class: int) -> None:
         with torch.inference_mode(), compile_only():
             for one in settings:
-                with applied(one, rows_class), self.model.only_layers(range(1)):
+                with applied(one, rows_class, self.bits), self.model.only_layers(range(1)):
                     self.run()
 
     def graph(self, settings: Settings, rows_class: int, layers: int) -> torch.cuda.CUDAGraph:
         with (
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
-            applied(settings, rows_class),
+            applied(settings, rows_class, self.bits),
             self.model.only_layers(range(layers)),
         ):
             self.run()
@@ -192,6 +197,11 @@ class Chain:
                     totals[index] += first.elapsed_time(last) / (count - count * 4 // 10) / 2
         return totals
 
+    @property
+    def bits(self) -> int:
+        """Bits of a quantized weight, or 0."""
+        return 0 if self.grouped is None else self.grouped.bits
+
     def run(self) -> None:
         plan_decode(self._plan, self._starts, self._lens, max_query_len=1, window=(-1, -1))
         hidden = self.model.forward(self.ids, self._positions, self)
@@ -199,12 +209,19 @@ class Chain:
 
 
 @contextmanager
-def applied(settings: Settings, rows_class: int) -> Iterator[None]:
-    """Has these chosen."""
-    tables = {"product": product_rules.MEASURED, "silu": product_rules.MEASURED_SILU}
+def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None]:
+    """Has these chosen, for weights in groups of so many bits, or for those of the model's type."""
+    tables: dict[str, dict[Any, ProductConfig | None]] = {
+        "product": product_rules.MEASURED,
+        "silu": product_rules.MEASURED_SILU,
+        "groups": product_rules.MEASURED_GROUPED,
+    }
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
-        tables[kind][rows_class, *shape] = config
+        if bits:
+            tables["groups"][bits, rows_class, *shape, kind == "silu"] = config
+        else:
+            tables[kind][rows_class, *shape] = config
     product_rules.choose.cache_clear()
     product_rules.choose_silu.cache_clear()
     try:
@@ -296,6 +313,34 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
     return list(dict.fromkeys([first, *random.Random(0).sample(found, min(most, len(found)))]))
 
 
+def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int) -> list[ProductConfig | None]:
+    """Products of weights in groups: `most` of all, drawn at random, and what is chosen now, which comes first.
+
+    A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
+    """
+    outputs, inputs = shape
+    found: list[ProductConfig | None] = []
+    if rows <= 32:
+        columns = 64 if weight.bits == 8 else min(128, weight.group)
+        for block_n, warps, each, ahead, rows_ahead in itertools.product(
+            (16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 3, 4, 6), (1, 2)
+        ):
+            units = warps * each
+            registers = block_n * (1 + silu) * columns * weight.bits // 1024 * each * ahead
+            steps = -(-inputs // (columns * units))
+            if 16 <= registers <= 96 and ahead <= steps <= 20 and rows_ahead <= ahead:
+                found.append(GroupedRowsConfig(rows, block_n, units, ahead, rows_ahead, warps))
+    else:
+        for block_n, rows_tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+            tiles = -(-outputs // block_n) * -(-rows // rows_tile)
+            if rows_tile > rows or stages * (256 * rows_tile + 128 * block_n) > SHARED[0]:
+                continue
+            for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
+                found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
+    now = product_rules.choose_grouped(rows, outputs, inputs, weight.bits, weight.group, silu)
+    return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found)))]))
+
+
 Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
 """Of each product its name, key and configurations."""
 
@@ -333,14 +378,22 @@ def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     chain, rows_class = Chain(model, rows, options.context), product_rules.rows_class(rows)
     keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
     keys["activation"] = "silu", chain.silu_shape
-    kinds: dict[str, Trials] = {
-        "shared memory": [
-            (name, key, through_shared_memory(rows_class, key[1], silu=name == "activation"))
+    if chain.grouped is not None:
+        trials: Trials = [
+            (name, key, in_groups(rows_class, key[1], chain.grouped, silu=name == "activation", most=options.most))
             for name, key in keys.items()
+            if name != "gate_up"
         ]
-    }
-    bests: dict[str, Settings] = {"now": {}, "shared memory": {}}
-    if rows <= 16:
+        kinds, bests = {"groups": trials}, {"now": Settings(), "groups": Settings()}
+    else:
+        kinds: dict[str, Trials] = {
+            "shared memory": [
+                (name, key, through_shared_memory(rows_class, key[1], silu=name == "activation"))
+                for name, key in keys.items()
+            ]
+        }
+        bests: dict[str, Settings] = {"now": {}, "shared memory": {}}
+    if rows <= 16 and chain.grouped is None:
         # What is chosen now may go through registers.
         bests["shared memory"] = {key: configs[-1] for _, key, configs in kinds["shared memory"]}
         kinds["registers"] = [

@@ -79,6 +79,10 @@ MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
+MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
+"""Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
+
+
 def _cdiv(one: int, other: int) -> int:
     return -(-one // other)
 
@@ -119,11 +123,14 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
 
 def choose_grouped(
     rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool
-) -> GroupedRowsConfig | LinearConfig | None:
+) -> ProductConfig | None:
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
     With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernels were made for.
     """
+    key = bits, rows, num_outputs, num_inputs, pairs
+    if key in MEASURED_GROUPED:
+        return MEASURED_GROUPED[key]
     if rows > 256:
         return None
     if rows > 32:
