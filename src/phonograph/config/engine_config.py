@@ -37,7 +37,7 @@ class EngineConfig(Settings):
     """
 
     model: values.Text = Field(
-        description="Hugging Face name or folder of the model; demo is the model in the package."
+        description="Hugging Face name, folder or GGUF file of the model; demo is the model in the package."
     )
     tokenizer: values.OptionalText = Field(
         default=None, description="Name or folder of the tokenizer; default: the model's."

@@ -28,7 +28,7 @@ def admitted_config(
     """Return the configuration of an engine, from a whole configuration or from a model and settings.
 
     Args:
-        model: folder, hub id or "demo"; None with `config`.
+        model: folder, GGUF file, hub id or "demo"; None with `config`.
         config: in place of model and settings.
         settings: fields of EngineConfig.
         serves: False for an engine that is only verified.

@@ -40,7 +40,7 @@ class AsyncLLM:
     The engine starts with `start`, or with `async with`. One event loop uses it.
 
     Args:
-        model: folder, hub id or "demo".
+        model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
             process. `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a

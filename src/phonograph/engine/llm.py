@@ -38,7 +38,7 @@ class LLM:
     """A model that answers prompts. The engine is ready when the constructor returns.
 
     Args:
-        model: folder, hub id or "demo".
+        model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         progress: called during the start with the phase, the work done and the total work of the phase.
         serves: False for an engine that only runs `verify`. It accepts settings whose graphs can be captured but not
