@@ -225,6 +225,32 @@ def test_without_the_package(content: bytes, tmp_path: Path, monkeypatch: pytest
         read_model_spec(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("model.layers.0.self_attn.k_proj.weight", "tensor blk.0.attn_k.weight is not in"),
+        ("model.norm.weight", "tensor output_norm.weight is not in"),
+        ("model.embed_tokens.weight", "no matrix token_embd.weight"),
+    ],
+)
+def test_missing_tensors(without: str, words: str, qwen2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2, kinds(rest="Q8_0"), without=without)
+    with pytest.raises(ModelError, match=words):
+        load_model(read_model_spec(path), path, dtype=torch.float32, device=CPU)
+
+
+def test_fp8_is_made_of_a_file_in_16_bits(qwen2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2, kinds(rest="F16"))
+    spec = read_configured_model(EngineConfig(model=str(path), quantization="fp8"), config_only=False)
+    weights: list[Any] = load_model(spec, path, dtype=torch.float32, device=CPU).quantized
+    assert len(weights) == 4 * spec.num_layers and weights[0].values.packed_OW.dtype == torch.float8_e4m3fn
+    write_gguf(path, qwen2, kinds(rest="Q8_0"))
+    with pytest.raises(ConfigError, match="quantization='fp8'.*in gguf; leave it out"):
+        read_configured_model(EngineConfig(model=str(path), quantization="fp8"), config_only=False)
+
+
 def changed(place: int, data: bytes) -> Callable[[bytes], bytes]:
     return lambda content: content[:place] + data + content[place + len(data) :]
 
@@ -253,12 +279,15 @@ Q_NAME = b"blk.1.attn_q.weight"
         (behind(b"general.architecture", 4, COUNT), "refers to byte"),
         # Of a tensor's entry: the number of dimensions, two sizes, the type and the place.
         (behind(Q_NAME, 4, COUNT), "truncated or corrupt"),
-        (behind(Q_NAME, 12, struct.pack("<Q", 32)), r"attn_q.weight in .* has shape \[32, 64\].*\[64, 64\]"),
+        (behind(Q_NAME, 12, struct.pack("<Q", 32)), r"attn_q.weight has shape \[32, 64\].*\[64, 64\]"),
         (behind(Q_NAME, 20, struct.pack("<I", 20)), "blk.1.attn_q.weight has the type IQ4_NL.*supported are Q4_0"),
         (behind(Q_NAME, 20, struct.pack("<I", 77)), "77"),
         (behind(Q_NAME, 24, COUNT), "refers to byte"),
         (lambda content: content.replace(b"blk.1.attn_k.weight", b"blk.1.attn_r.weight"), "attn_r.weight.*not part"),
         (lambda content: content.replace(b"blk.1.attn_k.weight", Q_NAME), "duplicated"),
+        (lambda content: content.replace(b"blk.1.attn_q.bias", b"blk.1.attn_r.bias"), "attn_r.bias.*not part"),
+        (behind(b"blk.1.attn_k.weight", 12, struct.pack("<Q", 16)), r"attn_k.weight in .* has shape \[16, 64\]"),
+        (behind(b"output_norm.weight", 12, struct.pack("<I", 8)), "output_norm.weight in .* no matrix.*Q8_0"),
     ],
 )
 def test_damaged_files(change: Callable[[bytes], bytes], words: str, content: bytes, tmp_path: Path) -> None:
@@ -273,7 +302,11 @@ def test_damaged_files(change: Callable[[bytes], bytes], words: str, content: by
     [
         ({"general.architecture": "phi3"}, UnsupportedModelError, "'phi3' is not supported; supported are llama, mist"),
         ({"qwen2.block_count": None}, ModelError, "no qwen2.block_count"),
-        ({"qwen2.block_count": 3}, WeightError, "blk.2.attn_norm.weight is not in .*missing are 12 tensors"),
+        ({"qwen2.block_count": 3}, ModelError, "block_count=3, and the file has no tensor blk.2.attn_q.weight"),
+        ({"qwen2.block_count": 1}, WeightError, "blk.1.attn_norm.weight in .* is not part of"),
+        ({"qwen2.block_count": 1 << 31}, ModelError, "block_count=2147483648"),
+        ({"qwen2.attention.key_length": 1 << 31}, ModelError, r"shape \[64, 64\].*8589934592"),
+        ({"qwen2.vocab_size": 99}, UnsupportedModelError, "vocab_size=99"),
         ({"qwen2.embedding_length": "64"}, UnsupportedModelError, "embedding_length='64'"),
         ({"qwen2.feed_forward_length": [96, 64]}, UnsupportedModelError, "feed_forward_length=.96, 64."),
         ({"qwen2.attention.head_count": 8}, ModelError, "blk.0.attn_q.weight|head"),

@@ -64,6 +64,7 @@ def write_gguf(
     *,
     header: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    without: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write the checkpoint of a folder as a GGUF file.
 
@@ -73,6 +74,7 @@ def write_gguf(
         kind_of: type of a matrix by its name in the checkpoint; norms and biases are in F32.
         header: further keys; None leaves out the key.
         tensors: further tensors, in F32.
+        without: a tensor to leave out, by its name in the checkpoint.
 
     Returns:
         The weights that the file means, by their names in the checkpoint.
@@ -114,7 +116,8 @@ def write_gguf(
         array = interleaved(array, count) if count else array
         kind = kind_of(name) if array.ndim > 1 else "F32"
         data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
-        writer.add_tensor(own_name(name), data, raw_dtype=Kind[kind])
+        if name != without:
+            writer.add_tensor(own_name(name), data, raw_dtype=Kind[kind])
         numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
         meant[name] = torch.from_numpy(halved(numbers, count) if count else numbers)
     for name, array in (tensors or {}).items():

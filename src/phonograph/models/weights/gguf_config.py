@@ -102,6 +102,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
             config[entry.field] = value
     # Qwen3's default is another one; llama.cpp's is this.
     config.setdefault("head_dim", _head_size(config))
+    _check_sizes(file, config)
     _read_scaling(file, name, config)
     window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
     if window and config["model_type"] == "llama":
@@ -176,6 +177,21 @@ def rope_frequencies_of_gguf(file: GgufFile, frequencies: tuple[float, ...]) -> 
             f"tensor {ROPE_FACTORS} {tensor.kind} {list(tensor.shape)} must have {count} positive numbers in F32"
         )
     return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
+
+
+def _check_sizes(file: GgufFile, config: dict[str, Any]) -> None:
+    """Compare the header's sizes with one tensor of the last layer, before anything is computed from them."""
+    name = f"blk.{config['num_hidden_layers'] - 1}.attn_q.weight"
+    tensor, expected = (
+        file.tensors.get(name),
+        [config["num_attention_heads"] * _head_size(config), config["hidden_size"]],
+    )
+    if tensor is None:
+        raise ModelError(
+            f"the header says block_count={config['num_hidden_layers']}, and the file has no tensor {name}"
+        )
+    if list(tensor.shape) != expected:
+        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; the header's sizes ask for {expected}")
 
 
 def _read(file: GgufFile, key: str, entry: _Key) -> Any:

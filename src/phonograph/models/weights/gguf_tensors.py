@@ -26,7 +26,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
     """Start copies of all tensors.
 
     Raises:
-        WeightError: a tensor is missing or unexpected, or has another shape or type.
+        WeightError: a tensor is missing or unexpected, or has another shape; a vector is in blocks.
     """
     modules, half = list(model.quantized_modules()), model.spec.head_size // 2
     shapes = model.spec.tensor_shapes()
@@ -43,6 +43,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
                 f"tensor {_shown(name)} in {file.path} has shape {list(tensor.shape)}; the header's sizes of the model "
                 f"ask for {list(shapes[name])}"
             )
+        if tensor.kind not in FLOATS and len(tensor.shape) != 2:
+            raise WeightError(f"tensor {_shown(name)} in {file.path} is no matrix, and has the type {tensor.kind}")
     missing = [gguf_name(name) for name in shapes if name not in tensors]
     if missing:
         more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""
