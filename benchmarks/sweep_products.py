@@ -328,7 +328,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
             units = warps * each
             registers = block_n * (1 + silu) * columns * weight.bits // 1024 * each * ahead
             steps = -(-inputs // (columns * units))
-            if 16 <= registers <= 96 and ahead <= steps <= 20 and rows_ahead <= ahead:
+            if 16 <= registers <= 96 and ahead <= steps and ahead % rows_ahead == 0:
                 found.append(GroupedRowsConfig(rows, block_n, units, ahead, rows_ahead, warps))
     else:
         for block_n, rows_tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):

@@ -17,7 +17,7 @@ DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 CONFIGS = [
     LinearConfig(16, 32, 32, 2, 4, 3, 0),
     GroupedRowsConfig(8, 16, 2, 2, 1, 2),
-    GroupedRowsConfig(8, 32, 4, 1, 2, 4),
+    GroupedRowsConfig(8, 32, 4, 1, 1, 4),
     GroupedRowsConfig(16, 16, 4, 3, 1, 1),
     GroupedRowsConfig(32, 32, 1, 2, 2, 1),
 ]

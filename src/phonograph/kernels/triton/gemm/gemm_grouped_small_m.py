@@ -48,7 +48,7 @@ class GroupedRowsConfig(NamedTuple):
     """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
 
     units: products of 128 columns (fewer in FP8 and in smaller groups) of a step, a multiple of num_warps
-    ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time
+    ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time; the second divides the first
     """
 
     rows: int
@@ -78,7 +78,7 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
     assert num_rows <= rows and block_n % 16 == 0 and units % num_warps == 0 and takes(weight, x_MK.dtype)
     assert x_MK.stride(1) == weight.packed_OW.stride(1) == out_MN.stride(1) == 1
     assert squares is None or squares.sums.shape[1] == rows
-    assert weight.has_equal_strides()
+    assert weight.has_equal_strides() and ahead % rows_ahead == 0
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     words_OW = weight.packed_OW.view(torch.int32)
     kernel = _large_grouped_rows if 2 * words_OW.numel() >= LARGE else _grouped_rows_kernel
@@ -127,6 +127,12 @@ def _groups(pointer, first, step, output_stride, group_stride, SIZES: tl.constex
     unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
     group_at = tl.minimum(unit * COLUMNS // GROUP, (K - 1) // GROUP).to(tl.int64) * group_stride
     return read_groups(pointer, first, output_stride, group_at, N, BLOCK_N, 0, OUTPUTS)
+
+
+@triton.jit
+def _with(items, place: tl.constexpr, value):
+    """Return a tuple with another item at a place."""
+    return items[:place] + (value,) + items[place + 1 :]
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
@@ -197,7 +203,7 @@ def _grouped_rows_kernel(
     words = ()
     scales = ()
     zeros = ()
-    for step in tl.static_range(min(AHEAD, STEPS)):
+    for step in tl.static_range(AHEAD):
         words += (read_words(packed_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
         if not ONE_SCALE:
             scales += (_groups(scales_ptr, first, step, output_stride, group_stride, SIZES),)
@@ -212,7 +218,7 @@ def _grouped_rows_kernel(
         tl_cuda.gdc_wait()
 
     xs = ()
-    for step in tl.static_range(min(ROWS_AHEAD, STEPS)):
+    for step in tl.static_range(ROWS_AHEAD):
         xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
     if SQUARE_TILES > 0:
         square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
@@ -227,35 +233,36 @@ def _grouped_rows_kernel(
     half = tl.full((UNITS, 16, COLUMNS // 2), 1.0, KIND)
     ones = tl.reshape(tl.join(half, half), (UNITS, 16, COLUMNS))
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
-    for step in tl.static_range(STEPS):
-        if PDL and (step == 0 or step + min(AHEAD, ROWS_AHEAD) <= STEPS):
-            # Done before, but the assembler moves no load past it (see `gemm_small_m`).
-            tl_cuda.gdc_launch_dependents()
-        if SQUARE_TILES > 0 and step == 0:
-            # While the input is in flight.
-            factor = norm_factor(squares, eps, K, num_warps)
-        right = columns(xs[step], BITS)
-        left = weights(words[step], magic, BITS, KIND)
-        if ONE_SCALE:
-            sums = tl.dot(left, right, sums, input_precision="ieee")
-        else:
-            part = tl.dot(left, right, input_precision="ieee")
-            if BITS == 4:
-                total = tl.dot(ones, right, input_precision="ieee")
-                total = tl.reshape(tl.broadcast_to(total[:, None, :, :], (UNITS, OUTPUTS // 16, 16, ROWS)), part.shape)
-                if zeros_ptr is not None:
-                    part -= (BIAS + zeros[step].to(tl.float32)) * total
-                else:
-                    part -= (BIAS + 8) * total
-            sums += part * scales[step].to(tl.float32)
-        if step + AHEAD < STEPS:
-            words += (read_words(packed_ptrs, valid_row, step + AHEAD, COUNT, WORDS, UNITS),)
+    if SQUARE_TILES > 0:
+        # While the input is in flight.
+        factor = norm_factor(squares, eps, K, num_warps)
+    # AHEAD steps a turn; those beyond the last read nothing and add zeros. One stage: Triton's own pipeline would bring
+    # the operands through shared memory.
+    for turn in tl.range((STEPS + AHEAD - 1) // AHEAD, num_stages=1):
+        for place in tl.static_range(AHEAD):
+            right = columns(xs[place % ROWS_AHEAD], BITS)
+            left = weights(words[place], magic, BITS, KIND)
+            if ONE_SCALE:
+                sums = tl.dot(left, right, sums, input_precision="ieee")
+            else:
+                part = tl.dot(left, right, input_precision="ieee")
+                if BITS == 4:
+                    ones_sums = tl.dot(ones, right, input_precision="ieee")[:, None, :, :]
+                    ones_sums = tl.broadcast_to(ones_sums, (UNITS, OUTPUTS // 16, 16, ROWS))
+                    zero = BIAS + (zeros[place].to(tl.float32) if zeros_ptr is not None else 8)
+                    part -= zero * tl.reshape(ones_sums, part.shape)
+                sums += part * scales[place].to(tl.float32)
+            next_step = (turn + 1) * AHEAD + place
+            words = _with(words, place, read_words(packed_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
             if not ONE_SCALE:
-                scales += (_groups(scales_ptr, first, step + AHEAD, output_stride, group_stride, SIZES),)
+                values = _groups(scales_ptr, first, next_step, output_stride, group_stride, SIZES)
+                scales = _with(scales, place, values)
             if zeros_ptr is not None:
-                zeros += (_groups(zeros_ptr, first, step + AHEAD, output_stride, group_stride, SIZES),)
-        if step + ROWS_AHEAD < STEPS:
-            xs += (read_rows(x_ptrs, x_row < M, step + ROWS_AHEAD, K, EIGHTS, UNITS),)
+                values = _groups(zeros_ptr, first, next_step, output_stride, group_stride, SIZES)
+                zeros = _with(zeros, place, values)
+            next_rows = turn * AHEAD + place + ROWS_AHEAD
+            values = read_rows(x_ptrs, x_row < M, next_rows, K, EIGHTS, UNITS)
+            xs = _with(xs, place % ROWS_AHEAD, values)
 
     total = add_warps(sums, UNITS, num_warps)
     if MODE == 2:

@@ -31,9 +31,7 @@ def read_words(row_ptrs, valid_rows, step, COUNT: tl.constexpr, WORDS: tl.conste
     """
     unit = step * UNITS + tl.arange(0, UNITS)
     word = unit[:, None] * (4 * WORDS) + tl.arange(0, 4 * WORDS)[None, :]
-    mask = valid_rows[:, None, :, None]
-    if COUNT % (4 * WORDS * UNITS) != 0:
-        mask = mask & (word < COUNT)[None, :, None, :]
+    mask = valid_rows[:, None, :, None] & (word < COUNT)[None, :, None, :]
     pointers = row_ptrs[:, None, :, None] + word[None, :, None, :]
     return tl.load(pointers, mask, other=0, eviction_policy="evict_first")
 
