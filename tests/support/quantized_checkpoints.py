@@ -186,7 +186,7 @@ def words(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
 
 
 def quantize_checkpoint(folder: Path, kind: Format) -> dict[str, torch.Tensor]:
-    """Rewrite a checkpoint in a quantized format. Returns the weights that the files mean, by their former names."""
+    """Rewrite a checkpoint in a quantized format. Returns the weights that it means, in float64, by their old names."""
     path = folder / "model.safetensors"
     dense, packed = load_file(path), {}
     for name, tensor in sorted(dense.items()):
@@ -196,7 +196,7 @@ def quantize_checkpoint(folder: Path, kind: Format) -> dict[str, torch.Tensor]:
             seed = sum(map(ord, module.rpartition(".")[0])) + 7 * (module.endswith(("o_proj", "down_proj")))
             tensors, meant = kind.quantize(tensor.float().numpy(), seed)
             packed |= {f"{module}.{end}": torch.as_tensor(value) for end, value in tensors.items()}
-            dense[name] = torch.from_numpy(meant).to(tensor.dtype)
+            dense[name] = torch.from_numpy(meant)
         else:
             packed[name] = tensor
     save_file(packed, path, metadata={"format": "pt"})
