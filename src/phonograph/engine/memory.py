@@ -11,6 +11,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
+from phonograph.kernels.torch.grouped import TILE
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.sampling.grammar_masks import bitmask_words
@@ -199,4 +200,6 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     attention = 2 * heads + 2 * model.num_kv_heads * model.head_size
     mlp = 3 * model.intermediate_size
     width = 2 * model.hidden_size + max(attention, mlp)
-    return DTYPE_BYTES[dtype] * (tokens * width + rows * (model.vocab_size + model.hidden_size))
+    # A quantized product unpacks its weights tile by tile.
+    tile = TILE if tokens and model.quantization is not None else 0
+    return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))

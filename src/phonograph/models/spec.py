@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
@@ -39,6 +39,22 @@ log = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNLIMITED = (-1, -1)
+
+
+class LayerMatrix(NamedTuple):
+    """A matrix of a layer, in which projections of the same input are fused.
+
+    Attributes:
+        prefix: prefix of the projections' names in a checkpoint.
+        parts: outputs of each projection by the rest of its name, in the order of the matrix.
+        inputs: inputs of the product.
+        bias: True if the projections have a bias.
+    """
+
+    prefix: str
+    parts: dict[str, int]
+    inputs: int
+    bias: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +143,23 @@ class ModelSpec:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
-    def _projections(self, layer: int) -> list[tuple[str, int, int, bool]]:
-        """Return the name, outputs, inputs and bias of each projection."""
+    def matrices(self, layer: int) -> list[LayerMatrix]:
+        """Return the matrices of a layer: query, key and value; output; gate and up; down."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_rows, kv_rows = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         return [
-            (f"{attention}.q_proj", q_rows, hidden, self.qkv_bias),
-            (f"{attention}.k_proj", kv_rows, hidden, self.qkv_bias),
-            (f"{attention}.v_proj", kv_rows, hidden, self.qkv_bias),
-            (f"{attention}.o_proj", hidden, q_rows, self.o_bias),
-            (f"{mlp}.gate_proj", inner, hidden, self.mlp_bias),
-            (f"{mlp}.up_proj", inner, hidden, self.mlp_bias),
-            (f"{mlp}.down_proj", hidden, inner, self.mlp_bias),
+            LayerMatrix(attention, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, hidden, self.qkv_bias),
+            LayerMatrix(attention, {"o_proj": hidden}, q_rows, self.o_bias),
+            LayerMatrix(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, self.mlp_bias),
+            LayerMatrix(mlp, {"down_proj": hidden}, inner, self.mlp_bias),
         ]
+
+    def _projections(self, layer: int) -> Iterator[tuple[str, int, int, bool]]:
+        """Yield the name, outputs, inputs and bias of each projection."""
+        for matrix in self.matrices(layer):
+            for name, outputs in matrix.parts.items():
+                yield f"{matrix.prefix}.{name}", outputs, matrix.inputs, matrix.bias
 
     def quantized_projections(self) -> Iterator[tuple[Scheme, int, int]]:
         """Yield the format, outputs and inputs of each quantized projection."""
@@ -327,16 +346,13 @@ def _check_quantization(spec: ModelSpec) -> None:
     """Check that the parts of each fused matrix have one format, and that the format has matrices of these sizes."""
     if spec.quantization is None:
         return
-    for layer in range(spec.num_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        for prefix, parts in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
-            covered = {part: spec.scheme_of(f"{prefix}.{part}") is not None for part in parts}
-            if len(set(covered.values())) > 1:
-                ignored = ", ".join(part for part, is_covered in covered.items() if not is_covered)
-                raise UnsupportedModelError(
-                    f"quantization_config leaves {ignored} of {prefix} in 16 bits and quantizes the rest of "
-                    f"{', '.join(parts)}, which run as one matrix; that is not supported"
-                )
+    for prefix, parts, _, _ in (matrix for layer in range(spec.num_layers) for matrix in spec.matrices(layer)):
+        ignored = [part for part in parts if spec.scheme_of(f"{prefix}.{part}") is None]
+        if 0 < len(ignored) < len(parts):
+            raise UnsupportedModelError(
+                f"quantization_config leaves {', '.join(ignored)} of {prefix} in 16 bits and quantizes the rest of "
+                f"{', '.join(parts)}, which run as one matrix; that is not supported"
+            )
     for scheme, outputs, inputs in spec.quantized_projections():
         scheme.stored(outputs, inputs)
 

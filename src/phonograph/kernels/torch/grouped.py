@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-_TILE = 1 << 19
+TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
 
 
@@ -123,5 +123,5 @@ def _ordered(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
 
 def _tiles(weight: Grouped) -> list[tuple[int, int]]:
     outputs, groups = weight.scales_OG.shape
-    step = max(1, _TILE // (groups * weight.group))
+    step = max(1, TILE // (groups * weight.group))
     return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]

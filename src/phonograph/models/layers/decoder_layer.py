@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.models.layers.linear import Linear, NormedLinear, WeightAllocator
-from phonograph.models.spec import ModelSpec
+from phonograph.models.spec import LayerMatrix, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,28 +37,17 @@ class DecoderLayer:
 
     @classmethod
     def make(cls, spec: ModelSpec, index: int, allocate: WeightAllocator) -> DecoderLayer:
-        q_size, kv_size = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        num_rotated_heads = spec.num_query_heads + spec.num_kv_heads
+        qkv_matrix, output_matrix, gate_up_matrix, down_matrix = spec.matrices(index)
         # Dummy weights are drawn in the order of allocation.
         input_norm = allocate.tensor(spec.hidden_size)
-        qkv = allocate.linear(
-            spec.hidden_size, q_size + 2 * kv_size, bias=spec.qkv_bias, scheme=spec.scheme_of(f"{attention}.q_proj")
-        )
-        qk_norm = allocate.tensor(num_rotated_heads, spec.head_size) if spec.qk_norm else None
-        output = allocate.linear(
-            q_size, spec.hidden_size, bias=spec.o_bias, scheme=spec.scheme_of(f"{attention}.o_proj")
-        )
+        qkv = _linear(spec, qkv_matrix, allocate)
+        qk_norm = None
+        if spec.qk_norm:
+            qk_norm = allocate.tensor(spec.num_query_heads + spec.num_kv_heads, spec.head_size)
+        output = _linear(spec, output_matrix, allocate)
         mlp_norm = allocate.tensor(spec.hidden_size)
-        gate_up = allocate.linear(
-            spec.hidden_size,
-            2 * spec.intermediate_size,
-            bias=spec.mlp_bias,
-            scheme=spec.scheme_of(f"{mlp}.gate_proj"),
-        )
-        down = allocate.linear(
-            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, scheme=spec.scheme_of(f"{mlp}.down_proj")
-        )
+        gate_up = _linear(spec, gate_up_matrix, allocate)
+        down = _linear(spec, down_matrix, allocate)
         return cls(
             qkv=NormedLinear(input_norm, qkv),
             heads=AttentionHeads(
@@ -90,12 +79,12 @@ class DecoderLayer:
 
     def matrices(self, spec: ModelSpec) -> list[tuple[Linear, str, dict[str, int]]]:
         """Return the matrices, each with the prefix of its names in a checkpoint and the outputs of its parts."""
-        attention, mlp = f"model.layers.{self.heads.layer}.self_attn", f"model.layers.{self.heads.layer}.mlp"
-        q_rows, kv_rows = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        inner = spec.intermediate_size
-        return [
-            (self.qkv.linear, attention, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}),
-            (self.output, attention, {"o_proj": spec.hidden_size}),
-            (self.gate_up.linear, mlp, {"gate_proj": inner, "up_proj": inner}),
-            (self.down, mlp, {"down_proj": spec.hidden_size}),
-        ]
+        linears = self.qkv.linear, self.output, self.gate_up.linear, self.down
+        matrices = spec.matrices(self.heads.layer)
+        return [(linear, matrix.prefix, matrix.parts) for linear, matrix in zip(linears, matrices, strict=True)]
+
+
+def _linear(spec: ModelSpec, matrix: LayerMatrix, allocate: WeightAllocator) -> Linear:
+    # The parts of a matrix have one format.
+    scheme = spec.scheme_of(f"{matrix.prefix}.{next(iter(matrix.parts))}")
+    return allocate.linear(matrix.inputs, sum(matrix.parts.values()), bias=matrix.bias, scheme=scheme)
