@@ -59,6 +59,10 @@ class GroupedCase(Case):
             group,
         )
         exact = self.grouped._replace(scales_OG=scales.double())
+        if kind == "int4 with offsets":
+            offsets = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=9).t() / inputs**0.5
+            self.grouped = self.grouped._replace(offsets_OG=offsets)
+            exact = exact._replace(offsets_OG=offsets.double())
         self.weight = dequantize(exact)[:, :inputs]
 
 
@@ -71,6 +75,7 @@ class GroupedCase(Case):
         (7, 37, 200, 32, "int4 with zeros"),
         (8, 16, 520, 256, "int4 with zeros"),
         (5, 70, 100, 64, "int4"),
+        (2, 21, 160, 32, "int4 with offsets"),
         (3, 40, 200, 200, "fp8"),
         (8, 37, 324, 128, "fp8"),
     ],
@@ -138,7 +143,7 @@ def test_weights_that_the_kernel_does_not_take() -> None:
     weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
     others = (
-        {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}, {"offsets_OG": weight.scales_OG}
+        {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}
     )  # fmt: skip
     assert not any(takes(weight._replace(**change), torch.bfloat16) for change in others)
     fp8 = GroupedCase(1, 16, 130, torch.float16, torch.device("cpu"), group=130, kind="fp8").grouped
@@ -175,7 +180,10 @@ def test_random_cases(device: torch.device) -> None:
 
     for _ in range(500):
         rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
-        group, kind = (32, 64, 128, 256)[number(0, 4)], ("int4", "int4 with zeros", "fp8")[number(0, 3)]
+        group, kind = (
+            (32, 64, 128, 256)[number(0, 4)],
+            ("int4", "int4 with zeros", "int4 with offsets", "fp8")[number(0, 4)],
+        )
         if kind == "fp8":
             inputs, group = 4 * inputs, max(64, group) if number(0, 2) else 4 * inputs
         case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)

@@ -61,7 +61,7 @@ class GroupedRowsConfig(NamedTuple):
 
 def takes(weight: Grouped, dtype: torch.dtype) -> bool:
     """Return True if the kernel multiplies such weights by rows of `dtype`."""
-    if dtype not in (torch.bfloat16, torch.float16) or weight.order_I is not None or weight.offsets_OG is not None:
+    if dtype not in (torch.bfloat16, torch.float16) or weight.order_I is not None:
         return False
     if weight.packed_OW.dtype == _FP8:
         num_inputs = weight.packed_OW.shape[1]
@@ -87,6 +87,7 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         words_OW,
         weight.scales_OG,
         weight.zeros_OG,
+        weight.offsets_OG,
         bias_N,
         out_MN,
         *norm_pointers,
@@ -141,6 +142,7 @@ def _grouped_rows_kernel(
     packed_ptr,
     scales_ptr,
     zeros_ptr,
+    offsets_ptr,
     bias_ptr,
     out_ptr,
     squares_ptr,
@@ -203,12 +205,15 @@ def _grouped_rows_kernel(
     words = ()
     scales = ()
     zeros = ()
+    offsets = ()
     for step in tl.static_range(AHEAD):
         words += (read_words(packed_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
         if not ONE_SCALE:
             scales += (_groups(scales_ptr, first, step, output_stride, group_stride, SIZES),)
         if zeros_ptr is not None:
             zeros += (_groups(zeros_ptr, first, step, output_stride, group_stride, SIZES),)
+        if offsets_ptr is not None:
+            offsets += (_groups(offsets_ptr, first, step, output_stride, group_stride, SIZES),)
     bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
     up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
     norm = constant(norm_ptr, n, valid_n) if norm_ptr is not None else None
@@ -250,7 +255,10 @@ def _grouped_rows_kernel(
                     ones_sums = tl.dot(ones, right, input_precision="ieee")[:, None, :, :]
                     ones_sums = tl.broadcast_to(ones_sums, (UNITS, OUTPUTS // 16, 16, ROWS))
                     zero = BIAS + (zeros[place].to(tl.float32) if zeros_ptr is not None else 8)
-                    part -= zero * tl.reshape(ones_sums, part.shape)
+                    ones_sums = tl.reshape(ones_sums, part.shape)
+                    part -= zero * ones_sums
+                    if offsets_ptr is not None:
+                        sums += offsets[place].to(tl.float32) * ones_sums
                 sums += part * scales[place].to(tl.float32)
             next_step = (turn + 1) * AHEAD + place
             words = _with(words, place, read_words(packed_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
@@ -260,6 +268,9 @@ def _grouped_rows_kernel(
             if zeros_ptr is not None:
                 values = _groups(zeros_ptr, first, next_step, output_stride, group_stride, SIZES)
                 zeros = _with(zeros, place, values)
+            if offsets_ptr is not None:
+                values = _groups(offsets_ptr, first, next_step, output_stride, group_stride, SIZES)
+                offsets = _with(offsets, place, values)
             next_rows = turn * AHEAD + place + ROWS_AHEAD
             values = read_rows(x_ptrs, x_row < M, next_rows, K, EIGHTS, UNITS)
             xs = _with(xs, place % ROWS_AHEAD, values)

@@ -73,7 +73,7 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: 
         x_MK,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
-        *((weight.scales_OG, weight.zeros_OG) if weight is not None else (None, None)),
+        *((weight.scales_OG, weight.zeros_OG, weight.offsets_OG) if weight is not None else (None, None, None)),
         bias_N,
         out_MN,
         partials,
@@ -158,6 +158,7 @@ def _grouped_tile(
     words_ptr,
     scales_ptr,
     zeros_ptr,
+    offsets_ptr,
     word_stride,
     output_stride,
     group_stride,
@@ -184,8 +185,13 @@ def _grouped_tile(
     scale = tl.load(scales_ptr + at).to(KIND)
     BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
     if zeros_ptr is not None:
-        return numbers(words, magic, (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND), scale, BITS, KIND)
-    return numbers(words, magic, BIAS + 8, scale, BITS, KIND)
+        zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
+        values = numbers(words, magic, zero, scale, BITS, KIND)
+    else:
+        values = numbers(words, magic, BIAS + 8, scale, BITS, KIND)
+    if offsets_ptr is not None:
+        values += tl.load(offsets_ptr + at).to(KIND)
+    return values
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
@@ -195,6 +201,7 @@ def _rows_kernel(
     weight_ptr,
     scales_ptr,
     zeros_ptr,
+    offsets_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -274,6 +281,7 @@ def _rows_kernel(
                 weight_ptr,
                 scales_ptr,
                 zeros_ptr,
+                offsets_ptr,
                 weight_stride,
                 output_stride,
                 group_stride,
@@ -299,6 +307,7 @@ def _rows_kernel(
                     weight_ptr,
                     scales_ptr,
                     zeros_ptr,
+                    offsets_ptr,
                     weight_stride,
                     output_stride,
                     group_stride,
