@@ -86,3 +86,8 @@ def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LL
     chats = [demo_llm.encode_chat([{"role": "user", "content": question}]) for question in questions]
     result = script.compare(systems, lambda: chats, num_tokens=None, num_rounds=1)
     assert result["answers_equal_to_ours"] == dict.fromkeys(systems, "6 of 6")
+
+
+def test_quality_of_quantized_formats(benchmark_script: Load) -> None:
+    result = benchmark_script("quantized_quality").measure("int8 channel", num_problems=4)
+    assert result["ok"] and result["simulated_score"] > 0.5 and result["answers_that_differ"] == 0
