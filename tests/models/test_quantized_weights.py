@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
-from phonograph.models.quantization.grouped_weight import unpack
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.quantization.float8 import Fp8
+from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.grouped_weight import GroupedWeight, unpack
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
@@ -270,3 +274,20 @@ def test_projections_that_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=r"k_proj of model.layers.0.self_attn"):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("group", [-1, 32])
+def test_groups_lie_side_by_side_on_a_gpu(group: int) -> None:
+    """Scales, zeros and offsets alike, as kernels take them; on a CPU the groups of an output do."""
+    schemes = [
+        Gptq(bits=4, group_size=group, zeros=True, version=1),
+        Fp8(origin="FP8", scales="block", block=(16, 48)),
+        Fp8(origin="FP8", scales="channel"),
+        replace(Gptq(bits=4, group_size=group, version=1), offsets=True),
+    ]
+    for device in ("meta", "cpu"):
+        for scheme in schemes:
+            weight = scheme.allocate(64, 96, WeightAllocator(torch.float16, torch.device(device)).empty)
+            assert isinstance(weight, GroupedWeight) and weight.values.has_equal_strides()
+            outputs_stride, groups_stride = weight.values.scales_OG.stride()
+            assert (outputs_stride if device == "meta" else groups_stride) == 1

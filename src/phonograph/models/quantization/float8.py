@@ -14,7 +14,7 @@ import torch
 
 from phonograph.errors import UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight, slices
+from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight, allocate_by_group, slices
 from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
 
 FP8 = torch.float8_e4m3fn
@@ -54,8 +54,9 @@ class Fp8:
 
     def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
         group = self._group(inputs)
-        scales = allocate(outputs, -(-inputs // group))
-        return GroupedWeight(Grouped(allocate(outputs, inputs, dtype=FP8), scales, None, 8, group), inputs)
+        values = allocate(outputs, inputs, dtype=FP8)
+        scales = allocate_by_group(allocate, outputs, -(-inputs // group), values.device)
+        return GroupedWeight(Grouped(values, scales, None, 8, group), inputs)
 
     def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
         assert isinstance(weight, GroupedWeight)

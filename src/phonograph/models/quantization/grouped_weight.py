@@ -169,7 +169,7 @@ class GroupedScheme:
         scales = allocate_by_group(allocate, outputs, groups, packed.device)
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
-        offsets = allocate(outputs, groups) if self.offsets else None
+        offsets = allocate_by_group(allocate, outputs, groups, packed.device) if self.offsets else None
         return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order, offsets), inputs)
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
