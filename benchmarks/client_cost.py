@@ -1,11 +1,11 @@
-"""What `phonograph bench serve` costs itself: its streams come from a server that has nothing to compute.
+"""Cost of the client of `phonograph bench serve`, measured with a server that computes nothing.
 
     python benchmarks/client_cost.py                                  # 256 streams: at once, and every 10 ms
     python benchmarks/client_cost.py --output benchmarks/results/client_cost.json
 
 The server is a process of its own. It writes a chunk to every open stream, all as fast as it can or one every so many
-milliseconds, as an engine's steps do, and puts the time into each. So one sees how late the client's clock is, over
-the least that was possible.
+milliseconds, as an engine's steps do, and puts the time into each. The difference to the client's times is the client's
+delay.
 """
 
 from __future__ import annotations

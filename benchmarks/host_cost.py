@@ -1,4 +1,4 @@
-"""What a step costs on the host: the whole loop of the engine for running decodes, without a model.
+"""Cost of a step on the host: the whole loop of the engine for running decodes, without a model.
 
     python benchmarks/host_cost.py                        # 256 decodes, contexts of about 1,000 tokens
     python benchmarks/host_cost.py --output benchmarks/results/host_cost.json
@@ -43,7 +43,7 @@ from phonograph.structured.compiler import GrammarCompiler
 T = TypeVar("T")
 
 BEFORE_THE_MODEL = ("schedule", "load", "apply", "decide", "rows", "write")
-"""What runs before the model; the others run after it, where a device would hide them."""
+"""Parts that run before the model. The others run after it, where a device hides them."""
 
 MAX_MODEL_LEN = 8192
 MAX_NUM_TOKENS = 8192

@@ -114,7 +114,7 @@ def steps_charts(record: dict[str, Any]) -> dict[str, Axes]:
 
 
 def serving_chart(result: dict[str, Any]) -> Axes | None:
-    """How many times as good our server is as the other in what users see, by workload."""
+    """Chart of the ratios of our server to the other one by workload, in figures that users see."""
     ratios = {
         (f"{row['workload']} {row['case']}".strip(), row["figure"]): row["ratio"]
         for row in result["comparison"]

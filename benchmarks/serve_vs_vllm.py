@@ -54,12 +54,12 @@ PEER_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "
 DRAIN_SECONDS = 5
 FREE_SECONDS = 30.0
 _REPEATED = ("command", "commit", "hardware", "versions", "threads", "load_average")
-"""What every record of a client has, and the result says once."""
+"""Keys that all records of a client share, which the result has once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is asked for, and how each program is called.
+    """Settings of the comparison, and the commands that follow from them.
 
     config:    the folder with config.json alone, which our engine runs offline, where it makes no text
     our_flags: of our server and of our engine offline alike
@@ -233,7 +233,7 @@ def _without_places(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offline(settings: Settings, problems: list[str]) -> dict[str, Any] | None:
-    """What our engine does without a server, under the names of a server's figures."""
+    """Measure our engine without a server; the figures have the names of a server's."""
     with (settings.folder / "offline.log").open("w") as log:
         try:
             done = subprocess.run(

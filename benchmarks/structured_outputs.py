@@ -40,7 +40,7 @@ RECORD: dict[str, Any] = {
         "required": ["name", "tags"],
     }
 }
-"""What the demo model goes on with for all steps; and a record whose first name random weights do not end."""
+"""A text that the demo model continues for all steps, and a record whose first string random weights do not close."""
 
 
 def main() -> int:

@@ -342,7 +342,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
 
 
 Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
-"""Of each product its name, key and configurations."""
+"""Name, key and configurations of each product."""
 
 
 def search(
@@ -357,7 +357,7 @@ def search(
             try:
                 graphs.append(chain.graph({**best, key: config}, rows_class, layers))
                 ran.append(config)
-            except Exception as error:  # one that a device has no room for must not end the others
+            except Exception as error:  # a configuration that the device has no room for must not end the search
                 print(f"{name} {config}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
         first = chain.in_turn(graphs, 4)
         order = sorted(range(len(graphs)), key=first.__getitem__)[:FINALISTS]

@@ -1,4 +1,4 @@
-"""What the tape costs: a replay against the same step run eagerly at the same padded shape, on the same batch.
+"""Cost of the tape: a replay against the same step run eagerly at the same padded shape, on the same batch.
 
     python benchmarks/tape_overhead.py
     python benchmarks/tape_overhead.py --output benchmarks/results/tape_overhead.json

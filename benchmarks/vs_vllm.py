@@ -96,7 +96,7 @@ class Run:
 
     @property
     def backend(self) -> str | None:
-        """Of ours, without the version; None where the system names none."""
+        """Our backend without the version, or None if the system names none."""
         return backend_of(self.system)
 
     @property
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def our_flags(self) -> list[str]:
-        """What the system says, as flags of our engine."""
+        """Flags of our engine that the system's name stands for."""
         flags = ["--backend", self.backend] if self.backend else []
         for word in self.system.split(":")[1:]:
             flags += ["--flash-attn-version" if word.isdecimal() else "--cudagraph-mode", word]
@@ -268,7 +268,7 @@ def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dic
 
 
 def _follow(process: subprocess.Popen[str], log: Any, stamps: list[float]) -> None:
-    """Copies what a process prints into its log, and notes when it says that it has started."""
+    """Copy the output of a process into its log, and note the time of its message that it has started."""
     assert process.stdout is not None
     for line in process.stdout:
         if PEER_STARTED in line:

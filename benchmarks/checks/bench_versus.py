@@ -1,4 +1,4 @@
-"""Our figures beside a peer's: how many times as fast each of our systems is, and which bars that meets.
+"""Ratios of our figures to those of a peer, and the bars that they meet.
 
 A system is "ours[@BACKEND[:VERSION]][:MODE]" or, of the peer, "BACKEND/MODE[/CAPTURE_MAX]", as `benchmarks/vs_vllm.py`
 runs them.
@@ -12,17 +12,17 @@ from typing import Any
 OURS = "ours"
 HIGHER_IS_BETTER = ("throughput",)
 SAME_KIND = {"FLASH_ATTN": "flash_attn", "FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"}
-"""vLLM's backends and those of ours that run the same library, or are of the same making."""
+"""Backends of vLLM, each with our backend of the same library or kind."""
 
 
 def backend_of(system: str) -> str | None:
-    """The backend that a system of ours names, without its version; None where it names none."""
+    """Return the backend in the name of one of our systems, without its version; None if there is none."""
     _, at, rest = system.partition("@")
     return rest.partition(":")[0] if at else None
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case of ours how many times as fast it is as each peer, and whether that meets the bars.
+    """Return for each of our cases the ratio to each peer, and the result of its bars.
 
     One row for "ours" and for each of its systems with a backend, neighbours where the case is the same; our modes
     without one have a table of their own. Only "ours" has bars; the others say which peers are of the same kind.
@@ -58,7 +58,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_same_kind(system: str, peer: str) -> bool:
-    """Whether a backend of ours, or the one for either part, runs what the peer's does."""
+    """Return True if our backend, or its backend for one part, runs the same library as the peer's."""
     backend = backend_of(system)
     names = [part.rpartition("=")[2] for part in backend.split(",")] if backend else []
     return SAME_KIND.get(peer.partition("/")[0]) in names
@@ -66,7 +66,7 @@ def is_same_kind(system: str, peer: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """How many times as fast as a peer we must be at least; `more`: equal is not enough."""
+    """Smallest ratio to a peer that passes; with `more` an equal ratio fails."""
 
     peer: str
     least: float
@@ -77,7 +77,7 @@ class Bar:
 
 
 def bars_of(suite: str, case: str, speedups: dict[str, float]) -> list[Bar]:
-    """What is asked of a case, of the peers that ran it: the strongest one, or each by name."""
+    """Return the bars of a case against the peers that ran it: the strongest one, or each by name."""
     if not speedups:
         return []
     strongest = min(speedups, key=lambda peer: speedups[peer])

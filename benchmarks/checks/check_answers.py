@@ -1,4 +1,4 @@
-"""Whether evaluations agree: scores by paired standard error, tokens by how close a float32 engine finds them."""
+"""Agreement of evaluations: scores by paired standard error, tokens by their gap in a float32 engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from phonograph.bench.compare import Divergence, TaskComparison, compare, read_i
 from phonograph.engine.llm import LLM
 
 NEAR_TIE = 0.5
-"""Logits in float32: tokens further apart than this are not confused by rounding to bfloat16."""
+"""Gap of float32 logits above which rounding to bfloat16 does not exchange two tokens."""
 STANDARD_ERRORS = 3
 
 
 def make_judge() -> LLM:
-    """The demo model where it is most exact: in float32, on the CPU, without graphs."""
+    """Make the most exact engine of the demo model: float32, on the CPU, without graphs."""
     return LLM(model="demo", device="cpu", dtype="float32", cudagraph_mode="NONE", max_num_seqs=4)
 
 
 def compare_answers(name: str, first: Path, others: Mapping[str, Path], judge: LLM) -> Iterator[Result]:
-    """Each of `others` beside `first`, all of the same questions. Answers may part only where two tokens nearly tie.
+    """Compare each of `others` with `first`. Answers to a question may differ only from a token that nearly ties with
+    another.
 
     Args:
         name: of the first; others has theirs.
@@ -34,7 +35,7 @@ def compare_answers(name: str, first: Path, others: Mapping[str, Path], judge: L
     for other, file in others.items():
         tasks = compare(items, read_items(file))
         divergences = [found for task in tasks for found in task.divergences]
-        # Where one answer ends and the other goes on there are no two tokens to judge.
+        # There are no two tokens to judge if one answer ends and the other continues.
         judged = [found for found in divergences if found.first is not None and found.second is not None]
         new = [found for found in judged if found not in known]
         gaps = logit_gaps(judge, items, new, seed=asked["eval_seed"], recall_tokens=asked["recall_tokens"])

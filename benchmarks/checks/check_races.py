@@ -1,4 +1,4 @@
-"""What compute-sanitizer's racecheck reports, and which of it lies in Triton's dispatch of warps and not in a kernel.
+"""Reports of compute-sanitizer's racecheck, without those that come from Triton's dispatch of warps.
 
 A kernel whose warps have work of their own begins and ends in code of Triton's: idle warps read from shared memory what
 they are to do, which the first warps wrote. The checker reports that as a race, although barriers order it. A kernel
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 CONTROL = "_apart_kernel"
-"""A kernel whose warps share nothing: what is reported of it is Triton's."""
+"""Kernel whose warps share nothing: its reports come from Triton's dispatch."""
 
 _SIDE = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d+)")
 
@@ -40,8 +40,8 @@ class Race:
 
 
 def read_races(report: str) -> list[Race]:
-    """The races of racecheck's report; those without lines, of kernels without debug information, have no sides there
-    and are kept with what was written."""
+    """Return the races of racecheck's report. Races without line numbers (kernels without debug information) have no
+    sides and are kept with what was written."""
     lines: list[list[str]] = []
     for line in report.splitlines():
         text = line.strip("= \t")
@@ -65,8 +65,8 @@ def _read_race(texts: Sequence[str]) -> Race:
 
 
 def races_of_kernels(races: Sequence[Race], source_line: Callable[[str, int], str]) -> list[Race]:
-    """Those that are not Triton's: with a side at another line than the kernel's first or its `warp_specialize`, or
-    all, where the control shows none.
+    """Return the races outside Triton's dispatch: with a side at another line than the kernel's first or its
+    `warp_specialize`, or all, where the control shows none.
 
     source_line: the text of a line of a file.
     """

@@ -1,4 +1,4 @@
-"""Whether an engine starts and answers at each of several max_num_seqs: where peers hung after the capture.
+"""Starts and answers of an engine at each of several max_num_seqs at which other engines hung after the capture.
 
     python -m checks.check_sizes '{"attention_backend": "flashinfer"}' 1,2,4
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     settings, sizes = arguments
     found: list[dict[str, Any]] = []
     for size in map(int, sizes.split(",")):
-        print(f"max_num_seqs {size} ...", flush=True)  # the last words of one that hangs
+        print(f"max_num_seqs {size} ...", flush=True)  # the last line of a process that hangs
         found.append(answers_at(size, json.loads(settings)))
         # An engine's parts refer to each other, and its graphs hold memory.
         gc.collect()

@@ -1,4 +1,4 @@
-"""What a run of the GPU tests shows, from pytest's report in JUnit's XML: counts, combinations, errors, and skips."""
+"""Results of the GPU tests from pytest's JUnit XML: counts, combinations, errors and skips."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from xml.etree import ElementTree
 from checks.checks import Result
 
 COMBINATIONS = 1500
-"""Of attention kernels' models, windows and batches; fewer do not prove enough."""
+"""Smallest number of combinations (models, windows, batches) of the attention kernels that a run must cover."""
 OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu", "test_cascade_gpu")
-"""Files whose tests need a library that a machine may lack in whole or in part; their skips are told, no failure. So
-are those of whole files, which are of optional libraries too."""
+"""Files whose tests need a library that a machine may lack in whole or in part; their skips are reported and do not
+fail the run. So are those of whole files, which are of optional libraries too."""
 _WHOLE_FILE = "collection skipped"
 
 
 def report_result(facts: dict[str, Any], *, code: int | None) -> Result:
-    """Well if all passed but those of optional libraries, whose skips it says out loud. `code` is pytest's."""
+    """Return success if all tests passed except skips for optional libraries, which the text counts. `code` is pytest's
+    exit code."""
     attention = facts["attention_combinations"]
     text = (
         f"{facts['passed']} tests passed, {len(facts['failed'])} failed; {attention} combinations of attention, "
@@ -84,12 +85,12 @@ def read_report(report: Path) -> dict[str, Any]:
 
 
 def _reason(text: str) -> str:
-    """Of a whole file's skip, which pytest writes as a tuple of file, line and reason."""
+    """Return the reason of a skipped file, which pytest writes as a tuple of file, line and reason."""
     return text.rpartition("Skipped: ")[2].rstrip("\"')")
 
 
 def _why_failed(case: ElementTree.Element) -> str:
-    """The last lines of what pytest said."""
+    """Return the last lines of pytest's message."""
     found = case.find("failure")
     found = case.find("error") if found is None else found
     return "" if found is None else f"{found.get('message')}\n{found.text}"[-1500:]

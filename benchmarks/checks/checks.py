@@ -1,4 +1,4 @@
-"""Steps that prove a part of the engine on a machine: what one is, how programs are run for it, and how it is told.
+"""Steps of the check scripts, each of which tests a part of the engine on this machine: programs, results, output.
 
 For `scripts/gpu-checks` and `scripts/backend-checks`. It works in a checkout, whose sources the programs run.
 """
@@ -89,7 +89,7 @@ def run_step(step: Step) -> list[Result]:
             began = time.perf_counter()
             results.append(result)
             print(result, flush=True)
-    except Exception as error:  # the other steps still have something to say
+    except Exception as error:  # the other steps still run
         text = f"{type(error).__name__}: {error}"
         results.append(Result(name=name, ok=False, text=text, seconds=round(time.perf_counter() - began, 1)))
         print(results[-1], flush=True)
@@ -97,7 +97,7 @@ def run_step(step: Step) -> list[Result]:
 
 
 def verified(name: str, done: Finished, facts: dict[str, Any]) -> Result:
-    """What `phonograph verify` said. It is well if a graph was replayed and none differed from eager."""
+    """Return the result of `phonograph verify`: ok if a graph was replayed and none differed from eager."""
     if "ok" not in facts:
         return Result(name=name, ok=False, text=done.last_words)
     drawn = facts["batches"]
@@ -112,7 +112,7 @@ def verified(name: str, done: Finished, facts: dict[str, Any]) -> Result:
 
 
 def evaluated(name: str, done: Finished, facts: dict[str, Any]) -> Result:
-    """What `phonograph eval demo` said."""
+    """Return the result of `phonograph eval demo`."""
     if "tasks" not in facts:
         return Result(name=name, ok=False, text=done.last_words)
     text = ", ".join(f"{task['correct']} of {task['count']} {task['task']} right" for task in facts["tasks"])

@@ -1,4 +1,4 @@
-"""Where greedy answers of two evaluations part: how close the two tokens are for the model in one and the same engine.
+"""Gaps between the logits of the first tokens that differ in greedy answers of two evaluations, from one engine.
 
 Rounding decides between tokens whose logits are as good as equal, so answers that part there say nothing against
 either side. Answers that part at tokens far from each other do.

@@ -18,7 +18,7 @@ from pathlib import Path
 from phonograph.errors import EndpointError
 
 POLL_SECONDS = 0.1
-"""How often a server that starts is asked whether it is ready."""
+"""Interval in seconds of the requests to /health while a server starts."""
 PROGRESS_SECONDS = 10.0
 STOP_SECONDS = 40.0
 """Time that a server has to end by itself, which is longer than ours drains."""
@@ -69,7 +69,7 @@ class ServerProcess:
         return self.ready_seconds
 
     def health(self) -> int | None:
-        """The status of /health; None where nobody answers."""
+        """Return the status of /health, or None without an answer."""
         try:
             with _DIRECT.open(f"{self.url}/health", timeout=5) as answer:
                 return answer.status
@@ -79,7 +79,7 @@ class ServerProcess:
             return None
 
     def version(self) -> str | None:
-        """What /version says; None where it says nothing."""
+        """Return the version of /version, or None."""
         try:
             with _DIRECT.open(f"{self.url}/version", timeout=5) as answer:
                 return json.load(answer)["version"]
@@ -97,7 +97,7 @@ class ServerProcess:
             return None
 
     def stop(self) -> int | None:
-        """Asks it to end, then ends what is left of it and its children; returns the exit code of the first."""
+        """Terminate it, then kill what remains of its group; return its exit code."""
         if self._process.poll() is None:
             self.terminate()
         code = self.wait()
@@ -126,18 +126,18 @@ def end_group(
 
 
 def free_port() -> int:
-    """One that nobody listens on at this moment."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
 def gpu_uuid() -> str | None:
-    """Which GPU this is, to see later that two programs ran on the same one."""
+    """Return the id of the GPU, which shows that two programs ran on the same one."""
     return _nvidia_smi("uuid")
 
 
 def gpu_memory_mib() -> int | None:
-    """Memory of the GPU in use, by whomever; None without a GPU."""
+    """Return the memory of the GPU that all processes use, in MiB; None without a GPU."""
     used = _nvidia_smi("memory.used")
     return sum(map(int, used.split())) if used and used.replace("\n", "").isdecimal() else None
 
@@ -152,5 +152,5 @@ def _nvidia_smi(field: str) -> str | None:
 
 
 def portable(command: Sequence[str]) -> str:
-    """The command without where things lie on this machine."""
+    """Return the command without the folders of this machine."""
     return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in command)

@@ -91,7 +91,8 @@ async def try_disconnect(target: Target, *, prompt_len: int = 1024, output_len: 
 
 
 async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | None) -> Seen:
-    """SIGTERM: what is short ends well, what is new is refused, what is long is told, and the process ends with 0."""
+    """Send SIGTERM: short requests complete, new ones are refused, long ones end with an error, and the exit code is
+    0."""
     longest = await _max_model_len(target)
     streams = [asyncio.create_task(_post(target, output_len=length)) for length in (SHORT_LEN, longest - 64)]
     problems: list[str] = []
@@ -290,7 +291,7 @@ def _decodes(found: dict[str, Any]) -> int:
 async def _until(
     target: Target, holds: Callable[[dict[str, Any]], bool], problems: list[str], what: str
 ) -> dict[str, Any]:
-    """Waits for something about /v1/graphs; that it did not come about is a problem."""
+    """Wait for a condition of /v1/graphs; a timeout is a problem."""
     until = time.perf_counter() + WAIT_SECONDS
     while not holds(found := await _graphs(target, last=1)):
         if time.perf_counter() > until:
@@ -301,12 +302,12 @@ async def _until(
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:
-    """The child that has torch loaded, and so by far the most memory of all."""
+    """Return the child with the most memory, which is the one that has loaded torch."""
     return max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
 
 
 async def _until_freed(idle_mib: int | None, problems: list[str]) -> Seen:
-    """How long the GPU's memory takes to be as it was before the server; nothing to see without a GPU."""
+    """Return the seconds until the GPU's memory is free again; empty without a GPU."""
     if idle_mib is None:
         return {}
     began = time.perf_counter()

@@ -36,7 +36,7 @@ class Choice:
 
 
 Check = Callable[[Choice], str | None]
-"""What is wrong with a choice of a complete answer, or None."""
+"""Check of a choice of a complete answer: returns a problem, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Mixture:
         return Stream("chat, tool", CHAT, body, check=check)
 
     def _prompt(self) -> str:
-        """A beginning that many share, cut anywhere at times, and an end of its own."""
+        """Return a shared beginning, sometimes cut at a random place, with an end of its own."""
         prefix = self._rng.choice(self._prefixes)
         cut = len(prefix) if self._rng.random() < 0.7 else self._rng.randrange(len(prefix))
         return prefix[:cut] + self._story(self._rng.randrange(1, 8))
@@ -155,7 +155,7 @@ class Mixture:
 
 
 def problem_of(stream: Stream, recording: Recording, *, aborted: bool) -> str | None:
-    """What is wrong with the answer. Of one that was aborted there may be any part, none of it wrong."""
+    """Return the problem of an answer, or None. An aborted answer may be incomplete."""
     if aborted:
         if recording.status not in (None, 200):
             return f"HTTP {recording.status}: {recording.body[:200]!r}"
@@ -209,7 +209,7 @@ def _has_logprobs(choice: Choice) -> str | None:
 
 
 def _json_problem(text: str, schema: dict[str, Any]) -> str | None:
-    """All that the schemas here ask for, but for ranges of values, which the tests of grammars look at."""
+    """Check everything that the schemas here require, except ranges of values, which the tests of grammars check."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -35,11 +35,11 @@ EXIT_SECONDS = 10.0
 ANSWER_SECONDS = 300.0
 FLAT_SECONDS = 600.0
 MOST_GROWTH = 0.01
-"""Of the mean, in `FLAT_SECONDS`."""
+"""Largest growth in `FLAT_SECONDS`, as a share of the mean."""
 JUDGED_SECONDS = 300.0
 """A shorter run says nothing about memory: caches are still filling in its second half."""
 SHOWN = 10
-"""Problems of streams that are told in full."""
+"""Number of problems of streams that are reported in full."""
 MIB = 2**20
 
 HTTP, ENGINE, OTHERS = "http", "engine", "others"
@@ -52,7 +52,7 @@ GAUGES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How the server was at one moment.
+    """State of the server at one moment.
 
     at:     seconds since the beginning
     rss:    bytes of the HTTP process, the engine's, and all others that these started
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the streams. `latency` is a running mean, in seconds, of those that came to their end."""
+    """Counts of streams by their end. `latency` is the running mean, in seconds, of complete streams."""
 
     complete: Counter[str] = field(default_factory=Counter[str])
     aborted: Counter[str] = field(default_factory=Counter[str])
@@ -235,7 +235,7 @@ async def _ask(target: Target, stream: Stream, cut_after: float | None = None) -
 
 
 async def _until_idle(target: Target, processes: Processes, files: dict[str, int]) -> tuple[list[str], dict[str, Any]]:
-    """Waits until nothing is left of any stream, and says what is."""
+    """Wait until no stream holds anything, and return what remains."""
     began = time.monotonic()
     while True:
         # Counted first: the server may not have closed the connection yet that the question was asked on.
@@ -250,7 +250,7 @@ async def _until_idle(target: Target, processes: Processes, files: dict[str, int
 
 
 def _end(server: ServerProcess, problems: list[str]) -> dict[str, Any]:
-    """SIGTERM, to a server that has nothing to do."""
+    """Send SIGTERM to an idle server."""
     children = psutil.Process(server.pid).children(recursive=True)
     began = time.monotonic()
     server.terminate()

@@ -19,11 +19,11 @@ FIGURES = (
 """The rows of the published table, under the names of the records."""
 OFFLINE_FIGURES = ("output_throughput", "median_itl_ms")
 MOST_OVERHEAD = 0.05
-"""What the server may take of its own engine's throughput, and add to its time between tokens."""
+"""Largest loss of the server against its own engine: share of throughput, and added time between tokens."""
 
 
 def bar_of(workload: str, figure: str) -> float | None:
-    """How many times as good as the other side a figure has to be at least; None where nothing is asked of it."""
+    """Return the smallest ratio that passes for a figure, or None if it has no bar."""
     if workload == STREAMS:
         return 1 - MOST_OVERHEAD if figure in HIGHER_IS_BETTER else 1 / (1 + MOST_OVERHEAD)
     if workload == TABLE:
@@ -49,7 +49,7 @@ def compare(workload: str, case: str, ours: dict[str, Any], other: dict[str, Any
 
 
 def medians(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure its median over repeated runs; figures that a run lacks are left out."""
+    """Return the median of each figure over repeated runs. Figures that a run lacks are left out."""
     return {
         figure: median(record[figure] for record in records)
         for figure in FIGURES
@@ -58,7 +58,7 @@ def medians(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def caveats(name: str, records: Iterable[dict[str, Any]]) -> list[str]:
-    """What a reader of one side's figures has to know: failures, and where a figure is not what its name says."""
+    """Return notes on one side's figures: failures, and figures that do not mean what their name says."""
     found: list[str] = []
     for record in records:
         if record["label"] == WARM_UP:
@@ -76,6 +76,6 @@ def caveats(name: str, records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def summarise(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """How many bars there are, and how many are met."""
+    """Return the number of bars and of those that are met."""
     passed = [row["pass"] for row in rows if "pass" in row]
     return {"bars": len(passed), "passed": sum(passed)}
