@@ -76,7 +76,7 @@ class Stream(asyncio.Protocol):
 
 
 async def serve(step_seconds: float) -> None:
-    """Prints its port, then serves until its process is ended."""
+    """Print the port, then serve until the process is ended."""
     streams: set[Stream] = set()
     server = await asyncio.get_running_loop().create_server(lambda: Stream(streams), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -90,7 +90,7 @@ async def serve(step_seconds: float) -> None:
 
 @contextmanager
 def stub(step_seconds: float) -> Generator[Target]:
-    """The server in its process."""
+    """Run the server in a process of its own."""
     command = [sys.executable, __file__, "--stub", str(step_seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

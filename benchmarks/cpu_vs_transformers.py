@@ -79,7 +79,7 @@ class Transformers:
         return answers
 
     def continuous_batching(self, prompts: list[list[int]], num_tokens: int | None) -> list[list[int]]:
-        """Settings: the fastest found for this model on a CPU (see docs/performance.md)."""
+        """Return the settings that are fastest for this model on a CPU (see docs/performance.md)."""
         outputs = self._batching.generate_batch(
             prompts,
             # -1: no token ends an answer.

@@ -145,7 +145,7 @@ class Host:
         return self._runner.inputs
 
     def step(self, times: dict[str, float]) -> ScheduledBatch:
-        """Runs one step, gives its batch, and adds the seconds of each part; "session" is what no other part is."""
+        """Run one step, return its batch, and add the seconds of each part; "session" is the rest."""
         self._clock.times = times
         start = time.perf_counter()
         self._session.step()

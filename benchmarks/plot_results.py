@@ -37,7 +37,7 @@ SERVED = {
 
 
 def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The comparison without those of our backends that were asked for by name."""
+    """Return the comparison without backends of ours that were requested by name."""
     return [row for row in result["comparison"] if row.get("system", "ours") == "ours"]
 
 
@@ -93,7 +93,7 @@ def attention_chart(records: Sequence[dict[str, Any]]) -> Axes | None:
 
 
 def steps_charts(record: dict[str, Any]) -> dict[str, Axes]:
-    """The parts of a decode step in ms, and what its products and attention reach."""
+    """Return the parts of a decode step in ms, and the bandwidth of its products and attention."""
     rows = [row for row in record["rows"] if row["suite"] == "step"]
     cases = [row["case"] for row in rows]
     parts = {name: [round(row[f"{name}_us"] / 1000, 3) for row in rows] for name in PARTS}

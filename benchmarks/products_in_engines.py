@@ -37,7 +37,7 @@ KINDS = {kind.__name__: kind for kind in (FewRowsConfig, RingConfig, LinearConfi
 
 
 def read_set(name: str, texts: dict[str, str]) -> tuple[Settings, dict[str, object]]:
-    """Configurations, and settings of the engine. Ends the program where something is unlike what the script's text
+    """Return configurations, and settings of the engine. End the program if something is unlike what the script's text
     says."""
     products: Settings = {}
     settings: dict[str, object] = {}

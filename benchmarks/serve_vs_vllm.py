@@ -118,7 +118,7 @@ class Settings:
         return environment
 
     def jobs(self, side: str) -> list[list[str]]:
-        """Flags of `bench serve`, one list a run. A seed is used once, since its prompts are cached afterwards."""
+        """Return the flags of `bench serve`, a list for each run. A seed is used once: its prompts are then cached."""
         sharegpt = ["--dataset-name", "sharegpt-like"]
         most = max((*self.concurrencies, self.streams, self.table_prompts))
         jobs = [[*sharegpt, "--num-prompts", str(most), "--label", versus.WARM_UP, "--seed", "0"]]
@@ -147,7 +147,7 @@ class Settings:
 
 
 def run_client(*, url: str, model: str, jobs: list[list[str]], output: str) -> int:
-    """The client's process: `phonograph bench serve` for each job, with a line about each."""
+    """Run `phonograph bench serve` for each job in the client's process, with a line about each."""
     from phonograph.cli.app import main as phonograph
 
     for flags in jobs:
@@ -164,7 +164,7 @@ def run_client(*, url: str, model: str, jobs: list[list[str]], output: str) -> i
 
 
 def run_side(side: str, settings: Settings, *, skip_existing: bool) -> dict[str, Any]:
-    """Starts a server, loads it and ends it, or finds what that left; returns its record, with problems in it."""
+    """Start a server, load it and end it, or find an earlier record; return the record, with its problems."""
     path = settings.folder / f"{side}.json"
     if skip_existing and path.exists() and not (known := json.loads(path.read_text()))["problems"]:
         return known
@@ -208,7 +208,7 @@ def _start(side: str, settings: Settings, result: dict[str, Any]) -> tuple[Serve
 
 
 def _load(side: str, url: str, settings: Settings, problems: list[str]) -> list[dict[str, Any]]:
-    """Runs the client in its process; returns the records that it left."""
+    """Run the client in its process; return its records."""
     output = settings.folder / f"{side}.jsonl"
     output.unlink(missing_ok=True)
     asked = {"url": url, "model": str(settings.model), "jobs": settings.jobs(side), "output": str(output)}
@@ -226,7 +226,7 @@ def _load(side: str, url: str, settings: Settings, problems: list[str]) -> list[
 
 
 def _without_places(record: dict[str, Any]) -> dict[str, Any]:
-    """A client's record without what the result says once, and without where the model lies on this machine."""
+    """Return a client's record without the parts that the result has once, and without paths of this machine."""
     server = {name: value for name, value in record["server"].items() if name != "root"}
     kept = {name: value for name, value in record.items() if name not in _REPEATED}
     return {**kept, "tokenizer_id": Path(record["tokenizer_id"]).name, "server": server}
@@ -253,7 +253,7 @@ def _offline(settings: Settings, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _try_kill(settings: Settings, result: dict[str, Any]) -> None:
-    """A server of its own, whose start is then the second one on this machine."""
+    """Start another server, whose start is then the second one on this machine."""
     idle_mib = gpu_memory_mib()
     server, target = _start(OURS, settings, result)
     try:
@@ -266,7 +266,7 @@ def _try_kill(settings: Settings, result: dict[str, Any]) -> None:
 
 
 def _check(result: dict[str, Any], name: str, work: Any) -> None:
-    """Runs an experiment; one that breaks has failed, and costs the others nothing."""
+    """Run an experiment; one that raises has failed, without an effect on the others."""
     try:
         seen = load.run(work)
     except Exception as error:
@@ -276,7 +276,7 @@ def _check(result: dict[str, Any], name: str, work: Any) -> None:
 
 
 def _wait_until_free(idle_mib: int | None) -> None:
-    """The next server measures what memory there is, so the last one's has to be back."""
+    """Wait until the memory of the last server is free, since the next one measures it."""
     until = time.monotonic() + FREE_SECONDS
     while idle_mib is not None and time.monotonic() < until:
         if (gpu_memory_mib() or 0) <= idle_mib + faults.FREE_MIB:
@@ -307,7 +307,7 @@ def compare(sides: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], sides: dict[str, dict[str, Any]]) -> list[str]:
-    """Prints the table and what there is to know about it; returns the latter."""
+    """Print the table and its caveats; return the caveats."""
     shown = Table("workload", "figure", "ours", "the other", "times as good", "bar")
     for row in rows:
         bar = f"{'pass' if row['pass'] else 'FAIL'} {row['least']:g}" if "pass" in row else ""

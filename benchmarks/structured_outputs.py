@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def validity(llm: LLM, count: int, seed: int) -> dict[str, Any]:
-    """Outputs by how they ended; of those that came to their end, which are not valid."""
+    """Count outputs by their ends, and list complete ones that are not valid."""
     rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(count)]
     params = [

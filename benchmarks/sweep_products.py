@@ -210,7 +210,7 @@ class Chain:
 
 @contextmanager
 def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None]:
-    """Has these chosen, for weights in groups of so many bits, or for those of the model's type."""
+    """Have these chosen, for weights in groups of so many bits, or for those of the model's type."""
     tables: dict[str, dict[Any, ProductConfig | None]] = {
         "product": product_rules.MEASURED,
         "silu": product_rules.MEASURED_SILU,
@@ -348,7 +348,7 @@ Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
 def search(
     chain: Chain, rows_class: int, trials: Trials, best: Settings, *, seconds: float, layers: int
 ) -> list[dict[str, Any]]:
-    """Tries the configurations of one product after another; `best` is what the others run with, and is improved."""
+    """Try the configurations of one product after another; the other products run with `best`, which is improved."""
     rounds: list[dict[str, Any]] = []
     for name, key, configs in trials:
         graphs: list[torch.cuda.CUDAGraph] = []

@@ -160,7 +160,7 @@ class Settings:
 
 
 def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, Any]:
-    """Runs a process, or finds what it left; returns what became of it."""
+    """Run a process, or find its earlier result; return the outcome."""
     rows, log, record = (settings.folder / f"{run.name}.{kind}" for kind in ("jsonl", "log", "run.json"))
     if skip_existing and record.exists():
         known = json.loads(record.read_text())

@@ -48,11 +48,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     ROOT: BELOW_ENGINE | {"engine"},
 }
 SERVER_PACKAGES = frozenset({"fastapi", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq"})
-"""What only the extra `server` installs, and only the server may import, but for zmq."""
+"""Packages that only the extra `server` installs, and that only the server may import, except zmq."""
 TRANSPORT = frozenset({"phonograph.engine.process.main", "phonograph.engine.process.process_client"})
 """The two ends of the sockets between an engine in a process of its own and its client: only they may import zmq."""
 BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
-"""Those of them that the extra `bench` installs too, for the client that loads servers."""
+"""Server packages that the extra `bench` installs too, for the client that loads servers."""
 WITHOUT_TORCH = COMMON | {"kv_cache", "scheduling", "structured"}
 
 MOST_ENTRIES = 15
@@ -290,7 +290,7 @@ def test_an_import_downwards_is_no_violation(tmp_path: Path) -> None:
     assert violations(package) == []
 
 
-def test_what_needs_no_torch_is_imported_without_it() -> None:
+def test_modules_without_torch_are_imported_without_it() -> None:
     names = [name for name in modules(PACKAGE) if part_of(name) in WITHOUT_TORCH | {ROOT}]
     names += ["phonograph.cli.app", "phonograph.cli.commands.config"]
     program = (

@@ -59,7 +59,7 @@ def test_a_planted_fault_is_found_in_each_text_that_has_it() -> None:
     assert all(fault["keyword"] == "multipleOf" and not fault["explained"] for fault in found)
 
 
-def test_an_overlapping_one_of_is_told_from_other_faults(measurement: SchemaMeasurement) -> None:
+def test_an_overlapping_one_of_is_distinguished_from_other_faults(measurement: SchemaMeasurement) -> None:
     record = measurement.measure(1, OVERLAP)
     assert record["strict"]["accepted"] and keywords_in(record["strict"]["warnings"]) == {"oneOf"}
     invalid = record["walks"]["invalid"]

@@ -50,10 +50,10 @@ def bar_chart(
     cap: float = math.inf,
     line: str = "floor",
 ) -> Axes:
-    """A group of bars for each name, one bar a series; None leaves a gap. A floor is a black line across its group, and
-    `line` its name in the legend.
+    """Draw a group of bars for each name, one bar a series; None leaves a gap.
 
-    Bars above `cap` are cut there and have their value written on them, so that one outlier does not flatten the rest.
+    A floor is a black line across its group, and `line` its name in the legend. Bars above `cap` are cut there and
+    have their value written on them, so that one outlier does not flatten the rest.
     """
     axes = _axes(title, y_label)
     width = 0.8 / len(series)
@@ -101,7 +101,7 @@ def stacked_chart(
     series: Mapping[str, Sequence[float]],
     floors: Sequence[float | None] | None = None,
 ) -> Axes:
-    """A bar for each name, its parts upon one another with their share of it on them; floors as in `bar_chart`."""
+    """Draw a bar for each name, its parts upon one another with their share of it on them; floors as in `bar_chart`."""
     axes = _axes(title, y_label)
     totals = [sum(parts) for parts in zip(*series.values(), strict=True)]
     below = [0.0] * len(groups)
@@ -165,7 +165,7 @@ def _draw_floors(axes: Axes, floors: Sequence[float | None] | None, name: str) -
 
 
 def save(axes: Axes, path: Path) -> None:
-    """Writes a chart as SVG, the same text for the same chart."""
+    """Write a chart as SVG, the same text for the same chart."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.savefig(path, metadata={"Date": None})

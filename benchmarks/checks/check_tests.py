@@ -38,7 +38,7 @@ def report_result(facts: dict[str, Any], *, code: int | None) -> Result:
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """Counts of a report. A test of attention that does not say how much it checked counts as one.
+    """Return the counts of a report. A test of attention that does not say how much it checked counts as one.
 
     skipped and skipped_optional are {reason: how many}.
     """

@@ -48,7 +48,7 @@ Step = tuple[str, Callable[[], Result | Iterator[Result]]]
 
 
 def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, str] | None = None) -> Finished:
-    """Runs a program in the checkout with its sources in front, one thread each for torch, and no network."""
+    """Run a program in the checkout with its sources in front, one thread each for torch, and no network."""
     path = os.pathsep.join(part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if part)
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
     try:
@@ -62,12 +62,12 @@ def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, st
 
 
 def command_of(*arguments: str) -> list[str]:
-    """A command of the package that prints JSON."""
+    """Return a command of the package that prints JSON."""
     return [sys.executable, "-m", "phonograph", *arguments, "--json"]
 
 
 def run_json(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[Finished, dict[str, Any]]:
-    """Runs a program whose last line of JSON is its result; that is empty where it did not print one."""
+    """Run a program whose last line of JSON is its result; that is empty where it did not print one."""
     done = run(*command, environment=environment)
     for line in reversed(done.out.splitlines()):
         try:
@@ -78,7 +78,7 @@ def run_json(command: Sequence[str], environment: Mapping[str, str] | None = Non
 
 
 def run_step(step: Step) -> list[Result]:
-    """Runs a step and prints what came of it; one that raises has failed."""
+    """Run a step and print its result; a step that raises has failed."""
     name, do = step
     results: list[Result] = []
     began = time.perf_counter()

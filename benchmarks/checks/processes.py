@@ -49,7 +49,7 @@ class ServerProcess:
         return self._process.pid
 
     def wait_until_ready(self, timeout: float, report: Callable[[str], None]) -> float:
-        """Waits for /health, saying now and then what the log's last line is; returns the seconds of the start.
+        """Wait for /health, printing the last line of the log now and then; return the seconds of the start.
 
         Raises:
             EndpointError: the process ended, or is not ready in time.
@@ -90,7 +90,7 @@ class ServerProcess:
         self._process.terminate()
 
     def wait(self, timeout: float = STOP_SECONDS) -> int | None:
-        """The exit code, or None where the process goes on."""
+        """Return the exit code, or None if the process still runs."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def end_group(
     process: subprocess.Popen[str] | subprocess.Popen[bytes],
     signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGKILL),
 ) -> None:
-    """Ends a process that leads a group, and all of the group: an engine may live in processes of its own."""
+    """End a process that leads a group, and all of the group: an engine may live in processes of its own."""
     for kind in signals:
         try:
             os.killpg(process.pid, kind)

@@ -85,7 +85,7 @@ def test_triton_on_a_gpu_that_is_not_here() -> None:
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("lse", [False, True])
-def test_what_flash_attention_3_keeps(cache: str, lse: bool, installed: Callable[..., Path]) -> None:
+def test_buffers_of_flash_attention_3(cache: str, lse: bool, installed: Callable[..., Path]) -> None:
     installed("vllm 3")
     # Without partial results, which no backend object holds: batch-invariant, it has one split.
     spec = replace(SPEC, kv_cache_dtype=cache, lse=lse, batch_invariant=True)
@@ -150,7 +150,7 @@ def test_flashinfer_at_the_size_of_a_server() -> None:
     assert 100 * MIB < said < 160 * MIB
 
 
-def test_parts_of_a_split_batch_take_what_each_takes() -> None:
+def test_buffers_of_a_split_batch_are_those_of_its_parts() -> None:
     infer = FlashInferCapabilities()
     together = SplitCapabilities(infer, infer)
     graphs = [decode(8), decode(64), mixed(40, 256), mixed(2048, 256)]
@@ -160,11 +160,11 @@ def test_parts_of_a_split_batch_take_what_each_takes() -> None:
 
 
 @pytest.mark.parametrize("capabilities", [ReferenceCapabilities()], ids=["reference"])
-def test_others_take_nothing_worth_mentioning(capabilities: Capabilities) -> None:
+def test_other_backends_have_no_buffers(capabilities: Capabilities) -> None:
     assert capabilities.buffer_bytes(LLAMA, H200, LARGE, [decode(8)]) == 0
 
 
-def test_the_kv_cache_is_what_is_left() -> None:
+def test_the_kv_cache_takes_the_rest_of_the_memory() -> None:
     model = read_model_spec("demo")
     plans = {
         backend: make_plan(EngineConfig(model="demo", attention_backend=backend), model, H200)

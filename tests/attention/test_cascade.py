@@ -91,7 +91,7 @@ def test_the_rule(rule: CascadeRule, num_reqs: int, query_len: int, prefix_len: 
         ({"kind": AttentionKind.ENCODER_ONLY}, "in encoder_only attention"),
     ],
 )
-def test_what_no_backend_cascades_with(changes: dict[str, object], words: str) -> None:
+def test_settings_that_no_backend_cascades_with(changes: dict[str, object], words: str) -> None:
     assert cascade_refusals(SPEC) == []
     (refusal,) = cascade_refusals(replace(SPEC, **changes))
     assert refusal.startswith("cascade attention ") and words in refusal
@@ -234,7 +234,7 @@ def test_any_backend_that_returns_the_lse() -> None:
         arena.check([(1, 49), (1, 70), (1, 128)], graph, prefix_len=48)
 
 
-def test_what_the_launches_of_version_3_are_told(installed: Installed) -> None:
+def test_arguments_of_the_launches_of_version_3(installed: Installed) -> None:
     """Each launch has a plan of its own, in a buffer of its own, and nothing of a batch is in the numbers."""
     installed("vllm 3")
     arena = arena_of(loaded("vllm 3"), SPEC)
@@ -265,7 +265,7 @@ def test_what_the_launches_of_version_3_are_told(installed: Installed) -> None:
     assert len(set(seen[0])) == len(seen[0])
 
 
-def test_what_the_launches_of_version_2_are_told(installed: Installed) -> None:
+def test_arguments_of_the_launches_of_version_2(installed: Installed) -> None:
     """Neither folds query heads: over the prefix not every slot has a token, and of the suffixes the LSE is wanted."""
     installed("vllm 2")
     arena = arena_of(loaded("vllm 2"), SPEC)
@@ -319,7 +319,7 @@ def test_a_step_that_does_not_cascade_is_the_ordinary_backends(installed: Instal
 
 
 @pytest.mark.parametrize("fault", ["prefix_lens", "suffix_lens", "suffix_table", "merge"])
-def test_the_arena_sees_what_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arena_detects_errors(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     arena = arena_of(REFERENCE, SPEC)
     cut_prefix = in_torch.cut_prefix

@@ -1,6 +1,6 @@
 """Cascade attention on a GPU: FlashAttention 2 and 3 against float64, eagerly and in graphs replayed on other prefixes.
 
-A test whose version nobody provides is skipped with what is missing.
+A test of a version that is not installed is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_graphs_of_both_kinds_in_turn(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_nothing_waits_for_the_device(version: str) -> None:
+def test_building_metadata_does_not_synchronize(version: str) -> None:
     arena = arena_of(version, llama(cascade=True, block_size=page_of(version), lse=False))
     with torch.inference_mode():
         common = arena.fill([(1, 2000)] * 20, 1024)

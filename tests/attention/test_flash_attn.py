@@ -158,7 +158,7 @@ def test_an_fp8_cache(package: str, changes: dict[str, object], installed: Insta
 
 
 @pytest.mark.usefixtures("exact_rounding")
-def test_a_graph_over_an_fp8_cache_freezes_nothing_that_moves(installed: Installed) -> None:
+def test_a_graph_over_an_fp8_cache_reads_scales_at_fixed_addresses(installed: Installed) -> None:
     installed("vllm 3")
     step = Step("3", FP8, slots=5, tokens=6)
     calls = [step.run(batch, MIXED)[0] for batch in BATCHES]
@@ -401,7 +401,7 @@ def test_more_slots_than_the_library_splits_for(installed: Installed) -> None:
         (GraphKey(GraphSet.MIXED, 90, 3), 3, 90, [(1, 9)], 64),
     ],
 )
-def test_what_a_graph_freezes(
+def test_metadata_that_a_graph_freezes(
     version: str,
     key: GraphKey,
     slots: int,

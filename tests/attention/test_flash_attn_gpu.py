@@ -1,8 +1,8 @@
 """FlashAttention on a GPU, from whichever library provides it there: the conformance suite, the matrix, and graphs.
 
-A test whose version nobody provides is skipped with what is missing, and so is one whose head size and dtype the build
-here has no kernels for. In the cache, slots without a token hold NaN; a page that is as long as a tile of keys is read
-whole by version 3, so pages are shorter here.
+A test of a version that is not installed is skipped, with the reason, and so is one of a head size and dtype for which
+the installed build has no kernels. In the cache, slots without a token hold NaN; a page that is as long as a tile of
+keys is read whole by version 3, so pages are shorter here.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def test_fp8_queries_cost_little(
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("version", BACKENDS)
-def test_nothing_waits_for_the_device(version: str, cache: str, device: torch.device) -> None:
+def test_building_metadata_does_not_synchronize(version: str, cache: str, device: torch.device) -> None:
     spec = llama(lse=False, kv_cache_dtype=cache)
     skip_unless_runnable(version, spec)
     arena = arena_of(version, spec, device)

@@ -304,7 +304,7 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
         (GraphKey(GraphSet.MIXED, 5, 8), [1, 4], 8, 5, [(True, 0, 5), (True, 0, 5)]),
     ],
 )
-def test_what_runs_on_which_rows(
+def test_parts_of_a_batch_and_their_rows(
     key: GraphKey | None, query_lens: list[int], slots: int, rows: int, expected: list[tuple[bool, int, int]]
 ) -> None:
     builder = FlashInferBackend(TINY, CPU, LIMITS).make_builder()
@@ -336,7 +336,7 @@ def test_one_launch_for_all(backend: MakeBackend, changes: dict[str, int]) -> No
     assert prefill.last_page.tolist() == [16, 1, 1, 2, 0, 0, 0, 0, 0]
 
 
-def test_pages_of_what_a_graph_was_captured_with_are_replaced() -> None:
+def test_page_numbers_are_written_inside_the_graph() -> None:
     """The device's table is complete only in the graph, so page numbers are laid out there."""
     backend = FlashInferBackend(TINY, CPU, LIMITS)
     builder = backend.make_builder()
@@ -362,7 +362,7 @@ class LateFence(staging.Fence):
             del self.pending[: len(self.pending) - self.pending[::-1].index(self)]
 
 
-def test_nothing_that_a_copy_may_still_read_is_written(monkeypatch) -> None:
+def test_memory_of_a_running_copy_is_not_written(monkeypatch) -> None:
     monkeypatch.setattr(staging, "Fence", LateFence)
     monkeypatch.setattr(planner, "Fence", LateFence)
     builder = FlashInferBackend(TINY, CPU, LIMITS).make_builder()

@@ -146,7 +146,7 @@ def test_sizes_at_which_a_peer_hung(max_num_seqs: int) -> None:
     check_all(PlannedArena(key, LLAMA), key, batches)
 
 
-def test_planning_waits_for_nothing() -> None:
+def test_planning_does_not_synchronize() -> None:
     key = GraphKey(GraphSet.DECODE, 24, 24, 1)
     arena = PlannedArena(key, replace(LLAMA, lse=False))
     with torch.inference_mode():

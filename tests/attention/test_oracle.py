@@ -63,7 +63,7 @@ def test_softcap_sink_and_lse_by_hand() -> None:
     assert lse.item() == pytest.approx(math.log(total))
 
 
-def test_a_query_that_sees_nothing() -> None:
+def test_a_query_without_visible_keys() -> None:
     query, keys = np.ones((5, 1, 2)), np.ones((3, 1, 2))
     out, lse = dense_attention(query, keys, 5 * keys, layer(), causal=True)
     assert out[:, 0, 0].tolist() == pytest.approx([0.0, 0.0, 5.0, 5.0, 5.0])

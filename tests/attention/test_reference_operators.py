@@ -20,7 +20,7 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class Paged:
-    """A paged batch made by hand, all memory that belongs to nobody poisoned."""
+    """A paged batch made by hand, memory without a request poisoned."""
 
     def __init__(
         self,

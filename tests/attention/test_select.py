@@ -77,14 +77,14 @@ def test_auto_goes_by_preference_where_nothing_faster_is_installed() -> None:
     assert select("auto", "2", HALF, H100).capabilities.label == "flash_attn 2"
 
 
-def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_faster_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in module.BUILT_IN:
         if one.capabilities.label in ("flash_attn 3", "triton"):
             monkeypatch.setattr(one.capabilities, "missing", lambda: None)
     selection = select("auto", None, HALF, H100)
     assert selection.capabilities.name == "prefill=flash_attn3,decode=triton"
     assert "913 us" in selection.reasons[0] and any("flash_attn 3 serves" in reason for reason in selection.reasons)
-    # Nobody asked for anything else, and these cannot be split or were not measured.
+    # Batches that cannot be split or were not measured; no backend was requested.
     assert select(None, None, HALF, H100).capabilities.label == "triton"
     for changes, why in (
         ({"kv_cache_dtype": "float8_e4m3fn"}, "not with a KV cache of float8_e4m3fn"),
@@ -96,7 +96,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPat
         assert "prefill=" not in selection.capabilities.name and why in selection.reasons[0]
 
 
-def test_a_refusal_names_everything_and_what_would_serve() -> None:
+def test_a_refusal_names_all_reasons_and_backends_that_serve() -> None:
     spec = replace(HALF, sinks=True, head_size=100, kv_cache_dtype="float8_e5m2")
     with pytest.raises(BackendError) as caught:
         select("flash_attn", "2", spec, H100)
@@ -105,7 +105,7 @@ def test_a_refusal_names_everything_and_what_would_serve() -> None:
     assert "triton" not in str(caught.value)  # it refuses head size 100 too
 
 
-def test_nobody_serves() -> None:
+def test_no_backend_serves() -> None:
     with pytest.raises(BackendError, match="No backend would serve"):
         select(None, None, replace(HALF, dtype="int4"), H100)
 
@@ -134,7 +134,7 @@ def test_loading() -> None:
             load(selection)
 
 
-def test_batch_invariance_is_borne_by_those_who_say_so() -> None:
+def test_backends_that_support_batch_invariance() -> None:
     spec = replace(HALF, batch_invariant=True)
     assert select(None, None, spec, H100).capabilities.label == "triton"
     assert select("flash_attn", None, spec, H100).capabilities.label == "flash_attn 3"
@@ -158,7 +158,7 @@ def test_batch_invariance_is_borne_by_those_who_say_so() -> None:
     assert not select(None, None, HALF, H100).rejected
 
 
-def test_a_backend_that_says_nothing_of_batch_invariance_does_not_bear_it() -> None:
+def test_batch_invariance_is_not_supported_by_default() -> None:
     spec = replace(FLOAT, batch_invariant=True)
     with pytest.raises(BackendError, match="other refuses: batch_invariant; it does not say"):
         select("other", None, spec, CPU, [OTHER])

@@ -41,7 +41,7 @@ triton_twice = partial(SplitBackend, decode=TritonBackend, prefill=TritonBackend
 
 
 @pytest.mark.parametrize("speculative_tokens", [0, 2])
-def test_parts_together_are_the_whole(speculative_tokens: int) -> None:
+def test_parts_together_are_the_batch(speculative_tokens: int) -> None:
     spec = replace(TINY, speculative_tokens=speculative_tokens)
     results = check_backend(triton_twice, spec, DEVICE, shapes=SHAPES)
     assert len(results) == len(SHAPES)

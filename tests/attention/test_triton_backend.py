@@ -199,7 +199,7 @@ def common(query_lens: list[int]) -> CommonMetadata:
         (None, [1, 17], 16, True),
     ],
 )
-def test_what_a_graph_freezes(
+def test_metadata_that_a_graph_freezes(
     key: GraphKey | None, query_lens: list[int], short_query_len: int, has_long: bool
 ) -> None:
     limits = BatchLimits(max_num_seqs=4, max_num_tokens=64, max_model_len=128)

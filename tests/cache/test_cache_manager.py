@@ -28,7 +28,7 @@ def admit(cache: CacheManager, token_ids: list[int], *, reuse: bool = True) -> t
 
 @settings(max_examples=200, deadline=None)
 @given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12))
-def test_what_is_found_is_the_longest_published_prefix(prompts: list[list[int]]) -> None:
+def test_the_longest_published_prefix_is_found(prompts: list[list[int]]) -> None:
     cache = manager(200)
     published: set[tuple[int, ...]] = set()
     tables: list[tuple[BlockTable, int]] = []
@@ -91,7 +91,7 @@ def test_reuse_can_be_refused_by_one_sequence_that_still_publishes() -> None:
     assert cached == 6 and third.block_ids[:2] == [first.block_ids[0], second.block_ids[1]]
 
 
-def test_reset_forgets_what_was_and_what_will_be_computed_from_it() -> None:
+def test_reset_forgets_blocks_and_those_computed_from_them_later() -> None:
     cache = manager()
     running, _ = admit(cache, [1] * 7)
     young, _ = admit(cache, [2] * 7)

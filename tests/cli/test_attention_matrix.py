@@ -16,7 +16,7 @@ def test_the_document_is_current() -> None:
     assert document.read_text(encoding="utf-8") == markdown(), "run scripts/attention-matrix"
 
 
-def test_what_the_matrix_says() -> None:
+def test_contents_of_the_matrix() -> None:
     matrix = {rows.backend: rows for rows in make_matrix(DOCUMENTED, known_device("h200"))}
     ours = {row.asked: row for row in matrix["triton"].modes}
     assert ours[None].resolved is GraphMode.FULL

@@ -89,7 +89,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
     assert len(pieces) > 4 and "".join(pieces).endswith("9"), "the second answer is whole"
 
 
-def test_a_terminal_is_prompted_and_ctrl_c_there_ends_nothing(
+def test_a_terminal_is_prompted_and_survives_ctrl_c(
     demo: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):

@@ -107,7 +107,7 @@ def test_the_decision_for_a_batch(
     assert decision["reason"]
 
 
-def test_batches_are_ordered_decodes_first_and_told_apart(run_json: Any, llama: list[str]) -> None:
+def test_batches_are_ordered_decodes_first_and_classified(run_json: Any, llama: list[str]) -> None:
     (facts,) = run_json("explain", *llama, "--batch", "5@5, 1@9,7@20,1@9", "--batch", "1@1")
     first, second = facts["batches"]
     assert first["batch"] == "2 x 1@9, 5@5, 7@20"
@@ -205,7 +205,7 @@ def test_graphs_that_cascade_and_batches_in_them(run_json: Any, llama: list[str]
     assert facts["captures"]["cascade"] == [] and "cascade" not in facts["batches"][0]["reason"]
 
 
-def test_which_graphs_cascade_is_said(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_that_cascade_are_named(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *llama, *CASCADE, "--max-num-seqs", "24"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "3 cascade decode of 8-24 by 8 tokens, a common prefix attended once" in words

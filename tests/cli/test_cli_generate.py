@@ -60,7 +60,7 @@ def test_five_modes_give_the_same_tokens_by_the_graphs_they_name(run_json: Any, 
     assert all(ids == tokens["NONE"] for ids in tokens.values())
 
 
-def test_one_prompt_is_streamed_and_followed_by_what_ran(
+def test_one_prompt_is_streamed_and_followed_by_graph_decisions(
     run_json: Any, demo: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (facts,) = run_json("generate", *demo, QUESTION)
@@ -219,7 +219,7 @@ def test_flags_become_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> No
         (["x", "--stop", ""], "stop='': each stop must be a non-empty string"),
     ],
 )
-def test_a_mistake_is_said_before_an_engine_starts(
+def test_an_error_is_printed_before_an_engine_starts(
     tokens: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate_module, "start", lambda config: pytest.fail("an engine was started"))
@@ -234,9 +234,7 @@ def test_text_for_a_model_without_tokenizer_is_refused(tiny: list[str], capsys: 
     assert "prompt='hello': is text, and the engine runs without a tokenizer" in capsys.readouterr().err
 
 
-def test_asking_to_run_a_declared_backend_says_what_is_missing(
-    tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_running_a_declared_backend_names_the_missing_part(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *tiny, "--attention-backend", "flashinfer", "--token-ids", "1"]) == 2
     error = capsys.readouterr().err
     assert "flashinfer refuses: " in error and "Would serve: reference" in error
@@ -252,7 +250,9 @@ def test_help_needs_no_torch() -> None:
     assert all(flag in result.stdout for flag in ("--token-ids", "--system", "--batch", "--replays", "--max-num-seqs"))
 
 
-def test_the_mode_is_said_with_what_was_asked_for(capsys: pytest.CaptureFixture[str], demo: list[str]) -> None:
+def test_the_resolved_mode_is_printed_with_the_requested_one(
+    capsys: pytest.CaptureFixture[str], demo: list[str]
+) -> None:
     for mode, said in (("FULL_DECODE_ONLY", "mode FULL_DECODE_ONLY, "), ("NONE", "mode NONE, ")):
         assert main(["generate", *demo, "--cudagraph-mode", mode, "--max-tokens", "2", QUESTION]) == 0
         (line,) = capsys.readouterr().err.splitlines()

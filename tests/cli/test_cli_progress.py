@@ -30,7 +30,7 @@ class Watched(io.StringIO):
         return written
 
 
-def test_a_phase_that_reports_once_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_that_reports_once_is_printed_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "INTERVAL", 0.001)
     stream = Watched()
     with redirect_stderr(stream), progress.progress_bar() as report:
@@ -44,7 +44,7 @@ def test_a_phase_that_reports_once_is_said_again_and_again(monkeypatch: pytest.M
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_short_work_says_nothing_and_a_closed_stderr_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_prints_nothing_and_a_closed_stderr_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SHIPPED == 10
     stream = Watched()
     with redirect_stderr(stream), progress.progress_bar() as report:

@@ -148,7 +148,7 @@ def test_graphs_of_decodes_with_drafts(run_json: Any, tiny: list[str], mode: str
     assert main(["generate", *tiny, *drafts, "--token-ids", "1,2,3"]) == 2
 
 
-def test_what_was_drawn_is_told(run_json: Any, tiny: list[str]) -> None:
+def test_drawn_batches_are_counted(run_json: Any, tiny: list[str]) -> None:
     (facts,) = run_json("verify", *tiny, "--cudagraph-mode", "FULL", "--replays", "200")
     drawn = facts["batches"]
     assert 10 < drawn["mixed"] < 200 and 5 < drawn["skewed"] < 200

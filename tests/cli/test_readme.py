@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["explain", "config"])
-def test_a_command_prints_what_readme_shows(
+def test_a_command_prints_the_output_in_readme(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (block,) = [block for block in blocks("") if block.startswith(f"$ phonograph {command} ")]

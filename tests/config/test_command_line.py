@@ -97,7 +97,7 @@ def test_python_dash_m_runs_the_command() -> None:
 
 
 @pytest.mark.parametrize("tokens", [["--help"], ["config", "--model", "demo"], ["explain", "--model", "demo"]])
-def test_output_that_nobody_takes_ends_the_command_quietly(tokens: list[str]) -> None:
+def test_a_closed_output_ends_the_command_quietly(tokens: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed, open("/dev/full", "wb") as full:

@@ -21,7 +21,7 @@ def refusal(**settings: Any) -> ConfigError:
     return caught.value
 
 
-def test_defaults_leave_to_the_engine_what_it_knows_better() -> None:
+def test_defaults_leave_sizes_to_the_engine() -> None:
     config = EngineConfig(model="demo")
     assert config.max_num_seqs is None and config.cudagraph_mode is None and config.attention_backend is None
     assert (config.dtype, config.device, config.kv_cache_layout) == ("auto", "auto", "NHD")
@@ -107,7 +107,7 @@ def test_values_that_work(setting: str, given: object, stored: object) -> None:
         ("cudagraph_capture_sizes", {1: 2}, "whole numbers >= 1"),
     ],
 )
-def test_values_that_do_not_work_are_named_with_what_would(setting: str, value: object, works: str) -> None:
+def test_errors_name_the_value_and_valid_ones(setting: str, value: object, works: str) -> None:
     error = refusal(**{"model": "demo", setting: value})
     assert error.setting == setting
     assert error.value is value

@@ -148,7 +148,7 @@ def test_flags_go_before_the_environment_and_that_before_the_file(tmp_path: Path
     assert (config.max_num_seqs, config.block_size, config.max_model_len) == (3, 2, 1)
 
 
-def test_null_in_a_flag_unsets_what_the_file_gave(tmp_path: Path) -> None:
+def test_null_in_a_flag_unsets_the_value_of_the_file(tmp_path: Path) -> None:
     text = "model: demo\nnum_kv_blocks: 8\n"
     config = load(text, tmp_path, flags={"num_kv_blocks": "null", "kv_cache_memory_bytes": "64"})
     assert (config.num_kv_blocks, config.kv_cache_memory_bytes) == (None, 64)
@@ -223,7 +223,7 @@ def test_errors_name_the_setting_and_where_it_was_given(
     assert says in str(caught.value)
 
 
-def test_yaml_scalars_mean_what_they_mean_elsewhere(tmp_path: Path) -> None:
+def test_spellings_of_yaml_scalars(tmp_path: Path) -> None:
     config = load("model: 007\nmax_num_seqs: 010\ngpu_memory_utilization: 1e-1\nenforce_eager: on\nseed: ~", tmp_path)
     assert config == EngineConfig(model="007", max_num_seqs=10, gpu_memory_utilization=0.1, enforce_eager=True)
 

@@ -194,7 +194,7 @@ def test_extract_code(text: str, code: str | None) -> None:
     assert extract_code(text) == code
 
 
-def test_shipped_model_is_what_was_asked_for() -> None:
+def test_the_shipped_model_has_the_wanted_size() -> None:
     config = json.loads((MODEL_DIRECTORY / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["head_dim"] == 64

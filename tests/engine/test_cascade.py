@@ -34,7 +34,7 @@ def plan(device: str = "cpu", **settings: Any) -> EnginePlan:
         ({"enable_prefix_caching": False}, "contradicts enable_prefix_caching=False"),
     ],
 )
-def test_what_could_never_cascade_is_an_error(given_settings: dict[str, Any], words: str) -> None:
+def test_settings_that_never_cascade_are_errors(given_settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"cascade_attention=True: .*{words}"):
         plan(**given_settings)
 

@@ -184,7 +184,7 @@ def test_so_many_steps_are_in_flight_and_no_more(lookahead: int) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_each_step_is_told_once_and_has_its_own_time(lookahead: int) -> None:
+def test_each_step_is_reported_once_with_its_time(lookahead: int) -> None:
     """The prompt of 20 tokens takes two steps of 12 at most, the first of which brings no token."""
     core, runner = make_core(lookahead)
     records: list[StepRecord] = []
@@ -228,7 +228,7 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
     return row[len(prompt) :]
 
 
-def test_settle_takes_what_nobody_waits_for() -> None:
+def test_settle_applies_steps_of_aborted_requests() -> None:
     core, runner = make_core(1)
     ask(core, "a", [5, 6], 8)
     other = ask(core, "b", [7, 8], 8)

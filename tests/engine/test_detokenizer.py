@@ -122,7 +122,7 @@ def cases(tokenizer: Tokenizer, seed: int) -> Any:
         yield rng, prompt, output, rng.random() < 0.5
 
 
-def test_pieces_of_text_make_up_what_the_decoder_gives_for_the_whole(tokenizer: Tokenizer) -> None:
+def test_pieces_of_text_make_up_the_decoded_text(tokenizer: Tokenizer) -> None:
     for _, prompt, output, skip in cases(tokenizer, 1):
         stream = tokenizer.stream(skip_special_tokens=skip, after=prompt)
         shown = "".join(map(stream.push, output)) + stream.finish()

@@ -118,7 +118,7 @@ def test_abort_in_the_middle_leaves_the_others_alone(folder: str) -> None:
     check_scheduler(llm.engine.core.scheduler)
 
 
-def test_an_engine_whose_step_failed_says_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_reports_a_failed_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(folder)
     runner = llm.engine.core.runner
     monkeypatch.setattr(runner, "submit", lambda batch: 1 / 0)

@@ -83,7 +83,7 @@ def test_the_hot_path_neither_waits_nor_allocates(full: LLM) -> None:
         full.session.step()
 
 
-def test_steps_are_told_as_they_ran(full: LLM) -> None:
+def test_steps_are_reported_as_they_ran(full: LLM) -> None:
     core, records, before = full.engine.core, list[StepRecord](), full.step_counts.copy()
     core.on_step = records.append
     try:
@@ -124,7 +124,7 @@ def test_sampling_parameters_that_need_the_host(full: LLM) -> None:
             assert position.token_ids[0] == token_id and len(position.token_ids) == 4
 
 
-def test_prompts_are_scored_whatever_their_length(full: LLM) -> None:
+def test_prompts_of_any_length_are_scored(full: LLM) -> None:
     """Graphs and long steps compute only rows with logits in the last layer; these need all, and run without."""
     cpu = LLM(model="demo", device="cpu", cudagraph_mode="NONE", max_num_seqs=16)
     prompts = [[5 + token * 7 % 50 for token in range(length)] for length in (9, 60, 128, 300)]

@@ -127,7 +127,7 @@ def test_tokens_are_those_of_the_cpu(full: LLM) -> None:
     assert sum(one[0] == other[0] for one, other in zip(got, wanted, strict=True)) >= 14
 
 
-def test_rows_without_a_grammar_are_what_they_are_without_the_others(full: LLM) -> None:
+def test_rows_without_a_grammar_do_not_change(full: LLM) -> None:
     got, _ = run(full, requests(full, GREEDY, 15))
     alone, records = run(full, requests(full, GREEDY, 15, ruled=False))
     assert masked(records) == 0

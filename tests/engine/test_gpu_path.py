@@ -155,7 +155,7 @@ def test_quantized_weights(name: str, tmp_path: Path) -> None:
         check(reference, output)
 
 
-def test_a_second_capture_is_told_and_an_error_where_graphs_are_verified(
+def test_a_second_capture_is_logged_and_an_error_where_graphs_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = HostPlatform(FailingRuntime)

@@ -77,7 +77,7 @@ def test_attention_libraries(
 
 @pytest.mark.parametrize("package", ["vllm 4", "cute 4"])
 @pytest.mark.parametrize(("absent", "install"), [("cutlass", "nvidia-cutlass-dsl"), ("quack", "quack-kernels")])
-def test_what_flash_attention_4_is_written_in(
+def test_libraries_of_flash_attention_4(
     package: str, absent: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlashAttention 4 imports the CuTe DSL in its first call, which is behind the weights."""

@@ -38,7 +38,7 @@ def test_no_more_sequences_than_blocks() -> None:
     assert plan.limits.max_num_seqs == 4 and any("max_num_seqs 8 -> 4" in note for note in plan.notes)
 
 
-def test_a_cpu_claims_what_its_requests_could_use_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_claims_no_more_than_its_requests_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_free(gib: int, **settings: Any) -> memory.MemoryPlan:
         monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=gib * GIB))
         return plan_of(enforce_eager=True, **settings).memory
@@ -172,7 +172,7 @@ def test_a_cache_that_the_machine_does_not_hold(monkeypatch: pytest.MonkeyPatch)
     assert plan_of(max_model_len=64, num_kv_blocks=fitting_blocks(caught.value)).memory.num_blocks > 64
 
 
-def test_what_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_caches_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that this process had before leaves its memory with torch, not with the driver."""
     facts = SimpleNamespace(name="here", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB)
     fakes = {"is_available": True, "current_device": 0, "get_device_properties": facts}

@@ -84,7 +84,7 @@ def test_a_request_that_cannot_be_added_is_refused_before_its_grammar_is_there(s
     assert not session.has_unfinished
 
 
-def test_abort_of_what_waits_for_its_grammar(session: Session, grammar: Any) -> None:
+def test_abort_of_a_request_that_waits_for_its_grammar(session: Session, grammar: Any) -> None:
     later, compiled = grammar
     whole, half = session.add("x", RULED), session.add("x", RULED)
     session.abort(whole)
@@ -126,7 +126,7 @@ def test_a_refused_request_keeps_no_frames(session: Session, grammar: Any) -> No
     assert isinstance(held.error, RequestError) and held.error.__traceback__ is None
 
 
-def test_abort_of_all_that_waits_leaves_nothing_to_step_for(session: Session, grammar: Any) -> None:
+def test_abort_of_all_waiting_requests_leaves_no_work(session: Session, grammar: Any) -> None:
     session.abort(session.add("x", RULED))
     assert not session.has_unfinished
 
@@ -195,7 +195,7 @@ def test_a_stop_string_in_the_last_token_is_the_reason(session: Session) -> None
         assert len(completion.token_ids) == 4 and completion.text == text[:-2]
 
 
-def test_what_is_known_of_a_prompt_at_its_only_token(session: Session) -> None:
+def test_prompt_logprobs_with_a_single_token(session: Session) -> None:
     one = session.add([5, 6, 7], SamplingParams(max_tokens=1, prompt_logprobs=0))
     single = session.add([5], SamplingParams(max_tokens=2, prompt_logprobs=0))
     run(session)
@@ -295,7 +295,7 @@ def test_a_sample_of_a_request_that_waits_for_its_grammar_keeps_its_id(
     assert other is None or all(sample.finish_reason for sample in other.outputs)
 
 
-def test_a_stream_yields_what_came_while_others_stepped(llm: LLM) -> None:
+def test_a_stream_yields_outputs_of_steps_that_others_ran(llm: LLM) -> None:
     alone = [list(output.outputs[0].token_ids) for output in llm.stream("x", FREE)][-1]
     stream = llm.stream("x", FREE)
     next(stream)

@@ -86,13 +86,13 @@ def test_any_of_them_may_leave_or_come() -> None:
     prefixes.update([BlockAppend(slot=0, start=0, block_ids=[1, 2, 4, 5, 7])])
     assert prefixes.find(batch_of({0: 20, 2: 20, 3: 20})) == 16
     assert prefixes.find(batch_of(contexts)) == 12
-    # The last one, of which only the host's copy is left, is nobody's measure.
+    # A slot that is no longer in the batch, of which only the host has a copy, is not compared.
     prefixes.update([BlockAppend(slot=1, start=0, block_ids=[9])])
     assert prefixes.find(batch_of({0: 20, 3: 20})) == 16
     assert prefixes.find(batch_of({0: 20, 1: 20, 3: 20})) == 0
 
 
-def test_nobody_asks_what_mixed_batches_share() -> None:
+def test_mixed_batches_have_no_shared_prefix() -> None:
     prefixes = prefixes_of([1, 2, 3], [1, 2, 4])
     assert shape_of(batch_of({0: 9, 1: 9}), prefixes).prefix_len == 8
     assert shape_of(batch_of({0: 9, 1: 8}, [2, 2]), prefixes).prefix_len == 8
@@ -101,7 +101,7 @@ def test_nobody_asks_what_mixed_batches_share() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [14, 80])
-def test_of_real_batches_it_is_what_the_tables_say(num_blocks: int) -> None:
+def test_shared_prefixes_of_scheduled_batches(num_blocks: int) -> None:
     """Prompts that begin alike or not, in steps of a scheduler that may have to preempt."""
     rng = np.random.default_rng(num_blocks)
     scheduler = Scheduler(

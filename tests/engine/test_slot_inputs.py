@@ -78,7 +78,7 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
     assert common.seq_lens.tolist() == [4, 10, 0, 0] and np.array_equal(common.seq_lens_cpu, [4, 10, 0, 0])
 
 
-def test_a_context_is_not_longer_than_the_model_whatever_its_last_block_holds() -> None:
+def test_a_context_is_not_longer_than_the_model() -> None:
     sizes = {"block_size": 16, "max_model_len": 40, "max_num_seqs": 9}
     assert most_step_tokens(num_blocks=2, **sizes) == 32
     assert most_step_tokens(num_blocks=3, **sizes) == 40

@@ -93,7 +93,7 @@ def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: l
         assert not any(one in builder.text for one in stop)
 
 
-def test_tokenizer_errors_say_what_would_work(tmp_path) -> None:
+def test_tokenizer_errors_name_a_remedy(tmp_path) -> None:
     with pytest.raises(ModelError, match="(?s)no usable tokenizer.*--tokenizer"):
         Tokenizer.load(tmp_path)
     with pytest.raises(RequestError, match="chat template rejects"):

@@ -29,7 +29,7 @@ def make_folder(folder: Path, settings: dict[str, Any], model: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("added", [{}, {"add_bos_token": True}, {"clean_up_tokenization_spaces": True}])
-def test_it_is_what_auto_tokenizer_loads(added: dict[str, Any], tmp_path: Path) -> None:
+def test_it_equals_auto_tokenizer(added: dict[str, Any], tmp_path: Path) -> None:
     folder = make_folder(tmp_path, added, {})
     assert module._tokenizer_class(folder) is PreTrainedTokenizerFast
     ours, theirs = Tokenizer.load(folder), Tokenizer(AutoTokenizer.from_pretrained(folder))
@@ -63,7 +63,7 @@ def test_incomplete_folders_are_left_to_auto_tokenizer(missing: str, tmp_path: P
     assert module._tokenizer_class(folder) is AutoTokenizer
 
 
-def test_the_demo_starts_without_what_auto_tokenizer_imports() -> None:
+def test_the_demo_starts_without_imports_of_auto_tokenizer() -> None:
     code = (
         "import sys\n"
         "from phonograph.demo import MODEL_DIRECTORY\n"

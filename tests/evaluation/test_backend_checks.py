@@ -55,7 +55,7 @@ def test_a_dry_run_names_everything(tmp_path: Path) -> None:
     assert composite[-1] == "1,2,4,8,16,24,32,40,48,56"
 
 
-def test_a_refusal_names_who_serves(script: ModuleType) -> None:
+def test_a_refusal_names_backends_that_serve(script: ModuleType) -> None:
     backends = [script.Backend.parse(name) for name in ("triton", "flash_attn:3")]
     bore = Result(name="fp8 triton", ok=True, text="", facts={"tasks": []})
     words = REFUSAL.format(who="triton, flashinfer, reference")

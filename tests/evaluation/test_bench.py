@@ -105,7 +105,7 @@ def test_decode_is_timed_without_its_prefill(demo_llm: LLM, monkeypatch: pytest.
     assert row.facts["itl_ms"] == pytest.approx((min(times[3:]) - min(times[1:3])) / 96 * 1e3, abs=1e-3)
     # 96 decodes after the step with the prompts' last tokens, twice.
     assert row.steps == {"full decode": 192, "full mixed": 2}
-    assert "floor_ms" not in row.facts, "nobody measured this machine's memory"
+    assert "floor_ms" not in row.facts, "the memory of this machine was not measured"
 
 
 def test_mixed_counts_the_batches_that_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,5 +103,5 @@ def test_attention_work_against_counting() -> None:
     assert fp8 == 100 * 2 * 8 * 128 + 2 * 32 * 128 * 2
 
 
-def test_no_floor_where_nobody_measured() -> None:
+def test_no_floor_without_a_measurement() -> None:
     assert this_chip("cpu") is None

@@ -32,6 +32,6 @@ def test_overlapping_work_is_not_idle() -> None:
     assert idle_between_steps(trace).idle_us == 0.0
 
 
-def test_a_trace_without_two_steps_says_nothing() -> None:
+def test_a_trace_without_two_steps_has_no_idle_time() -> None:
     report = idle_between_steps([(0.0, 1.0, "product")])
     assert (report.num_steps, report.share) == (0, 0.0)

@@ -30,7 +30,7 @@ def _result(tmp_path: Path, *cases: str, code: int = 0) -> Result:
     return report_result(read_report(report), code=code)
 
 
-def test_skips_of_optional_libraries_pass_and_are_told(tmp_path: Path) -> None:
+def test_skips_of_optional_libraries_pass_and_are_reported(tmp_path: Path) -> None:
     result = _result(tmp_path, PASSED, LACKS, LACKS, ABSENT)
     assert result.ok and result.facts["passed"] == 1 and result.facts["skipped"] == {}
     assert result.facts["skipped_optional"] == {"no kernel of head size 96": 2, "flashinfer is not installed": 1}

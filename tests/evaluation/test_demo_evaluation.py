@@ -97,7 +97,7 @@ def test_the_same_answers_in_every_mode(demo_llm: LLM) -> None:
         ({"num_problems": 1, "num_recalls": 1, "recall_tokens": 3}, "recall_tokens"),
     ],
 )
-def test_what_cannot_be_asked(demo_llm: LLM, asked: dict[str, int], named: str) -> None:
+def test_invalid_arguments(demo_llm: LLM, asked: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}="):
         evaluate_demo(demo_llm, **asked)
     assert not demo_llm.session.has_unfinished

@@ -34,7 +34,7 @@ def test_a_case_without_end_is_ended_and_the_next_one_is_tried(monkeypatch: pyte
     trial.close()
 
 
-def test_what_breaks_a_limit_is_made_smaller() -> None:
+def test_a_failing_case_is_shrunk() -> None:
     case = {"json": {"type": "object", "properties": {"a": {"pattern": "xyz"}, "b": {"maxLength": 5000}}}}
     smallest = shrunk(case, lambda one: "xyz" in json.dumps(one), seconds=5)
     assert len(json.dumps(smallest)) < len(json.dumps(case)) / 2 and "xyz" in json.dumps(smallest)

@@ -98,14 +98,14 @@ def test_prompts_are_cut_from_the_left(
         adapter.generate_until(requests(("a", {"until": [], "max_gen_toks": 99})), disable_tqdm=True)
 
 
-def test_what_the_engine_does_not_know_is_refused(adapter: PhonographLM, demo_llm: LLM) -> None:
+def test_unknown_settings_are_refused(adapter: PhonographLM, demo_llm: LLM) -> None:
     with pytest.raises(RequestError, match="num_beams=4"):
         adapter.generate_until(requests(("a", {"until": [], "num_beams": 4})), disable_tqdm=True)
     with pytest.raises(ConfigError, match="llm="):
         PhonographLM(llm=demo_llm, max_num_seqs=3)
 
 
-def test_the_command_says_what_is_wrong_in_one_line(
+def test_the_command_reports_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["run", "--model", "phonograph", "--model_args", "model=nowhere", "--tasks", "arc_easy"]

@@ -56,7 +56,7 @@ def _git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_the_commit_and_whether_it_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_and_uncommitted_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "src" / "record.py"
     source.parent.mkdir()
     source.write_text("as committed\n")

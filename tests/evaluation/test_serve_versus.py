@@ -101,7 +101,7 @@ def _server(tmp_path: Path, program: str) -> ServerProcess:
     return ServerProcess("it", command, url=url, log=tmp_path / "log", environment=os.environ)
 
 
-def test_a_server_that_does_not_come_up_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_failed_start_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
     ended = _server(tmp_path, "print('no kernel image\\n'); raise SystemExit(3)")
     with pytest.raises(EndpointError, match="it ended with 3 while it started; its log ends: no kernel image"):
         ended.wait_until_ready(30, print)
@@ -112,7 +112,7 @@ def test_a_server_that_does_not_come_up_is_told_with_the_end_of_its_log(tmp_path
     assert hangs.stop() == -signal.SIGTERM
 
 
-def test_what_a_server_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_end_with_their_server(tmp_path: Path) -> None:
     program = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -133,7 +133,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
         time.sleep(0.02)
 
 
-def test_commands_say_nothing_of_this_machine() -> None:
+def test_commands_have_no_paths_of_this_machine() -> None:
     assert portable(["/usr/bin/python3", "-m", "x", "/tmp/a b/model", "--n", "1"]) == "python3 -m x model --n 1"
 
 
@@ -297,7 +297,7 @@ def test_repeated_runs_count_by_their_medians() -> None:
     assert versus.medians(runs[::2]) == {"duration": 2.5, "p99_itl_ms": 8.0} and versus.medians([]) == {}
 
 
-def test_what_a_reader_has_to_know_is_said() -> None:
+def test_caveats_are_listed() -> None:
     clean = {"error_counts": {}, "chunks_per_output_token": 1.01, "client_cpu_share": 0.3, "total_cached_tokens": 0}
     assert versus.caveats("ours", [{**clean, "label": "table 1"}]) == []
     record = {**clean, "label": "sweep 32", "chunks_per_output_token": 0.5, "client_cpu_share": 0.9}

@@ -133,7 +133,7 @@ def test_samples_of_one_request_have_times_and_tokens_of_their_own() -> None:
         ([OK, events(token("a")), 3.0], "no complete answer within 0.4 s"),
     ],
 )
-def test_what_goes_wrong_is_counted_and_said_and_harms_no_other(script: Script, error: str) -> None:
+def test_failures_are_counted_by_kind_and_harm_no_other_request(script: Script, error: str) -> None:
     def answer(body: dict[str, Any]) -> Script:
         return script if body["which"] == 1 else [*plain(WHOLE[:50], 0.01, WHOLE[50:])]
 
@@ -144,7 +144,7 @@ def test_what_goes_wrong_is_counted_and_said_and_harms_no_other(script: Script, 
     assert [reply.text for reply in result.replies if reply.error is None] == ["abü"] * 2
 
 
-def test_nobody_listens() -> None:
+def test_a_closed_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

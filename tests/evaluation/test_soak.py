@@ -31,7 +31,7 @@ def no_b(choice: Choice) -> str | None:
     return "has a b" if "b" in choice.text else None
 
 
-def test_what_is_wrong_with_an_answer() -> None:
+def test_problems_of_an_answer() -> None:
     stream = Stream("two", COMPLETIONS, {}, 2, no_b)
     whole = [part(0, "a"), part(1, "c", "stop"), part(0, "d", "length"), usage(3, 3)]
     error = {"error": {"message": "engine gone", "type": "server_error"}}
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_an_answer() -> None:
         assert problem is None if says is None else says in (problem or ""), (recording, problem)
 
 
-def test_streams_are_of_every_sort_and_their_checks_see_what_is_wrong() -> None:
+def test_streams_of_every_sort_are_checked() -> None:
     mixture = Mixture(0)
     streams = {stream.kind: stream for stream in (mixture.draw() for _ in range(400))}
     assert len(streams) == 10 and {stream.path for stream in streams.values()} == {COMPLETIONS, CHAT}

@@ -29,7 +29,7 @@ def test_the_page_has_the_table_that_the_records_give(script: ModuleType, writte
     assert written == script.table(), "python benchmarks/speed_beside_vllm.py --write"
 
 
-def test_the_chart_shows_what_the_records_give(script: ModuleType, tmp_path: Path) -> None:
+def test_the_chart_shows_the_records(script: ModuleType, tmp_path: Path) -> None:
     script.save(script.chart(), tmp_path / "speed.svg")
     made, stored = (
         re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text(encoding="utf-8"))

@@ -112,7 +112,7 @@ def test_sizes_outside_the_limits_are_errors(sizes) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 256])
-def test_every_decode_batch_has_a_graph_whatever_max_num_seqs(max_num_seqs) -> None:
+def test_every_decode_batch_has_a_graph_for_any_max_num_seqs(max_num_seqs) -> None:
     sizes = default_decode_sizes(max_num_seqs)
     assert sizes[-1] == max_num_seqs and sizes == sorted(set(sizes))
 

@@ -63,7 +63,7 @@ def test_the_rule_is_asked_about_requests_not_tokens() -> None:
     assert rule.asked == [(9, 3, 512)]
 
 
-def test_full_without_any_graph_or_pieces_suggests_what_works() -> None:
+def test_full_without_any_graph_or_pieces_suggests_valid_settings() -> None:
     with pytest.raises(ConfigError, match="; NONE works"):
         resolve_mode(GraphMode.FULL, Support(GraphSupport.NEVER, "a test"), Pieces(False, "a test"))
 
@@ -112,6 +112,6 @@ def test_the_version_may_stand_beside_the_backend_auto() -> None:
     assert EngineConfig(model="demo", flash_attn_version=3, attention_backend="auto").flash_attn_version == 3
 
 
-def test_null_in_compilation_config_contradicts_nothing() -> None:
+def test_null_in_compilation_config_is_as_if_absent() -> None:
     config = EngineConfig(model="demo", cudagraph_mode="FULL", compilation_config={"cudagraph_mode": None})
     assert config.cudagraph_mode is GraphMode.FULL

@@ -77,7 +77,7 @@ def check_queries_without_keys(device: torch.device, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention_prefill, "_HOPPER_TOKENS", 0)
     case = replace(PLAIN, batch=((40, 0), (400, 200), (33, 150)), num_sms=1)
     plan = make_plan(case, device)
-    # The block that stands for none is nobody's.
+    # Block 0, which stands for no block, belongs to no request.
     batch = next(one for seed in range(99) if (one := Batch(case, device, seed)).kv_cache[:, 0].isnan().all())
     batch.plan(plan)
     entries = plan.entries[: int(plan.header[0]), :4].tolist()
@@ -114,7 +114,7 @@ def test_queries_without_keys_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize("broken", ["arrive", "wait"])
-def test_threads_show_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_detect_errors(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring whose places are never free stops; one that is overwritten too soon gives wrong sums."""
     monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 0.5)
     if broken == "arrive":

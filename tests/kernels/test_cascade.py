@@ -85,7 +85,7 @@ def test_merge(
     device: torch.device,
 ) -> None:
     prefix, suffix, both = sides(tokens, heads, size, tokens * heads)
-    # Outputs are slices of wider rows, as a workspace's may be; LSEs too. Two rows are nobody's.
+    # Outputs are slices of wider rows, as a workspace's may be; LSEs too. Two rows belong to no request.
     rows = torch.full((tokens + 2, heads + 1, size), math.nan, dtype=dtype, device=device)
     wide_prefix = rows.clone()
     out, prefix_out = rows[:, :heads], wide_prefix[:, :heads]
@@ -134,7 +134,7 @@ def test_the_other_sign_of_no_keys(device: torch.device) -> None:
 
 
 @KERNELS
-def test_what_is_nan_stays_nan(kernels: ModuleType, device: torch.device) -> None:
+def test_nan_stays_nan(kernels: ModuleType, device: torch.device) -> None:
     """So that verification sees it."""
     good = torch.ones(1, 1, 16, device=device)
     none = torch.zeros(1, 1, device=device)

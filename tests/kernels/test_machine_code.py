@@ -16,7 +16,7 @@ def report() -> Report:
 
 
 @pytest.mark.long
-def test_nothing_is_read_that_nothing_wrote(report: Report) -> None:
+def test_no_register_is_read_before_it_is_written(report: Report) -> None:
     attention = [name for name in report if name.startswith("_attention_kernel") and " long " not in name]
     assert len(attention) == 4 and all(report[name][0] > 1000 for name in attention)
     assert len([one for one in report if one.startswith("_prefill_kernel")]) == 2
@@ -44,7 +44,7 @@ def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
 
 
 @pytest.mark.long
-def test_half_of_a_tiles_exponentials_run_beside_what_follows_the_products(report: Report) -> None:
+def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) -> None:
     """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
     heads of 64 are half as long, and less need to run beside them."""
     for name in (one for one in report if one.startswith("_prefill_kernel")):

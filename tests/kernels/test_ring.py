@@ -62,8 +62,8 @@ def test_random_sizes_on_threads(seed: int, device: torch.device) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("broken", ["expect", "wait"])
-def test_threads_notice_what_is_missing(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that nobody expected, a tile that is read before it is there."""
+def test_threads_detect_missing_barriers(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that no barrier expects, and a tile that is read before it has arrived."""
     monkeypatch.setattr(gluon_on_threads, "_PATIENCE", 2.0)
     # Whatever the machine does beside: what is not waited for is not there.
     monkeypatch.setattr(gluon_on_threads, "_DELAY", (0.05, 0.06))

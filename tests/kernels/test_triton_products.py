@@ -273,7 +273,7 @@ def test_a_ring_is_chosen_where_that_was_measured() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 9])
-def test_whoever_is_chosen(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_chosen_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> None:
     check_linear(rows, 40, 96, dtype, device, True, None, None)
 
 
@@ -318,7 +318,7 @@ def test_as_many_programs_as_processors() -> None:
 
 
 @pytest.mark.parametrize(("kilobytes", "served"), [(227, {32, 64, 128}), (163, {32, 64, 128}), (99, {64})])
-def test_what_a_device_has_no_room_for_is_torchs(
+def test_torch_computes_products_without_room_in_shared_memory(
     kilobytes: int, served: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three, if with

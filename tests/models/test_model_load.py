@@ -317,7 +317,7 @@ def test_rotary_table_as_long_as_asked(tmp_path: Path) -> None:
             load(tmp_path).forward(*args)
 
 
-def test_json_of_index_names_what_the_files_hold(tmp_path: Path) -> None:
+def test_the_index_names_the_tensors_of_the_files(tmp_path: Path) -> None:
     make_checkpoint("llama3", tmp_path, max_shard_size="40KB")
     weight_map = json.loads((tmp_path / load_module.INDEX_FILE).read_text())["weight_map"]
     files = load_module.weight_files(tmp_path)

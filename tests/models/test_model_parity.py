@@ -129,7 +129,7 @@ LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_
         ("qwen2", {"head_dim": 32}),
     ],
 )
-def test_config_files_mean_what_transformers_builds(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_config_files_build_the_model_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Compares with the model that transformers makes of a file changed after it was written."""
     shapes = {name: changes[name] for name in ("head_dim",) if name in changes}
     make_checkpoint(family, tmp_path, num_key_value_heads=2, **shapes)

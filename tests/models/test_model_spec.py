@@ -156,12 +156,12 @@ def spec_by_transformers(folder: Path) -> ModelSpec:
         {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     ],
 )
-def test_a_file_means_what_transformers_reads(config: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_file_is_read_as_by_transformers(config: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     assert read(tmp_path, config, **changes) == spec_by_transformers(tmp_path)
 
 
 @ONE_OF_EACH
-def test_whatever_a_file_leaves_out_is_what_transformers_takes(config: dict[str, Any], tmp_path: Path) -> None:
+def test_defaults_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     """Each setting of each family missing, and all of them, as in a file that names the architecture only."""
     whole = {**config, "use_sliding_window": True} if "qwen" in config["model_type"] else config
     named = {"architectures", "model_type"}
@@ -413,7 +413,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         read_model_spec("./nowhere")
 
 
-def test_a_hub_id_downloads_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_downloads_only_needed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Any]] = []
 
     def download(repository: str, **settings: Any) -> str:

@@ -174,7 +174,7 @@ def test_weights_arrive_while_other_things_go_on(tmp_path: Path, gate: threading
         torch.testing.assert_close(view, weights[name].float().expand(view.shape), rtol=0, atol=0)
 
 
-def test_what_fails_meanwhile_waits_for_no_weights(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_failure_does_not_wait_for_weights(tmp_path: Path, gate: threading.Event) -> None:
     make_checkpoint("qwen3", tmp_path)
     cpu, spec = torch.device("cpu"), read_model_spec(tmp_path)
     with (

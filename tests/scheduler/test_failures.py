@@ -111,7 +111,7 @@ def test_requests_that_share_a_failed_block_go_on() -> None:
     assert num_found(scheduler, [*prompt, 1, 2]) == 0
 
 
-def test_fail_ends_what_waits_too() -> None:
+def test_fail_ends_waiting_requests_too() -> None:
     scheduler = Scheduler(limits(max_num_seqs=1))
     add(scheduler, *(waiting := [request(name) for name in "ab"]))
     step(scheduler)

@@ -194,7 +194,7 @@ def test_no_more_are_preempted_than_must_be() -> None:
     assert scheduler.stats.blocks_used == 6
 
 
-def test_priority_decides_who_is_preempted_and_the_preempted_resumes_before_later_ones() -> None:
+def test_the_lowest_priority_is_preempted_and_resumes_before_later_requests() -> None:
     scheduler = Scheduler(limits(num_blocks=9, policy="priority", max_num_seqs=2))
     add(scheduler, a := request("a", 8, priority=1, max_tokens=12), b := request("b", 8, priority=0, max_tokens=12))
     step(scheduler)
@@ -301,7 +301,7 @@ def test_prompt_logprobs_and_the_setting_keep_out_of_the_cache() -> None:
         assert step(scheduler).query_lens == [12] and b.num_cached_tokens == 0
 
 
-def test_reset_forgets_also_what_running_sequences_compute() -> None:
+def test_reset_forgets_also_blocks_of_running_sequences() -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=10))
     add(scheduler, request("a", range(24)))
     step(scheduler)
@@ -368,7 +368,7 @@ def test_next_step_is_scheduled_before_the_tokens_of_the_last_are_known() -> Non
     assert a.output_token_ids == [0, 1, 2] and a.finish_reason == "length"
 
 
-def test_step_scheduled_past_a_stop_brings_nothing() -> None:
+def test_a_step_scheduled_past_a_stop_has_no_effect() -> None:
     scheduler = Scheduler(limits())
     add(scheduler, a := request("a", 6))
     first, second = scheduler.schedule(), scheduler.schedule()

@@ -44,7 +44,7 @@ def test_chats(server: Server) -> None:
     assert 10 <= found["total_output_tokens"] <= 10 * 9
 
 
-def test_what_the_server_refuses_is_said(server: Server) -> None:
+def test_a_refusal_of_the_server_is_printed(server: Server) -> None:
     asked = ServingBench(base_url=server.url, extra_body='{"nonsense": 1}', num_warmups=0, num_prompts=2, input_len="9")
     found = bench_serving(asked, lambda *_: None)
     assert found["failed"] == 2 and found["completed"] == 0

@@ -129,7 +129,7 @@ def in_loop(tokenizer: Tokenizer, body: Callable[[Bench], Any]) -> None:
     asyncio.run(run())
 
 
-def test_what_came_meanwhile_is_one_piece(tokenizer: Tokenizer) -> None:
+def test_tokens_that_came_meanwhile_are_one_piece(tokenizer: Tokenizer) -> None:
     async def body(bench: Bench) -> None:
         call = bench.open(stop=["zzz"])
         (add,) = bench.process.sent
@@ -202,7 +202,7 @@ def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest
     in_loop(tokenizer, body)
 
 
-def test_closing_aborts_what_grows_and_only_that(tokenizer: Tokenizer) -> None:
+def test_closing_aborts_only_unfinished_requests(tokenizer: Tokenizer) -> None:
     async def body(bench: Bench) -> None:
         call = bench.open(count=2)
         first, second = bench.process.sent[0].prompts

@@ -94,7 +94,7 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     )
 
 
-def test_who_serves(server: Server, client: OpenAI) -> None:
+def test_models_health_and_version(server: Server, client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "demo" and model.max_model_len == 1024  # pyright: ignore[reportAttributeAccessIssue]
     assert client.models.retrieve("demo") == model

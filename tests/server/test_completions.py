@@ -204,6 +204,6 @@ def test_fields_without_effect_are_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(2, 2), (None, 1), (1, None)])
-def test_best_of_as_many_as_are_wanted_asks_for_nothing(client: OpenAI, n: int | None, best_of: int | None) -> None:
+def test_best_of_equal_to_n_has_no_effect(client: OpenAI, n: int | None, best_of: int | None) -> None:
     answer = client.completions.create(model="demo", prompt="The", n=n, best_of=best_of, max_tokens=2)
     assert len(answer.choices) == (n or 1)

@@ -57,7 +57,7 @@ def test_a_server_with_a_broken_chat_template_does_not_start() -> None:
         serve(EngineConfig(model="demo"), server, lambda *_: None, lambda _: None)
 
 
-def test_a_chat_template_that_fails_when_it_runs_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chat_template_that_fails_when_it_runs_is_logged_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(model_path("demo"))
     for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):
         try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template))  # pyright: ignore[reportArgumentType]

@@ -124,7 +124,7 @@ def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..
     assert not psutil.pid_exists(engine)
 
 
-def test_a_terminated_server_finishes_what_it_has_in_time(start: Callable[..., Process]) -> None:
+def test_a_terminated_server_finishes_running_requests_within_the_grace_period(start: Callable[..., Process]) -> None:
     server = start("--shutdown-timeout", "3")
     url, short, long = server.url, [], []
     threads = [stream_to_its_end(url, short, {**LONG, "max_tokens": 20}), stream_to_its_end(url, long, LONG)]
@@ -191,7 +191,7 @@ def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Pr
         assert f"port={port}: cannot be bound on 127.0.0.1" in server.said and "starting" not in server.said
 
 
-def test_ten_thousand_connections_that_say_nothing(start: Callable[..., Process]) -> None:
+def test_ten_thousand_idle_connections(start: Callable[..., Process]) -> None:
     server = start("--header-timeout", "600", "--body-timeout", "600")
     address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

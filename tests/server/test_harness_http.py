@@ -22,7 +22,7 @@ def over_http(server: Server, model: str, path: str, tasks: list[str], **more: A
     return evaluate(model, tasks, limit=LIMIT, model_args=arguments)
 
 
-def test_completions_and_chats_score_what_the_offline_api_scores(server: Server) -> None:
+def test_completions_and_chats_score_as_the_offline_api(server: Server) -> None:
     offline = PhonographLM(pretrained="demo", **SMALL)
     generated, texts = evaluate(offline, ["demo_problems"], limit=LIMIT)
     chosen, likelihoods = evaluate(offline, ["demo_choices"], limit=LIMIT)
@@ -44,7 +44,7 @@ def test_completions_and_chats_score_what_the_offline_api_scores(server: Server)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_what_scoring_a_prompt_needs_of_completions(server: Server, max_tokens: int) -> None:
+def test_completions_score_prompts(server: Server, max_tokens: int) -> None:
     context, rest = "Tom has", " 12 apples"
     ids, first = (server.post("/tokenize", {"prompt": text}).json()["tokens"] for text in (context + rest, context))
     body = {"model": "demo", "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}

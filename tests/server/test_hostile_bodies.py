@@ -100,7 +100,7 @@ def test_ordinary_requests_are_far_from_the_limits(server: Server) -> None:
     assert server.post("/detokenize", {"tokens": [5] * 100_000}).status_code == 200
 
 
-def test_errors_cut_what_they_quote(server: Server) -> None:
+def test_errors_shorten_quoted_values(server: Server) -> None:
     key = "k" * 1_000_000
     for path, body in [
         ("/v1/completions", {"prompt": "a", key: 1}),
@@ -170,7 +170,7 @@ def test_long_headers_are_refused(server: Server, headers: bytes) -> None:
         assert b"HTTP/1.1 4" in read_all(client)
 
 
-def test_what_is_no_http_gets_an_error(server: Server) -> None:
+def test_bytes_that_are_not_http_get_an_error(server: Server) -> None:
     with connected(server) as client:
         client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         answer = read_all(client)

@@ -28,7 +28,7 @@ def test_bodies_are_sent_beside_a_stream(server: Server, monkeypatch: pytest.Mon
     assert all(0 < body["gap_ms"] < 20_000 for body in seen["bodies"].values())
 
 
-def test_what_is_not_as_it_has_to_be_is_found() -> None:
+def test_each_problem_is_found() -> None:
     fine = {"gap_above_rest_ms": 149, "seconds": 1.9, "status": 400, "message": "too long"}
     assert hostile.problems_of(fine) == []
     for wrong, says in [

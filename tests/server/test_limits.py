@@ -101,7 +101,7 @@ def test_time_is_up(serve_with: ServeWith, server: Server) -> None:
 
 
 def test_clients_that_go_away_leave_nothing(server: Server) -> None:
-    """Streams that are cut after their first chunk, and answers that nobody waits for."""
+    """Streams that are cut after their first chunk, and requests whose clients disconnect."""
     for count in (1, 4):
         with streams_in_progress(server, count):
             assert server.engine.num_open == count
@@ -113,7 +113,7 @@ def test_clients_that_go_away_leave_nothing(server: Server) -> None:
     assert server.engine.num_steps - before < 100, "it did not run to its end"
 
 
-def test_a_client_that_reads_slowly_delays_nobody(server: Server) -> None:
+def test_a_client_that_reads_slowly_delays_no_other(server: Server) -> None:
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", int(server.url.rsplit(":")[-1])))

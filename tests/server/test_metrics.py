@@ -103,7 +103,7 @@ def test_a_request_is_counted_once(server: Server) -> None:
     assert [sum(after[f"vllm:{name}"].values()) for name in gauges] == [0, 0, 0]
 
 
-def test_steps_are_counted_by_what_ran_them(server: Server) -> None:
+def test_steps_are_counted_by_graph(server: Server) -> None:
     """Graphs hold 1, 2, 4 and 16 tokens. Prompts that differ in length only must not make more series."""
     complete(server, [11] * 17, 2)
     before = read(server)[1]

@@ -26,7 +26,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_errors_are_what_the_document_says(server: Server, document: dict[str, Any]) -> None:
+def test_errors_match_the_openapi_document(server: Server, document: dict[str, Any]) -> None:
     for name, operation in operations(document).items():
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}, name
         for status in ("4XX", "5XX"):

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an error that names what is wrong, in OpenAI's form, and nobody else notices."""
+"""Invalid requests get an error in OpenAI's form that names the fault, and affect no other request."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_bodies_that_are_no_request(server: Server, content: bytes, says: str) -
     assert says in error_of(answer)["message"]
 
 
-def test_what_is_not_there(server: Server, client: OpenAI) -> None:
+def test_unknown_models_and_paths(server: Server, client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-5", prompt="Hi")
     assert caught.value.code == "model_not_found" and caught.value.param == "model"

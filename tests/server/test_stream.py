@@ -56,7 +56,7 @@ class Answer:
         raise AssertionError("it is a stream")
 
     def usage(self) -> dict[str, Any]:
-        raise AssertionError("nobody asks for it")
+        raise AssertionError("usage was not requested")
 
     def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
         if self.broken:
@@ -141,7 +141,7 @@ def test_a_client_that_does_not_read_gets_the_rest_in_one_piece(last: bool) -> N
     in_loop(body)
 
 
-def test_what_there_was_before_the_stream_is_sent_first() -> None:
+def test_text_from_before_the_stream_is_sent_first() -> None:
     async def run() -> None:
         bench = Bench()
         bench.grow(2)
@@ -158,7 +158,7 @@ def test_a_chunk_that_cannot_be_written_ends_its_call_alone() -> None:
     async def body(bench: Bench, task: asyncio.Task[None]) -> None:
         bench.grow()
         bench.answer.broken = True
-        bench.grow()  # does not raise into whoever takes in reports
+        bench.grow()  # does not raise in the reader of reports
         await task
         assert b"internal_error" in bench.client.pieces[-1] and bench.client.pieces[-1].endswith(b"data: [DONE]\n\n")
         assert bench.client.ended and bench.ends == [bench.call]
@@ -167,7 +167,7 @@ def test_a_chunk_that_cannot_be_written_ends_its_call_alone() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_call_that_fails_says_so_behind_what_it_sent(reads: bool) -> None:
+def test_an_error_follows_the_text_that_was_sent(reads: bool) -> None:
     async def body(bench: Bench, task: asyncio.Task[None]) -> None:
         if not reads:
             bench.client.reads.clear()

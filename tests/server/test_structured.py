@@ -74,7 +74,7 @@ def test_a_grammar_without_a_way_on_is_the_fault_of_its_request(server: Server, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_held_is_refused_or_named_in_a_warning(server: Server, stream: bool) -> None:
+def test_schemas_that_cannot_be_enforced_are_refused_or_named_in_a_warning(server: Server, stream: bool) -> None:
     schema = {"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True, "minItems": 1, "maxItems": 9}
     either = {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}
     body = {"prompt": "Tom", "max_tokens": 99, "guided_json": schema, "stream": stream}
@@ -146,7 +146,7 @@ def test_parameters_that_are_a_choice(client: OpenAI, parameters: Any, named: bo
     jsonschema.validate(json.loads(call.function.arguments), parameters)
 
 
-def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
+def test_found_calls_and_the_input_of_the_template(serve_with: Any) -> None:
     template = (
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
         "{% for message in messages %}{{ message.content or '' }}"
@@ -177,7 +177,7 @@ def test_found_calls_and_what_the_template_gets(serve_with: Any) -> None:
         ("hermes", '<tool_call>\n{"name": "Anna", "arguments": {}}\n</tool_call>\n'),
     ],
 )
-def test_what_is_no_call_is_content(serve_with: Any, form: str, text: str, stream: bool) -> None:
+def test_text_without_a_call_is_content(serve_with: Any, form: str, text: str, stream: bool) -> None:
     server = serve_with(enable_auto_tool_choice=True, tool_call_parser=form)
     answer: Any = server.client().chat.completions.create(
         **BODY, tools=TOOLS, stream=stream, extra_body={"guided_choice": [text]}

@@ -69,7 +69,7 @@ def test_offsets_of_an_echo_find_its_tokens(tokenizer: Tokenizer, written: bool)
         assert token.startswith("bytes:") or text[offset:].startswith(begun), (token, offset)
 
 
-def test_what_the_tokenizer_puts_before_a_text_is_not_what_stands_in_it(tokenizer: Tokenizer) -> None:
+def test_an_added_special_token_is_not_one_that_the_text_has(tokenizer: Tokenizer) -> None:
     """The client wrote the same special token once more."""
     special_id = min(tokenizer.special_token_ids)
     text = tokenizer.decode([special_id], skip_special_tokens=False) + "m"

@@ -22,7 +22,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_whole(form: Any, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+def test_whole_text_and_single_characters(
+    form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
     message = CallReader(AUTO, form).message(text)
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
@@ -34,7 +36,7 @@ def test_whole(form: Any, text: str, content: str | None, calls: list[tuple[str,
 
 
 @pytest.mark.parametrize("text", ["[", '[{"name": "ad', '[{"name"'])
-def test_what_is_left_of_a_list_that_was_cut_is_no_content(text: str) -> None:
+def test_the_rest_of_a_truncated_list_is_not_content(text: str) -> None:
     reader = CallReader(ToolChoice(form="required", tools=TOOLS), None)
     assert not reader.message(text)["content"]
 

@@ -95,7 +95,9 @@ CASES = [("hermes", *case) for case in HERMES] + [("llama3_json", *case) for cas
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_whole_and_in_pieces(form: Any, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+def test_calls_of_a_whole_text_and_of_a_stream(
+    form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
     message = CallReader(AUTO, form).message(text)
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
@@ -117,7 +119,7 @@ def test_whole_and_in_pieces(form: Any, text: str, content: str | None, calls: l
         assert reader.has_calls == bool(calls)
 
 
-def test_what_is_no_json_is_content() -> None:
+def test_text_that_is_not_json_is_content() -> None:
     text = '<tool_call>{"name": "add", "arguments": {a}}</tool_call><tool_call>{"name": "now"}</tool_call>'
     reader = CallReader(AUTO, "hermes")
     assert reader.message(text) == {"content": text} and not reader.has_calls

@@ -43,7 +43,7 @@ class Case:
 
 
 class Problem:
-    """The tensors of a case. Everything nobody should read is NaN, and so are outputs and scratch."""
+    """The tensors of a case. Memory that no kernel may read is NaN, and so are outputs and scratch."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case = case

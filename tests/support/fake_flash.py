@@ -19,7 +19,7 @@ from phonograph.attention.backend import AttentionLayer
 from phonograph.testing.oracle import dense_attention
 
 CALLS: list[dict[str, Any]] = []
-"""What `attend` functions were given, by argument; tests clear it."""
+"""Arguments of the calls of `attend` functions; tests clear the list."""
 LARGEST_BATCH_WITH_SPLITS = 992
 
 

@@ -49,7 +49,7 @@ def kernel_missing(version: str, head_size: int, dtype: str, device: torch.devic
 
     Raises:
         RuntimeError: any other failure of the launch, which is no reason to leave a test out.
-        BackendError: nobody provides the version, or not as the adapter needs it.
+        BackendError: no library provides the version, or not as the adapter needs it.
     """
     try:
         _launch(version, head_size, dtype, device)
@@ -58,7 +58,7 @@ def kernel_missing(version: str, head_size: int, dtype: str, device: torch.devic
         if found is None:
             raise
         provider = provider_of(version)
-        module = provider.module if provider is not None else "nobody"
+        module = provider.module if provider is not None else "no library"
         return (
             f"the build of FlashAttention {version} here ({module}) has no kernel of head size {head_size} in {dtype}: "
             f"{found[0].lower()}"

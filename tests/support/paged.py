@@ -1,7 +1,8 @@
 """A backend's tensors stay where they are while batches of any lengths pass through them, as in the engine.
 
-What nobody should read is NaN before every run, and so are outputs and scratch. Contents are drawn on the device, and
-results compared there with attention from its definition in float64, so that large batches take milliseconds.
+Memory that no kernel may read is NaN before every run, and so are outputs and scratch. Contents are drawn on the
+device, and results compared there with attention from its definition in float64, so that large batches take
+milliseconds.
 
 Shapes: T tokens, R slots, H query heads, K KV heads, G = H / K, D head size, B blocks, S block size, L keys.
 """

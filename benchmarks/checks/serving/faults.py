@@ -269,7 +269,7 @@ async def _max_model_len(target: Target) -> int:
 
 
 async def _metrics(target: Target) -> dict[str, float]:
-    """The used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
+    """Return the used part of the KV cache, steps and aborted requests, of one answer of /metrics."""
     found = await read_metrics(target)
     return {
         "usage": found["vllm:kv_cache_usage_perc"],

@@ -27,7 +27,7 @@ _CONSONANTS = [letter for letter in string.ascii_lowercase if letter not in _VOW
 
 
 def make_model_folder(config: Path, folder: Path) -> Path:
-    """Writes config.json and a tokenizer with as many tokens as the model has; returns the folder.
+    """Write config.json and a tokenizer with as many tokens as the model has; return the folder.
 
     config: a folder with a config.json
 
@@ -62,7 +62,7 @@ def make_model_folder(config: Path, folder: Path) -> Path:
 
 
 def make_tokenizer(vocab_size: int, special: dict[int, str]) -> Tokenizer:
-    """A byte-level BPE of exactly so many tokens, the same each time. Text outside of ASCII has none of them.
+    """Return a byte-level BPE of exactly so many tokens, the same each time. Text outside of ASCII has none of them.
 
     special: tokens that have to have these ids
 

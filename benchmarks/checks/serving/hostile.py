@@ -51,7 +51,7 @@ def try_bodies(
     settle_seconds: float,
     progress: Callable[[str, Seen], None],
 ) -> Seen:
-    """Sends bodies one after the other; `problems` in the result are what went beyond the bounds.
+    """Send bodies one after the other; `problems` in the result names the bounds that were exceeded.
 
     repeats:        of each body; the median of the gaps counts
     rest_seconds:   in which the stream is watched alone before each body
@@ -95,7 +95,7 @@ def try_bodies(
 
 
 def try_grammars(server: ServerProcess, *, seconds: float, rest_seconds: float) -> Seen:
-    """Sends the bodies with hostile grammars again and again; `problems` in the result are what went beyond the bounds.
+    """Send the bodies with hostile grammars again and again; `problems` in the result names the exceeded bounds.
 
     rest_seconds: in which the stream is watched alone before
     """
@@ -135,7 +135,7 @@ def _summary(tries: list[Seen]) -> Seen:
 
 
 def problems_of(body: Seen) -> list[str]:
-    """The bounds that a body went beyond."""
+    """Return the bounds that a body exceeded."""
     problems: list[str] = []
     if body["gap_above_rest_ms"] > MOST_GAP * 1e3:
         problems.append(f"the stream stood still {body['gap_above_rest_ms']:g} ms longer than at rest")
@@ -168,7 +168,7 @@ class _Stream:
         assert self._begun.wait(ANSWER_SECONDS), "the stream did not begin"
 
     def largest_gap(self, start: float, seconds: float) -> float:
-        """Waits until so many seconds after `start`; returns the largest gap that ended or goes on since then."""
+        """Wait until so many seconds after `start`; return the largest gap that ended or goes on since then."""
         time.sleep(max(0.0, start + seconds - time.monotonic()))
         gaps = [gap for end, gap in list(self._gaps) if end >= start]
         return max([*gaps, time.monotonic() - self._gaps[-1][0]])
@@ -239,7 +239,7 @@ class _Sender:
 
 
 def _send_bodies(pipe: Connection, address: tuple[str, int]) -> None:
-    """The work of the process that sends."""
+    """Send bodies, as the work of a process of its own."""
     while True:
         body = BODIES[pipe.recv()]
         content = body.make()
@@ -252,7 +252,7 @@ def _send_bodies(pipe: Connection, address: tuple[str, int]) -> None:
 
 
 def _exchange(address: tuple[str, int], request: bytes) -> Seen:
-    """Sends a request and reads the answer meanwhile, which may come before all of it was sent."""
+    """Send a request and read the answer meanwhile, which may come before all of it was sent."""
     began = time.monotonic()
     with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
 
@@ -274,7 +274,7 @@ def _exchange(address: tuple[str, int], request: bytes) -> Seen:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error, or the beginning of a result."""
+    """Return the message of an error, or the beginning of a result."""
     try:
         return json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -31,13 +31,13 @@ def _completion(**fields: Any) -> Callable[[], bytes]:
 
 
 def _raw(before: str, item: str, after: str, count: int | None = None) -> Callable[[], bytes]:
-    """A body that repeats an item, up to `SIZE` where there is no count. The last comma of lists is left out."""
+    """Return a body that repeats an item, up to `SIZE` where there is no count. The last comma of lists is left out."""
     many = SIZE // len(item.encode()) if count is None else count
     return lambda: f"{before}{(item * many).removesuffix(',')}{after}".encode()
 
 
 def _text(field_name: str, rest: str = '"prompt": "Hi", "max_tokens": 1', text: str = "a") -> Callable[[], bytes]:
-    """A text of `SIZE` in one field."""
+    """Return a body with a text of `SIZE` in one field."""
     return _raw(f'{{{rest}, "{field_name}": "', text, '"}')
 
 

@@ -84,7 +84,7 @@ async def soak(
     seed: int,
     progress: Callable[[Sample, Tally], None],
 ) -> dict[str, Any]:
-    """Keeps so many streams open for so long, then ends the server. `problems` in the result are what went wrong.
+    """Keep so many streams open for so long, then end the server. `problems` in the result lists faults.
 
     abort_share: of the streams, those that are cut at a random moment, before their first token or long after it
     """
@@ -169,7 +169,7 @@ class Processes:
 
 
 def growth(points: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """The line fitted to the second half of (seconds, bytes): its rise in ten minutes, as a share of its mean."""
+    """Fit a line to the second half of (seconds, bytes); return its rise in ten minutes, as a share of its mean."""
     half = points[len(points) // 2 :]
     times, sizes = [at for at, _ in half], [float(size) for _, size in half]
     middle, mean = sum(times) / len(times), sum(sizes) / len(sizes)
@@ -213,7 +213,7 @@ async def _client(
 
 
 async def _ask(target: Target, stream: Stream, cut_after: float | None = None) -> tuple[Recording, bool]:
-    """The answer, and whether the connection was cut before its end, after so many seconds."""
+    """Return the answer, and True if the connection was cut before its end, after so many seconds."""
     recording = Recording()
     asked = asyncio.create_task(
         exchange(

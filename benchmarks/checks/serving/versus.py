@@ -34,7 +34,7 @@ def bar_of(workload: str, figure: str) -> float | None:
 
 
 def compare(workload: str, case: str, ours: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each figure that both sides have; ratio: times as good as the other, above 1 is better."""
+    """Return a row for each figure that both sides have; ratio: times as good as the other, above 1 is better."""
     rows: list[dict[str, Any]] = []
     for figure in OFFLINE_FIGURES if workload == STREAMS else FIGURES:
         own, theirs = ours.get(figure), other.get(figure)

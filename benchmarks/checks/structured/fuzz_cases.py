@@ -166,7 +166,7 @@ class _Schemas:
         return schema
 
     def _product(self, depth: int) -> Schema:
-        """An allOf of several anyOf or oneOf, which multiply where they are merged."""
+        """Return an allOf of several anyOf or oneOf, which multiply where they are merged."""
         rng = self._rng
         if rng.random() < 0.3:
             return {rng.choice(["anyOf", "oneOf", "allOf"]): self._schemas(size_of(rng, 30), depth)}
