@@ -139,6 +139,20 @@ def test_products_by_their_size(rows: int, device: torch.device) -> None:
     assert takes_squares(rows, 40, 256, case.grouped, torch.bfloat16) == (rows == 2)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> None:
+    """One scale an output puts no bound on the columns of a step; tensor cores need 16, which the interpreter does not."""
+    config = choose_grouped(rows_class(40), 24, 324, 8, 324, pairs)
+    assert isinstance(config, LinearConfig) and config.block_k == 128
+    case = GroupedCase(40, 24, 324, torch.float16, device, group=324, kind="fp8", pairs=pairs)
+    if pairs:
+        assert linear_silu(case.x, case.grouped, case.bias, case.out)
+        case.check(silu_of(case.product(case.x, bias=True)))
+    else:
+        linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device))
+        case.check(case.product(case.x, bias=True))
+
+
 def test_weights_that_the_kernel_does_not_take() -> None:
     weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)

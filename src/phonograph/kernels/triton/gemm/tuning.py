@@ -134,12 +134,13 @@ def choose_grouped(
     if rows > 256:
         return None
     if rows > 32:
-        block_k = min(128, group & -group)
+        # A step has columns of one group.
+        block_k = 128 if group >= num_inputs else min(128, group & -group)
         tiles, steps = _cdiv(num_outputs, 128) * _cdiv(rows, 128), _cdiv(num_inputs, block_k)
         splits = 1 if pairs else max(1, min(8, PROCESSORS // tiles, steps // 3))
         return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
-    # As many bytes of a step in FP8.
-    units = 4 * bits // 4
+    # Four units of 4 bits, and eight of FP8, which have half as many columns: as many bytes of a step.
+    units = bits
     if pairs:
         return GroupedRowsConfig(rows, 16, units, 2, 1, 4)
     if num_inputs >= 8192:
