@@ -141,7 +141,7 @@ def test_products_by_their_size(rows: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> None:
-    """One scale an output puts no bound on the columns of a step; tensor cores need 16, which the interpreter does not."""
+    """One scale an output puts no bound on the columns of a step; tensor cores need 16, the interpreter does not."""
     config = choose_grouped(rows_class(40), 24, 324, 8, 324, pairs)
     assert isinstance(config, LinearConfig) and config.block_k == 128
     case = GroupedCase(40, 24, 324, torch.float16, device, group=324, kind="fp8", pairs=pairs)

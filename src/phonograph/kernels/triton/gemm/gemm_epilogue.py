@@ -1,4 +1,4 @@
-"""Parts that kernels of few rows share: sums over the warps of a program, and what is done with a product's sums.
+"""Parts that product kernels share: deferred norms, sums over the warps of a program, and the end of a product.
 
 Shapes: m rows of a program, n outputs of a program; others are those of `product`.
 """
@@ -32,6 +32,13 @@ def add_warps(sums, BATCH: tl.constexpr, WARPS: tl.constexpr):
     if BATCH > WARPS:
         sums = tl.sum(tl.reshape(sums, (BATCH // WARPS, WARPS, sums.shape[1], sums.shape[2])), 0)
     return _add_halves(tl.permute(tl.reshape(sums, (WARPS, sums.shape[1] * sums.shape[2])), (1, 0)))
+
+
+@triton.jit
+def read_squares(squares_ptr, m, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Load the sums of squares of TILES tiles for the rows m, [tiles, m]; tiles are rounded up to a power of two."""
+    tile = tl.arange(0, triton.next_power_of_2(TILES))[:, None]
+    return tl.load(squares_ptr + tile * ROWS + m[None, :], tile < TILES, other=0.0)
 
 
 @triton.jit

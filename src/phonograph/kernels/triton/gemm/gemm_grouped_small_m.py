@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor, read_squares
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
@@ -226,9 +226,7 @@ def _grouped_rows_kernel(
     for step in tl.static_range(ROWS_AHEAD):
         xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
     if SQUARE_TILES > 0:
-        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
-        square_tile = tl.arange(0, square_tiles)[:, None]
-        squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
+        squares = read_squares(squares_ptr, m, ROWS, SQUARE_TILES)
     factor = None
     residual = None
     up = None

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor, read_squares
 from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -222,9 +222,7 @@ def _few_rows_kernel(
     for step in tl.static_range(min(ROWS_AHEAD, steps)):
         xs += (_read(x_ptrs, x_row < M, step, K, BLOCK_K, BATCH, TOGETHER, ""),)
     if SQUARE_TILES > 0:
-        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
-        square_tile = tl.arange(0, square_tiles)[:, None]
-        squares = tl.load(squares_ptr + square_tile * ROWS + m[None, :], square_tile < SQUARE_TILES, other=0.0)
+        squares = read_squares(squares_ptr, m, ROWS, SQUARE_TILES)
     factor = None
     residual = None
     up = None

@@ -22,6 +22,7 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.gemm_epilogue import read_squares
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, numbers
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -142,41 +143,62 @@ def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
 
 
 @triton.jit
-def _weight_tile(weight_desc, weight_ptr, weight_stride, first, start, N, K, n, k, EVEN: tl.constexpr):
-    """Load weights [n, k] at rows `first` + n and columns `start` + k."""
-    if weight_desc is not None:
-        return weight_desc.load([first, start])
-    rows = first + n
-    pointers = weight_ptr + rows.to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
-    if EVEN:
-        return tl.load(pointers, (n < N)[:, None], other=0.0)
-    return tl.load(pointers, (n < N)[:, None] & (start + k < K)[None, :], other=0.0)
+def _weight_tile(
+    weight_desc,
+    weight_ptr,
+    weight_stride,
+    groups,
+    first,
+    start,
+    rows_left,
+    n,
+    k,
+    SHAPE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Load weights [n, k] at rows `first` + n and columns `start` + k, as numbers of KIND.
+
+    Args:
+        weight_desc: descriptor of a matrix of such numbers, or None.
+        weight_ptr: the matrix, or the words of weights in groups.
+        weight_stride: of its rows.
+        groups: pointers of scales, zeros and offsets, their strides of outputs and groups, and `MAGIC`.
+        first: the first row.
+        start: the first column.
+        rows_left: rows from `first` on.
+        n: rows of the tile.
+        k: columns of the tile.
+        SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers.
+        KIND: type of the numbers.
+    """
+    K: tl.constexpr = SHAPE[0]
+    BLOCK_K: tl.constexpr = SHAPE[1]
+    BITS: tl.constexpr = SHAPE[2]
+    if BITS > 0:
+        row = first + tl.minimum(n, rows_left - 1)
+        tile = _grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
+    elif weight_desc is not None:
+        tile = weight_desc.load([first, start])
+    else:
+        pointers = weight_ptr + (first + n).to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
+        mask = (n < rows_left)[:, None]
+        if K % BLOCK_K != 0:
+            mask = mask & (start + k < K)[None, :]
+        tile = tl.load(pointers, mask, other=0.0)
+    return tile
 
 
 @triton.jit
-def _grouped_tile(
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    offsets_ptr,
-    word_stride,
-    output_stride,
-    group_stride,
-    magic,
-    first,
-    start,
-    N,
-    n,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Load weights in groups at rows `first` + n and BLOCK_K columns from `start` on, as numbers [n, k] of KIND."""
+def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `_weight_tile`."""
+    scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
+    K: tl.constexpr = SHAPE[0]
+    BLOCK_K: tl.constexpr = SHAPE[1]
+    BITS: tl.constexpr = SHAPE[2]
+    GROUP: tl.constexpr = SHAPE[3]
     COUNT: tl.constexpr = 32 // BITS
     word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
-    row = tl.minimum(first + n, N - 1).to(tl.int64)[:, None]
+    row = row.to(tl.int64)[:, None]
     if BITS == 4 or K % BLOCK_K == 0:
         words = tl.load(words_ptr + row * word_stride + word)
     else:
@@ -261,10 +283,9 @@ def _rows_kernel(
 
     if SQUARE_TILES > 0:
         # Loaded early, used at the end.
-        square_tiles: tl.constexpr = triton.next_power_of_2(SQUARE_TILES)
-        square_tile = tl.arange(0, square_tiles)[:, None]
-        square_ptrs = squares_ptr + square_tile * ROWS + tl.arange(0, ROWS)[None, :]
-        squares = tl.load(square_ptrs, square_tile < SQUARE_TILES, other=0.0)
+        squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
+    groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
+    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
@@ -272,56 +293,14 @@ def _rows_kernel(
         start_k = step * BLOCK_K
         x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
         x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
-        if BITS == 0:
-            weight = _weight_tile(
-                weight_desc, weight_ptr, weight_stride, first, start_k, rows_left, K, n, k, K % BLOCK_K == 0
-            )
-        else:
-            weight = _grouped_tile(
-                weight_ptr,
-                scales_ptr,
-                zeros_ptr,
-                offsets_ptr,
-                weight_stride,
-                output_stride,
-                group_stride,
-                magic,
-                first,
-                start_k,
-                N,
-                n,
-                BITS,
-                GROUP,
-                BLOCK_K,
-                K,
-                x.dtype,
-            )
+        weight = _weight_tile(
+            weight_desc, weight_ptr, weight_stride, groups, first, start_k, rows_left, n, k, SHAPE, x.dtype
+        )
         sums = tl.dot(weight, x, sums)
         if MODE == 2:
-            if BITS == 0:
-                up = _weight_tile(
-                    weight_desc, weight_ptr, weight_stride, first + N, start_k, rows_left, K, n, k, K % BLOCK_K == 0
-                )
-            else:
-                up = _grouped_tile(
-                    weight_ptr,
-                    scales_ptr,
-                    zeros_ptr,
-                    offsets_ptr,
-                    weight_stride,
-                    output_stride,
-                    group_stride,
-                    magic,
-                    first + N,
-                    start_k,
-                    2 * N,
-                    n,
-                    BITS,
-                    GROUP,
-                    BLOCK_K,
-                    K,
-                    x.dtype,
-                )
+            up = _weight_tile(
+                weight_desc, weight_ptr, weight_stride, groups, first + N, start_k, rows_left, n, k, SHAPE, x.dtype
+            )
             up_sums = tl.dot(up, x, up_sums)
 
     if SPLITS > 1:

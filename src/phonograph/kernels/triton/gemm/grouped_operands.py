@@ -122,19 +122,26 @@ def _halves(bits, KIND: tl.constexpr):
 
 
 @triton.jit
+def _unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Return the weights of each word in order, in new last dimensions of two; those of 4 bits plus the bias."""
+    if BITS == 4:
+        even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
+        odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
+        values = tl.join(even, odd)
+    else:
+        values = tl.join(_fp8_pair(words, 0, KIND), _fp8_pair(words, 1, KIND))
+    return values
+
+
+@triton.jit
 def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
     """Return words of `read_words` as a left operand [units, 8 r, k]; those of 4 bits plus the bias."""
     UNITS: tl.constexpr = words.shape[1]
     R: tl.constexpr = words.shape[2]
-    WORDS: tl.constexpr = words.shape[3] // 4
-    if BITS == 4:
-        even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
-        odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
-        values = tl.reshape(tl.join(even, odd), (8, UNITS, R, 4, WORDS, 2, 2, 2))
-    else:
-        pairs = tl.join(_fp8_pair(words, 0, KIND), _fp8_pair(words, 1, KIND))
-        values = tl.reshape(pairs, (8, UNITS, R, 4, WORDS // 2, 2, 2, 2))
-    return _left(values, BITS)
+    # Eights of columns that a thread has in a row.
+    EIGHTS: tl.constexpr = words.shape[3] // BITS
+    values = _unpacked(words, magic, BITS, KIND)
+    return _left(tl.reshape(values, (8, UNITS, R, 4, EIGHTS, 2, 2, 2)), BITS)
 
 
 @triton.jit
@@ -149,14 +156,10 @@ def numbers(words, magic, zero, scale, BITS: tl.constexpr, KIND: tl.constexpr):
         BITS: of a weight.
         KIND: type of the result.
     """
+    values = tl.reshape(_unpacked(words, magic, BITS, KIND), (words.shape[0], 32 // BITS * words.shape[1]))
     if BITS == 4:
-        even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
-        odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
         # Differences of such small integers are exact.
-        values = tl.reshape(tl.join(even, odd), (words.shape[0], 8 * words.shape[1])) - zero
-    else:
-        pairs = tl.join(_fp8_pair(words, 0, KIND), _fp8_pair(words, 1, KIND))
-        values = tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
+        values -= zero
     return values * scale
 
 
