@@ -649,15 +649,9 @@ def test_sinks_where_the_library_takes_none(installed: Installed) -> None:
         FlashAttention3Backend(replace(HALF, sinks=True), torch.device("cpu"), limits)
 
 
-def test_version_4_runs_only_where_it_is_asked_for(installed: Installed) -> None:
+def test_version_4_is_loaded_on_blackwell(installed: Installed) -> None:
     installed("vllm 2", "vllm 3", "vllm 4")
-    b200 = known_device("b200")
-    chosen = select("flash_attn", None, HALF, b200)
-    assert chosen.capabilities.version == "2"
-    assert "unverified" in chosen.rejected["flash_attn 4"][0]
-    forced = select("flash_attn", "4", HALF, b200)
-    assert load(forced) is FlashAttention4Backend
-    assert any("is unverified: " in reason for reason in forced.reasons)
+    assert load(select("flash_attn", None, HALF, known_device("b200"))) is FlashAttention4Backend
 
 
 def test_the_registry_is_complete() -> None:

@@ -49,7 +49,7 @@ def test_the_best_for_the_device(spec: AttentionSpec, device: DeviceSpec, label:
         assert any(reason.startswith(f"{rejected} refuses: ") for reason in selection.reasons)
 
 
-@pytest.mark.parametrize(("device", "version"), [(A100, "2"), (H100, "3"), (B200, "2")])
+@pytest.mark.parametrize(("device", "version"), [(A100, "2"), (H100, "3"), (B200, "4")])
 def test_a_family_takes_its_first_version_that_fits(device: DeviceSpec, version: str) -> None:
     selection = select("FLASH_ATTN", None, HALF, device)
     assert selection.capabilities.version == version

@@ -25,7 +25,6 @@ class Capabilities(ABC):
     Attributes:
         name: as users write it in `--attention-backend`.
         version: of the kernel family ("2", "3", "4"), or "".
-        unverified: reason why only an explicit version selects the backend, or "".
         varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
 
     Example:
@@ -46,7 +45,6 @@ class Capabilities(ABC):
 
     name: str
     version: str = ""
-    unverified: str = ""
     varies: str = "it does not say that its results are the same in every batch"
 
     @abstractmethod

@@ -216,16 +216,11 @@ def select(
     for candidate in candidates:
         label = candidate.capabilities.label
         refusals = candidate.refusals(spec, device)
-        unverified = candidate.capabilities.unverified
-        if unverified and version is None:
-            refusals = [*refusals, f"it is unverified ({unverified}); it runs where its version is asked for"]
         if refusals:
             rejected[label] = refusals
             reasons.append(f"{label} refuses: {'; '.join(refusals)}")
             continue
         reasons.append(f"{label} serves this configuration on {device.name}")
-        if unverified:
-            reasons.append(f"{label} is unverified: {unverified}")
         missing = candidate.capabilities.missing()
         if missing is not None:
             reasons.append(f"{label} cannot run here: {missing}")
@@ -237,8 +232,7 @@ def select(
             part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
-    serving = [one.capabilities for one in backends if not one.refusals(spec, device)]
-    labels = [one.label for one in serving if not one.unverified]
+    labels = [one.capabilities.label for one in backends if not one.refusals(spec, device)]
     would = f"would serve: {', '.join(labels)}" if labels else "no backend would serve"
     raise BackendError(f"attention_backend={name!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
 
