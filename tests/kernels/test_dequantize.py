@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phonograph.kernels.torch.grouped import Grouped, dequantize
+from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 
 
@@ -29,6 +29,17 @@ def test_writing_out(bits: int, zeros: bool, ordered: bool, device: torch.device
     out = torch.full((outputs, inputs), torch.nan, dtype=torch.float16, device=device)
     dequantize_into(there, out)
     assert torch.equal(out.cpu(), wanted.half())
+
+
+def test_interleaved(device: torch.device) -> None:
+    packed = torch.randint(-(2**31), 2**31, (37, 48), dtype=torch.int32)
+    scales = torch.randn(37, 3).half()
+    wanted = dequantize(Grouped(packed, scales, None, 4, 128))[:, :300]
+    there = Grouped(interleave(packed).to(device), scales.to(device), None, 4, 128, interleaved=True)
+    out = torch.full((37, 300), torch.nan, dtype=torch.float16, device=device)
+    dequantize_into(there, out)
+    assert torch.equal(out.cpu(), wanted)
+    assert torch.equal(dequantize(there).cpu()[:, :300], wanted)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from product_problem import EPS, Case, poisoned, random_tensor, silu_of
 
-from phonograph.kernels.torch.grouped import Grouped, dequantize
+from phonograph.kernels.torch.grouped import Grouped, deinterleave, dequantize, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
@@ -54,7 +54,7 @@ class GroupedCase(Case):
         self.grouped = Grouped(
             packed.to(torch.int32).to(device),
             scales,
-            zeros_OG.to(device) if kind == "int4 with zeros" else None,
+            zeros_OG.to(device) if "zeros" in kind else None,
             4,
             group,
         )
@@ -64,6 +64,9 @@ class GroupedCase(Case):
             self.grouped = self.grouped._replace(offsets_OG=offsets)
             exact = exact._replace(offsets_OG=offsets.double())
         self.weight = dequantize(exact)[:, :inputs]
+        if "interleaved" in kind:
+            words = interleave(self.grouped.packed_OW)
+            self.grouped = self.grouped._replace(packed_OW=words, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,6 +79,8 @@ class GroupedCase(Case):
         (8, 16, 520, 256, "int4 with zeros"),
         (5, 70, 100, 64, "int4"),
         (2, 21, 160, 32, "int4 with offsets"),
+        (4, 37, 384, 128, "int4 interleaved"),
+        (8, 40, 500, 256, "int4 interleaved with zeros"),
         (3, 40, 200, 200, "fp8"),
         (8, 37, 324, 128, "fp8"),
     ],
@@ -153,6 +158,19 @@ def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> N
         case.check(case.product(case.x, bias=True))
 
 
+def test_interleaved_words() -> None:
+    """Word w has columns 8 p + 2 w in its lower half and the columns after them in its upper half."""
+    columns = torch.arange(32, dtype=torch.int64) % 16
+    natural = (columns.view(4, 8) << (4 * torch.arange(8))).sum(1)
+    words = interleave(natural.to(torch.int32).view(1, 4))
+    for w in range(4):
+        lower = [8 * p + 2 * w for p in range(4)]
+        wanted = [columns[column] for column in lower] + [columns[column + 1] for column in lower]
+        assert [(int(words[0, w]) >> (4 * place)) & 15 for place in range(8)] == wanted
+    drawn = torch.randint(-(2**31), 2**31, (3, 16), dtype=torch.int32)
+    assert torch.equal(deinterleave(interleave(drawn)), drawn)
+
+
 def test_weights_that_the_kernel_does_not_take() -> None:
     weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
@@ -185,14 +203,15 @@ def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str,
 
 
 @pytest.mark.gpu
-def test_random_cases(device: torch.device) -> None:
-    """500 products of random sizes, groups and rows."""
+@pytest.mark.parametrize("part", range(10))
+def test_random_cases(part: int, device: torch.device) -> None:
+    """500 products of random sizes, groups and rows, in ten parts that processes share."""
     draw = torch.Generator().manual_seed(torch.seed() % 2**32)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=draw))
 
-    for _ in range(500):
+    for _ in range(50):
         rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
         group, kind = (
             (32, 64, 128, 256)[number(0, 4)],

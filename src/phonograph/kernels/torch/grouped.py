@@ -28,6 +28,7 @@ class Grouped(NamedTuple):
         group: inputs of a group.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
         offsets_OG: in the type of the scales; None for 0 everywhere.
+        interleaved: the values of four words lie as `interleave` puts them.
     """
 
     packed_OW: torch.Tensor
@@ -37,6 +38,7 @@ class Grouped(NamedTuple):
     group: int
     order_I: torch.Tensor | None = None
     offsets_OG: torch.Tensor | None = None
+    interleaved: bool = False
 
     def columns(self) -> int:
         """Return the columns of the packed values, whole groups included."""
@@ -62,7 +64,8 @@ def dequantize(weight: Grouped) -> torch.Tensor:
     outputs, groups = weight.scales_OG.shape
     if weight.packed_OW.dtype == torch.float8_e4m3fn:
         return _dequantize_fp8(weight)
-    bytes_OB = weight.packed_OW.view(torch.uint8)
+    packed_OW = weight.packed_OW
+    bytes_OB = (deinterleave(packed_OW) if weight.interleaved else packed_OW).view(torch.uint8)
     width = bytes_OB.shape[1] * 8 // weight.bits
     values = torch.empty(outputs, width, dtype=weight.scales_OG.dtype, device=weight.scales_OG.device)
     if weight.bits == 8:
@@ -81,6 +84,35 @@ def dequantize(weight: Grouped) -> torch.Tensor:
     if weight.offsets_OG is not None:
         grouped.add_(weight.offsets_OG.unsqueeze(-1))
     return values
+
+
+def interleave(packed_OW: torch.Tensor) -> torch.Tensor:
+    """Return words of values of 4 bits in the order in which the tensor cores of Hopper take them.
+
+    Of the 32 columns of four words, word w gets columns 8 p + 2 w and 8 p + 2 w + 1 in its lower and upper half, for p
+    from 0 to 3: what one of four threads holds of a tile of weights.
+
+    Args:
+        packed_OW: words with the lowest bits first, a multiple of four of each output.
+    """
+    words_OB4 = packed_OW.unflatten(1, (-1, 4))
+    found = torch.zeros_like(words_OB4)
+    for w in range(4):
+        for p in range(4):
+            pair = words_OB4[..., p] >> (8 * w)
+            found[..., w] |= ((pair & 15) << (4 * p)) | (((pair >> 4) & 15) << (4 * p + 16))
+    return found.flatten(1)
+
+
+def deinterleave(packed_OW: torch.Tensor) -> torch.Tensor:
+    """Return words with the lowest bits first, from those of `interleave`."""
+    words_OB4 = packed_OW.unflatten(1, (-1, 4))
+    found = torch.zeros_like(words_OB4)
+    for w in range(4):
+        for p in range(4):
+            low, high = words_OB4[..., w] >> (4 * p), words_OB4[..., w] >> (4 * p + 16)
+            found[..., p] |= ((low & 15) | ((high & 15) << 4)) << (8 * w)
+    return found.flatten(1)
 
 
 def _dequantize_fp8(weight: Grouped) -> torch.Tensor:

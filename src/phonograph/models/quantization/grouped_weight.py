@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 
 from phonograph.errors import WeightError
-from phonograph.kernels.torch.grouped import Grouped, add_product, product
+from phonograph.kernels.torch.grouped import Grouped, add_product, interleave, product
 from phonograph.models.quantization.scheme import Allocate
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -99,17 +99,26 @@ class GroupedWeight:
         self.values.zeros_OG[first : first + zeros_OG.shape[0]].copy_(zeros_OG)
 
     def write_packed(self, first: int, packed_OW: torch.Tensor) -> None:
-        """Fill outputs from `first` on with words in the layout of `Grouped`."""
-        self.values.packed_OW[first : first + packed_OW.shape[0], : packed_OW.shape[1]].copy_(packed_OW)
+        """Fill outputs from `first` on with words that have the lowest bits first."""
+        into = self.values.packed_OW[first : first + packed_OW.shape[0]]
+        into[:, : packed_OW.shape[1]].copy_(packed_OW)
+        self._order_words(into)
 
     def write_values(self, first: int, values_OI: torch.Tensor) -> None:
         """Fill outputs from `first` on with unpacked integers, uint8."""
-        packed_OB = self.values.packed_OW[first : first + values_OI.shape[0]].view(torch.uint8)
+        into = self.values.packed_OW[first : first + values_OI.shape[0]]
+        packed_OB = into.view(torch.uint8)
         if self.values.bits == 8:
             packed_OB[:, : values_OI.shape[1]] = values_OI
         else:
             packed_OB[:, : -(-values_OI.shape[1] // 2)] = values_OI[:, 0::2]
             packed_OB[:, : values_OI.shape[1] // 2] |= values_OI[:, 1::2] << 4
+        self._order_words(into)
+
+    def _order_words(self, packed_OW: torch.Tensor) -> None:
+        """Put words with the lowest bits first into the order of the weight, in place."""
+        if self.values.interleaved:
+            packed_OW.copy_(interleave(packed_OW))
 
     def write_order(self, module: str, group_I: torch.Tensor) -> torch.Tensor:
         """Set the order of the inputs from the group of each input, and return it.
@@ -170,7 +179,10 @@ class GroupedScheme:
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
         offsets = allocate_by_group(allocate, outputs, groups, packed.device) if self.offsets else None
-        return GroupedWeight(Grouped(packed, scales, zeros, self.bits, group, order, offsets), inputs)
+        # The kernels of a GPU take whole groups of 128 inputs, if these are in order.
+        interleaved = packed.device.type != "cpu" and self.bits == 4 and group % 128 == 0 and not self.ordered
+        values = Grouped(packed, scales, zeros, self.bits, group, order, offsets, interleaved)
+        return GroupedWeight(values, inputs)
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
         per_group = element * (1 + self.offsets) + self.zeros

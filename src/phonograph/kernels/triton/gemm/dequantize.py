@@ -44,6 +44,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
         GROUP=weight.group,
         BITS=weight.bits,
         IS_FP8=weight.packed_OW.dtype == torch.float8_e4m3fn,
+        INTERLEAVED=weight.interleaved,
         BLOCK_O=_OUTPUTS,
         BLOCK_W=_WORDS,
         num_warps=4,
@@ -67,6 +68,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -80,7 +82,10 @@ def _dequantize_kernel(
         other=0.0 if IS_FP8 else 0,
     )
     place = tl.arange(0, COUNT)
-    column = word[:, None] * COUNT + place[None, :]
+    if INTERLEAVED:
+        column = word[:, None] // 4 * 32 + word[:, None] % 4 * 2 + (place % 4 * 8 + place // 4)[None, :]
+    else:
+        column = word[:, None] * COUNT + place[None, :]
     group = tl.minimum(column // GROUP, GROUPS - 1)
     at = output[:, None, None] * output_stride + group.to(tl.int64)[None, :, :] * group_stride
     valid = valid_o[:, None, None] & (column < INPUTS)[None, :, :]

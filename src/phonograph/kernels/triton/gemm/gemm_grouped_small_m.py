@@ -63,6 +63,8 @@ def takes(weight: Grouped, dtype: torch.dtype) -> bool:
     """Return True if the kernel multiplies such weights by rows of `dtype`."""
     if dtype not in (torch.bfloat16, torch.float16) or weight.order_I is not None:
         return False
+    if weight.interleaved:
+        return True
     if weight.packed_OW.dtype == _FP8:
         num_inputs = weight.packed_OW.shape[1]
         return num_inputs % 4 == 0 and (weight.group >= num_inputs or weight.group % 64 == 0)
@@ -103,6 +105,7 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         K=num_inputs,
         GROUP=weight.group,
         BITS=weight.bits,
+        INTERLEAVED=weight.interleaved,
         ROWS=rows,
         BLOCK_N=block_n,
         UNITS=units,
@@ -162,6 +165,7 @@ def _grouped_rows_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
@@ -243,7 +247,7 @@ def _grouped_rows_kernel(
     # the operands through shared memory.
     for turn in tl.range((STEPS + AHEAD - 1) // AHEAD, num_stages=1):
         for place in tl.static_range(AHEAD):
-            right = columns(xs[place % ROWS_AHEAD], BITS)
+            right = columns(xs[place % ROWS_AHEAD], BITS, INTERLEAVED)
             left = weights(words[place], magic, BITS, KIND)
             if ONE_SCALE:
                 sums = tl.dot(left, right, sums, input_precision="ieee")

@@ -98,6 +98,7 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: 
         PREFETCH=prefetch if aligned else 0,
         MODE=mode,
         BITS=weight.bits if weight is not None else 0,
+        INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
         **pdl_options(),
         num_warps=num_warps,
@@ -168,7 +169,8 @@ def _weight_tile(
         rows_left: rows from `first` on.
         n: rows of the tile.
         k: columns of the tile.
-        SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers.
+        SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers; True if words are
+            interleaved.
         KIND: type of the numbers.
     """
     K: tl.constexpr = SHAPE[0]
@@ -196,6 +198,7 @@ def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexp
     BLOCK_K: tl.constexpr = SHAPE[1]
     BITS: tl.constexpr = SHAPE[2]
     GROUP: tl.constexpr = SHAPE[3]
+    INTERLEAVED: tl.constexpr = SHAPE[4]
     COUNT: tl.constexpr = 32 // BITS
     word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
     row = row.to(tl.int64)[:, None]
@@ -208,9 +211,9 @@ def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexp
     BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
     if zeros_ptr is not None:
         zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
-        values = numbers(words, magic, zero, scale, BITS, KIND)
+        values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND)
     else:
-        values = numbers(words, magic, BIAS + 8, scale, BITS, KIND)
+        values = numbers(words, magic, BIAS + 8, scale, BITS, INTERLEAVED, KIND)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + at).to(KIND)
     return values
@@ -251,6 +254,7 @@ def _rows_kernel(
     PREFETCH: tl.constexpr,
     MODE: tl.constexpr,
     BITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -285,7 +289,7 @@ def _rows_kernel(
         # Loaded early, used at the end.
         squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP)
+    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)

@@ -122,7 +122,7 @@ def _halves(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
+def unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
     """Return the weights of each word in order, in new last dimensions of two; those of 4 bits plus the bias."""
     if BITS == 4:
         even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
@@ -134,29 +134,40 @@ def _unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def in_order(values):
+    """Return the weights [n, w, 2, 2, 2] of interleaved words in the order of the columns, in several dimensions."""
+    values = tl.reshape(values, (values.shape[0], values.shape[1] // 4, 2, 2, 2, 2, 2))
+    return tl.permute(values, (0, 1, 5, 6, 2, 3, 4))
+
+
+@triton.jit
 def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
     """Return words of `read_words` as a left operand [units, 8 r, k]; those of 4 bits plus the bias."""
     UNITS: tl.constexpr = words.shape[1]
     R: tl.constexpr = words.shape[2]
     # Eights of columns that a thread has in a row.
     EIGHTS: tl.constexpr = words.shape[3] // BITS
-    values = _unpacked(words, magic, BITS, KIND)
+    values = unpacked(words, magic, BITS, KIND)
     return _left(tl.reshape(values, (8, UNITS, R, 4, EIGHTS, 2, 2, 2)), BITS)
 
 
 @triton.jit
-def numbers(words, magic, zero, scale, BITS: tl.constexpr, KIND: tl.constexpr):
+def numbers(words, magic, zero, scale, BITS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr):
     """Return the weights [n, k] of words [n, w] in the type KIND.
 
     Args:
-        words: words of rows, in order.
+        words: words of rows, of outputs one after another.
         magic: `MAGIC` of the type.
         zero: zeros plus the bias [n, 1], in KIND, or one number for all; of 4 bits only.
         scale: scales [n, 1] in KIND.
         BITS: of a weight.
+        INTERLEAVED: the words are those of `kernels.torch.grouped.interleave`.
         KIND: type of the result.
     """
-    values = tl.reshape(_unpacked(words, magic, BITS, KIND), (words.shape[0], 32 // BITS * words.shape[1]))
+    values = unpacked(words, magic, BITS, KIND)
+    if INTERLEAVED:
+        values = in_order(values)
+    values = tl.reshape(values, (words.shape[0], 32 // BITS * words.shape[1]))
     if BITS == 4:
         # Differences of such small integers are exact.
         values -= zero
@@ -179,10 +190,17 @@ def _left(values, BITS: tl.constexpr):
 
 
 @triton.jit
-def columns(rows, BITS: tl.constexpr):
-    """Return rows of `read_rows` as a right operand [units, k, 8 r], in the order of `weights`."""
+def columns(rows, BITS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return rows of `read_rows` as a right operand [units, k, 8 r], in the order of `weights`.
+
+    A thread has 32 columns of a unit of 128, four words in either order.
+    """
     UNITS: tl.constexpr = rows.shape[1]
     R: tl.constexpr = rows.shape[2]
     EIGHTS: tl.constexpr = rows.shape[3]
-    values = tl.permute(tl.reshape(rows, (8, UNITS, R, EIGHTS, 4, 2, 2, 2)), (0, 1, 2, 4, 3, 5, 6, 7))
+    if INTERLEAVED:
+        values = tl.permute(tl.reshape(rows, (8, UNITS, R, 2, 2, 4, 2, 2, 2)), (0, 1, 2, 5, 6, 7, 8, 3, 4))
+        values = tl.reshape(values, (8, UNITS, R, 4, 4, 2, 2, 2))
+    else:
+        values = tl.permute(tl.reshape(rows, (8, UNITS, R, EIGHTS, 4, 2, 2, 2)), (0, 1, 2, 4, 3, 5, 6, 7))
     return tl.permute(_left(values, BITS), (0, 2, 1))
