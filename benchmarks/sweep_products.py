@@ -320,7 +320,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     """
     outputs, inputs = shape
     found: list[ProductConfig | None] = []
-    if rows <= 32:
+    if rows <= 16 or (rows == 32 and not weight.interleaved):
         columns = 64 if weight.bits == 8 else min(128, weight.group)
         for block_n, warps, each, ahead, rows_ahead in itertools.product(
             (16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 3, 4, 6), (1, 2)
@@ -330,15 +330,37 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
             steps = -(-inputs // (columns * units))
             if 16 <= registers <= 96 and ahead <= steps and ahead % rows_ahead == 0:
                 found.append(GroupedRowsConfig(rows, block_n, units, ahead, rows_ahead, warps))
-    else:
+    elif not weight.interleaved:
         for block_n, rows_tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
             tiles = -(-outputs // block_n) * -(-rows // rows_tile)
             if rows_tile > rows or stages * (256 * rows_tile + 128 * block_n) > SHARED[0]:
                 continue
             for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
                 found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
-    now = product_rules.choose_grouped(rows, outputs, inputs, weight.bits, weight.group, silu)
+    if weight.interleaved and rows >= 16 and gluon_usable():
+        found += grouped_rings(rows, shape, silu=silu)
+    now = product_rules.choose_grouped(
+        rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
+    )
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found)))]))
+
+
+def grouped_rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
+    """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
+    outputs, inputs = shape
+    found: list[RingConfig] = []
+    rows_tiles = [one for one in (16, 32, 64, 128) if one <= rows <= 2 * one]
+    for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), (128, 64), (1, 2, 3)):
+        if block_n * (1 + silu) * rows_tile > 1 << 14:
+            continue
+        tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
+        room = RING_BYTES // places // product_rules.ring_step_bytes(rows_tile, block_n, block_k, pairs=silu)
+        for programs in (132 * places, 132 * places // 2):
+            splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
+            stages = min(room, -(-steps // splits), 8)
+            if stages >= 2:
+                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages))
+    return list(dict.fromkeys(found))
 
 
 Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_problem import EPS, Case, poisoned, random_tensor, silu_of
+from grouped_problem import GroupedCase
+from product_problem import EPS, poisoned, random_tensor, silu_of
 
-from phonograph.kernels.torch.grouped import Grouped, deinterleave, dequantize, interleave
+from phonograph.kernels.torch.grouped import deinterleave, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
@@ -21,52 +22,6 @@ CONFIGS = [
     GroupedRowsConfig(16, 16, 4, 3, 1, 1),
     GroupedRowsConfig(32, 32, 1, 2, 2, 1),
 ]
-
-
-class GroupedCase(Case):
-    """A product whose weights are random numbers of a format; `weight` has the numbers that they mean."""
-
-    def __init__(
-        self,
-        rows: int,
-        outputs: int,
-        inputs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        group: int,
-        kind: str = "int4",
-        pairs: bool = False,
-    ) -> None:
-        super().__init__(rows, outputs, inputs, dtype, device, pairs=pairs)
-        weight_rows, groups = self.weight.shape[0], -(-inputs // group)
-        generator = torch.Generator().manual_seed(6)
-        scales = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=8).t() / (5 * inputs**0.5)
-        if kind == "fp8":
-            # All numbers of the type but those that are not a number, the smallest included.
-            drawn = torch.randint(0, 254, (weight_rows, inputs), generator=generator, dtype=torch.uint8)
-            values = (drawn + (drawn >= 127)).to(device).view(torch.float8_e4m3fn)
-            self.grouped = Grouped(values, scales / 16, None, 8, group)
-            self.weight = values.double() * (scales / 16).double().repeat_interleave(group, 1)[:, :inputs]
-            return
-        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
-        zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
-        self.grouped = Grouped(
-            packed.to(torch.int32).to(device),
-            scales,
-            zeros_OG.to(device) if "zeros" in kind else None,
-            4,
-            group,
-        )
-        exact = self.grouped._replace(scales_OG=scales.double())
-        if kind == "int4 with offsets":
-            offsets = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=9).t() / inputs**0.5
-            self.grouped = self.grouped._replace(offsets_OG=offsets)
-            exact = exact._replace(offsets_OG=offsets.double())
-        self.weight = dequantize(exact)[:, :inputs]
-        if "interleaved" in kind:
-            words = interleave(self.grouped.packed_OW)
-            self.grouped = self.grouped._replace(packed_OW=words, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

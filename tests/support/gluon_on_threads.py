@@ -187,9 +187,11 @@ class _Language:
     """Stands for `triton.experimental.gluon.language`."""
 
     int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+    reshape, permute = staticmethod(torch.reshape), staticmethod(torch.permute)
     static_range = range
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
     DotOperandLayout = SwizzledSharedLayout = staticmethod(lambda *args, **keywords: None)
+    to_tensor = staticmethod(torch.as_tensor)
     convert_layout = staticmethod(lambda values, layout, **_: values)
     exp, exp2, log2 = staticmethod(torch.exp), staticmethod(torch.exp2), staticmethod(torch.log2)
     rsqrt = staticmethod(torch.rsqrt)
@@ -232,7 +234,7 @@ class _Language:
 
     @staticmethod
     def minimum(left: Any, right: Any) -> Any:
-        return min(left, right)
+        return left.clamp(max=right) if isinstance(left, torch.Tensor) else min(left, right)
 
     @staticmethod
     def where(condition: Any, left: Any, right: Any) -> Any:
@@ -310,6 +312,13 @@ def _multiply(a: Any, b: Shared, sums: torch.Tensor, *, is_async: bool) -> torch
     return sums + left.float() @ b.values.float()
 
 
+def _unpacked(words: torch.Tensor, magic: int, bits: int, kind: torch.dtype) -> torch.Tensor:
+    """Stands for the Triton function of this name, whose cast of bits torch's tensors do not have."""
+    bias = 128 if kind == torch.bfloat16 else 16
+    values = (words[..., None] >> (bits * torch.arange(32 // bits))) & ((1 << bits) - 1)
+    return values.unflatten(-1, (2, 2, 2)).to(kind) + bias
+
+
 def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return the globals of a module's kernels as plain Python; imported modules have their own."""
     if id(given) in known:
@@ -323,6 +332,7 @@ def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> di
             names[key] = types.FunctionType(value.fn.__code__, around, key, value.fn.__defaults__)
     # What kernels of both languages call is in Triton's.
     names |= {"gl": _Language, "tl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
+    names |= {"unpacked": _unpacked} if "unpacked" in names else {}
     names["warpgroup_mma"] = _multiply
     names["warpgroup_mma_init"] = lambda sums: sums
     names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps

@@ -205,7 +205,8 @@ def _choose(
         return (choose_silu if silu else choose)(rows, num_outputs, num_inputs)
     if not gemm_grouped_small_m.takes(weight_NK, dtype):
         return None
-    return choose_grouped(rows, num_outputs, num_inputs, weight_NK.bits, weight_NK.group, silu)
+    bits, group, interleaved = weight_NK.bits, weight_NK.group, weight_NK.interleaved
+    return choose_grouped(rows, num_outputs, num_inputs, bits, group, silu, interleaved=interleaved)
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:
@@ -241,12 +242,11 @@ def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: Li
         splits = 1
     parts = scratch[:2] if scratch is not None and splits > 1 else None
     if isinstance(config, RingConfig):
-        assert grouped is None
         if rows_aligned(weight_NK) and rows_aligned(x_MK):
             # Gluon is experimental: imported only where it is to run.
             from phonograph.kernels.triton.gemm import gemm_ring
 
-            gemm_ring.launch(product, config._replace(splits=splits), parts)
+            gemm_ring.launch(product, config._replace(splits=splits), parts, grouped)
             return
-        config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 256)
+        config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 0 if grouped else 256)
     gemm_tiled.launch(product, config._replace(splits=splits), parts, grouped)

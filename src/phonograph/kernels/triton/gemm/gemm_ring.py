@@ -8,6 +8,9 @@ and the rows after that. Loads in flight need neither registers nor warps, so fo
 The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
 their inputs over programs; the last one to arrive adds the parts in a fixed order.
 
+Interleaved weights of 4 bits (`Grouped`) come as words, which each thread makes the numbers of that it holds of the
+tile: the tensor cores take the weights from registers. Other programs of the multiprocessor unpack theirs meanwhile.
+
 Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
 (`tests/support/gluon_on_threads.py`).
 
@@ -32,6 +35,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.grouped_operands import (
+    BIAS_OF_BFLOAT16,
+    BIAS_OF_FLOAT16,
+    MAGIC,
+    in_order,
+    unpacked,
+)
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 from phonograph.kernels.triton.launch.gluon import (
@@ -43,8 +54,11 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
-    """Compute a product of 16-bit rows that begin at multiples of 16 bytes; `parts` is needed if inputs are split."""
+def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: Grouped | None = None) -> None:
+    """Compute a product of 16-bit rows that begin at multiples of 16 bytes.
+
+    `parts` is needed if inputs are split. Interleaved weights of 4 bits, `grouped`, take the place of the product's.
+    """
     x_MK, weight_NK, bias_N, out_MN, mode, _, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
@@ -54,11 +68,19 @@ def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
-    layouts = [gl.NVMMASharedLayout.get_default_for([height, block_k], kind) for height in (rows, block_n)]
+    rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
     num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
+    tile, weights_kind = [block_n, block_k], kind
+    if grouped is not None:
+        assert takes(grouped, config) and grouped.has_equal_strides()
+        # Each warp has 16 outputs of a tile, whose weights no other warp unpacks.
+        weight_NK, num_warps = grouped.packed_OW, block_n // 16
+        tile, weights_kind = [block_n, block_k // 8], gl.int32
+    weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
     _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
-        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], layouts[0]),
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], [block_n, block_k], layouts[1]),
+        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], rows_layout),
+        TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
+        *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
         bias_N,
         out_MN,
         partials,
@@ -66,6 +88,8 @@ def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
         *norm_pointers,
         num_rows,
         eps,
+        MAGIC[x_MK.dtype] if grouped is not None else 0,
+        *(grouped.scales_OG.stride() if grouped is not None else (0, 0)),
         out_MN.stride(0),
         normed_stride,
         N=num_outputs,
@@ -77,9 +101,58 @@ def launch(product: Product, config: RingConfig, parts: Parts | None) -> None:
         MODE=mode,
         LAG=lag,
         WARPS=num_warps,
+        GROUP=grouped.group if grouped is not None else 0,
+        WORDS=_words_layout(num_warps, block_k // 8) if grouped is not None else None,
         **pdl_options(),
         num_warps=num_warps,
     )
+
+
+def takes(weight: Grouped, config: RingConfig) -> bool:
+    """Return True if the kernel multiplies such weights with such tiles: 64 or 128 outputs, columns of one group.
+
+    With a lag, products would still read registers that the next step's weights are written to.
+    """
+    return weight.interleaved and weight.group % config.block_k == 0 and config.block_n in (64, 128) and config.lag == 0
+
+
+def _words_layout(num_warps: int, num_words: int) -> gl.DistributedLinearLayout:
+    """Return the layout of a tile's words [16 num_warps, num_words]: one of four words a thread, of two outputs."""
+    words = [[0, 1 << bit] for bit in range(2, num_words.bit_length() - 1)]
+    warps = [[16 << bit, 0] for bit in range(num_warps.bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], *words], lanes, warps, [], [16 * num_warps, num_words])
+
+
+@gluon.jit
+def _numbers(words, scale, zero, magic, KIND: gl.constexpr, NUMBERS: gl.constexpr):
+    """Return the weights [n, k] of interleaved words [n, w], in registers, for which no thread asks another.
+
+    Args:
+        words: words of rows.
+        scale: scales [n, 1].
+        zero: zeros plus the bias of `unpacked`, [n, 1], or one number for all.
+        magic: `MAGIC` of the type.
+        KIND: type of the numbers.
+        NUMBERS: layout of the numbers.
+    """
+    values = in_order(unpacked(words, magic, 4, KIND))
+    values = gl.convert_layout(values.reshape((words.shape[0], 8 * words.shape[1])), NUMBERS, assert_trivial=True)
+    # Differences of such small integers are exact.
+    return (values - zero) * scale
+
+
+@gluon.jit
+def _groups_of(scales_ptr, zeros_ptr, n, output_stride, group_at, KIND: gl.constexpr):
+    """Load the scales of outputs n in a group, and their zeros plus the bias of `unpacked`, or one number for all."""
+    BIAS: gl.constexpr = BIAS_OF_BFLOAT16 if gl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    # A matrix has fewer than 2 ** 31 groups.
+    at = n * output_stride + group_at
+    scale = gl.load(scales_ptr + at).to(KIND)[:, None]
+    zero = gl.to_tensor(BIAS + 8).to(KIND)
+    if zeros_ptr is not None:
+        zero = (gl.load(zeros_ptr + at).to(gl.float32) + BIAS).to(KIND)[:, None]
+    return scale, zero
 
 
 @gluon.jit
@@ -118,6 +191,8 @@ def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
 def _ring_kernel(
     x_desc,
     weight_desc,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -128,6 +203,9 @@ def _ring_kernel(
     new_squares_ptr,
     M,
     eps,
+    magic,
+    output_stride,
+    group_stride,
     out_stride,
     normed_stride,
     N: gl.constexpr,
@@ -139,23 +217,28 @@ def _ring_kernel(
     MODE: gl.constexpr,
     LAG: gl.constexpr,
     WARPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    WORDS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
         let_next_kernel_start()
     BLOCK_N: gl.constexpr = weight_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = weight_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     PAIR: gl.constexpr = 2 if MODE == 2 else 1
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BYTES: gl.constexpr = PAIR * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
+    KIND: gl.constexpr = x_desc.dtype
     WIDE: gl.constexpr = min(WARPS, BLOCK_N // 16)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WIDE, WARPS // WIDE], instr_shape=[16, ROWS * WIDE // WARPS, 16]
     )
+    NUMBERS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     # Sixteen bytes of an output row a thread.
     LANES: gl.constexpr = BLOCK_N // 8
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
-    weights = gl.allocate_shared_memory(weight_desc.dtype, [PAIR * STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    WIDTH: gl.constexpr = weight_desc.block_type.shape[1]
+    weights = gl.allocate_shared_memory(weight_desc.dtype, [PAIR * STAGES, BLOCK_N, WIDTH], weight_desc.layout)
     rows = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     full = make_barriers(STAGES, 1)
     fence_async_shared()
@@ -171,6 +254,13 @@ def _ring_kernel(
     # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
         _ask_for_weights(weights, place, weight_desc, full, BYTES, first, begin + place, end, N, PAIR)
+    scale, zero, up_scale, up_zero = 0, 0, 0, 0
+    if GROUP > 0:
+        group_n = gl.minimum(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, NUMBERS)), N - 1)
+        group_at = begin * BLOCK_K // GROUP * group_stride
+        scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
+        if MODE == 2:
+            up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -195,9 +285,23 @@ def _ring_kernel(
     for step in range(begin, end):
         mbarrier.wait(full.index(place), turn)
         x = rows.index(place).permute((1, 0))
-        sums = warpgroup_mma(weights.index(PAIR * place), x, sums, is_async=True)
+        if GROUP > 0:
+            words = weights.index(PAIR * place).load(WORDS)
+            left = _numbers(words, scale, zero, magic, KIND, NUMBERS)
+            # Of the next step, beyond the last one of its own.
+            group_at = gl.minimum(step + 1, STEPS - 1) * BLOCK_K // GROUP * group_stride
+            scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
+        else:
+            left = weights.index(PAIR * place)
+        sums = warpgroup_mma(left, x, sums, is_async=True)
         if MODE == 2:
-            ups = warpgroup_mma(weights.index(PAIR * place + 1), x, ups, is_async=True)
+            if GROUP > 0:
+                words = weights.index(PAIR * place + 1).load(WORDS)
+                up_left = _numbers(words, up_scale, up_zero, magic, KIND, NUMBERS)
+                up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
+            else:
+                up_left = weights.index(PAIR * place + 1)
+            ups = warpgroup_mma(up_left, x, ups, is_async=True)
         sums, ups = _wait_for_products(LAG, sums, ups, PAIR)
         # All warps have read this place, or with LAG that of the step before.
         gl.thread_barrier()

@@ -122,7 +122,7 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
 
 
 def choose_grouped(
-    rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool
+    rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool, *, interleaved: bool = False
 ) -> ProductConfig | None:
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
@@ -133,6 +133,8 @@ def choose_grouped(
         return MEASURED_GROUPED[key]
     if rows > 256:
         return None
+    if interleaved and rows > 16 and gluon_usable():
+        return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
     if rows > 32:
         # A step has columns of one group.
         block_k = 128 if group >= num_inputs else min(128, group & -group)
@@ -146,6 +148,19 @@ def choose_grouped(
     if num_inputs >= 8192:
         return GroupedRowsConfig(rows, 16, 2 * units, 4, 2, 8)
     return GroupedRowsConfig(rows, 16, units, 2, 2, 4)
+
+
+def ring_step_bytes(rows: int, block_n: int, block_k: int, *, pairs: bool) -> int:
+    """Return the bytes of a step's words of 4-bit weights and its rows."""
+    return block_n * (1 + pairs) * block_k // 2 + 2 * rows * block_k
+
+
+def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
+    rows_tile, steps = min(rows, 128), _cdiv(num_inputs, 128)
+    tiles = _cdiv(num_outputs, 64) * _cdiv(rows, rows_tile)
+    splits = 1 if pairs else max(1, min(8, PROGRAMS // tiles, steps // 4))
+    stages = RING_BYTES // 2 // ring_step_bytes(rows_tile, 64, 128, pairs=pairs)
+    return RingConfig(rows_tile, 64, 128, splits, max(2, min(6, stages, _cdiv(steps, splits))))
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:

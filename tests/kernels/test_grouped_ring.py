@@ -1,0 +1,112 @@
+"""Products through a ring with weights of 4 bits, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import gluon_on_threads
+import pytest
+import torch
+from grouped_problem import GroupedCase
+from product_problem import EPS, poisoned, random_tensor, silu_of
+
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu
+from phonograph.kernels.triton.gemm.tuning import RingConfig
+
+ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
+
+SIZES = [
+    (9, 72, 256, RingConfig(16, 64, 128, 1, 2)),
+    (16, 136, 328, RingConfig(16, 64, 128, 3, 1)),
+    (30, 200, 1000, RingConfig(32, 128, 64, 2, 4)),
+    (61, 264, 384, RingConfig(64, 64, 128, 1, 3)),
+    (50, 72, 640, RingConfig(32, 64, 128, 2, 3)),
+]
+"""rows, outputs, inputs, config"""
+
+
+def check(case: tuple[int, int, int, RingConfig], kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    rows, outputs, inputs, config = case
+    group = 128 if len(kind) % 2 else 256
+
+    def made(*, pairs: bool = False) -> GroupedCase:
+        return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
+
+    scratch = poisoned(device)
+    plain = made()
+    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch, config=config)
+    plain.check(plain.product(plain.x, bias=True))
+    added = made()
+    added.out.copy_(added.residual)
+    linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
+    added.check(added.product(added.x, bias=False) + added.residual.double())
+    if config.block_n == 64:
+        gated = made(pairs=True)
+        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, config=config._replace(splits=1))
+        gated.check(silu_of(gated.product(gated.x, bias=True)))
+
+
+def check_norm(dtype: torch.dtype, device: torch.device) -> None:
+    """The norm's division is left to the product that reads the rows."""
+    scratch, config = poisoned(device), RingConfig(16, 64, 128, 1, 3)
+    case = GroupedCase(11, 128, 384, dtype, device, group=128, kind="int4 interleaved")
+    hidden, normed = case.residual.clone(), torch.full_like(case.residual, torch.nan)
+    norm = random_tensor(128, dtype=dtype, device=device, seed=7) * 0.1 + 1
+    squares = linear_add_norm(
+        case.x, case.grouped, case.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
+    )
+    assert squares is not None
+    case.out.copy_(hidden)
+    case.check(case.product(case.x, bias=True) + case.residual.double())
+    taken = GroupedCase(11, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+    linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
+    taken.check(taken.product(wanted, bias=True))
+
+
+@pytest.fixture
+def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cpu":
+        pytest.skip("the kernel itself is tried here")
+    monkeypatch.setattr(ring, "_ring_kernel", gluon_on_threads.launcher(ring, "_ring_kernel"))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["int4 interleaved", "int4 interleaved with zeros"])
+@pytest.mark.parametrize("case", SIZES)
+def test_on_threads(case: tuple[int, int, int, RingConfig], kind: str, device: torch.device) -> None:
+    check(case, kind, torch.float16, device)
+
+
+@pytest.mark.usefixtures("threads")
+def test_norm_on_threads(device: torch.device) -> None:
+    check_norm(torch.float16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int4 interleaved", "int4 interleaved with zeros"])
+@pytest.mark.parametrize("case", SIZES)
+def test_on_the_gpu(
+    case: tuple[int, int, int, RingConfig], kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    check(case, kind, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_norm_on_the_gpu(device: torch.device) -> None:
+    check_norm(torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    rows = rng.choice([16, 32, 64, 128])
+    config = RingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1, 4))
+    inputs = rng.randint(config.splits * config.block_k // 8, 200) * 8
+    kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
+    check((rng.randint(1, 2 * rows), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)

@@ -1,0 +1,54 @@
+"""Products with weights in groups, and what they are in float64."""
+
+from __future__ import annotations
+
+import torch
+from product_problem import Case, random_tensor
+
+from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
+
+
+class GroupedCase(Case):
+    """A product whose weights are random numbers of a format; `weight` has the numbers that they mean."""
+
+    def __init__(
+        self,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        group: int,
+        kind: str = "int4",
+        pairs: bool = False,
+    ) -> None:
+        super().__init__(rows, outputs, inputs, dtype, device, pairs=pairs)
+        weight_rows, groups = self.weight.shape[0], -(-inputs // group)
+        generator = torch.Generator().manual_seed(6)
+        scales = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=8).t() / (5 * inputs**0.5)
+        if kind == "fp8":
+            # All numbers of the type but those that are not a number, the smallest included.
+            drawn = torch.randint(0, 254, (weight_rows, inputs), generator=generator, dtype=torch.uint8)
+            values = (drawn + (drawn >= 127)).to(device).view(torch.float8_e4m3fn)
+            self.grouped = Grouped(values, scales / 16, None, 8, group)
+            self.weight = values.double() * (scales / 16).double().repeat_interleave(group, 1)[:, :inputs]
+            return
+        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
+        zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
+        self.grouped = Grouped(
+            packed.to(torch.int32).to(device),
+            scales,
+            zeros_OG.to(device) if "zeros" in kind else None,
+            4,
+            group,
+        )
+        exact = self.grouped._replace(scales_OG=scales.double())
+        if kind == "int4 with offsets":
+            offsets = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=9).t() / inputs**0.5
+            self.grouped = self.grouped._replace(offsets_OG=offsets)
+            exact = exact._replace(offsets_OG=offsets.double())
+        self.weight = dequantize(exact)[:, :inputs]
+        if "interleaved" in kind:
+            words = interleave(self.grouped.packed_OW)
+            self.grouped = self.grouped._replace(packed_OW=words, interleaved=True)
