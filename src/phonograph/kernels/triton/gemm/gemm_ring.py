@@ -102,7 +102,6 @@ def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: G
         LAG=lag,
         WARPS=num_warps,
         GROUP=grouped.group if grouped is not None else 0,
-        WORDS=_words_layout(num_warps, block_k // 8) if grouped is not None else None,
         **pdl_options(),
         num_warps=num_warps,
     )
@@ -116,7 +115,8 @@ def takes(weight: Grouped, config: RingConfig) -> bool:
     return weight.interleaved and weight.group % config.block_k == 0 and config.block_n in (64, 128) and config.lag == 0
 
 
-def _words_layout(num_warps: int, num_words: int) -> gl.DistributedLinearLayout:
+@gluon.constexpr_function
+def _words_layout(num_warps, num_words):
     """Return the layout of a tile's words [16 num_warps, num_words]: one of four words a thread, of two outputs."""
     words = [[0, 1 << bit] for bit in range(2, num_words.bit_length() - 1)]
     warps = [[16 << bit, 0] for bit in range(num_warps.bit_length() - 1)]
@@ -218,7 +218,6 @@ def _ring_kernel(
     LAG: gl.constexpr,
     WARPS: gl.constexpr,
     GROUP: gl.constexpr,
-    WORDS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
@@ -286,7 +285,7 @@ def _ring_kernel(
         mbarrier.wait(full.index(place), turn)
         x = rows.index(place).permute((1, 0))
         if GROUP > 0:
-            words = weights.index(PAIR * place).load(WORDS)
+            words = weights.index(PAIR * place).load(_words_layout(WARPS, WIDTH))
             left = _numbers(words, scale, zero, magic, KIND, NUMBERS)
             # Of the next step, beyond the last one of its own.
             group_at = gl.minimum(step + 1, STEPS - 1) * BLOCK_K // GROUP * group_stride
@@ -296,7 +295,7 @@ def _ring_kernel(
         sums = warpgroup_mma(left, x, sums, is_async=True)
         if MODE == 2:
             if GROUP > 0:
-                words = weights.index(PAIR * place + 1).load(WORDS)
+                words = weights.index(PAIR * place + 1).load(_words_layout(WARPS, WIDTH))
                 up_left = _numbers(words, up_scale, up_zero, magic, KIND, NUMBERS)
                 up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
             else:
