@@ -16,6 +16,8 @@ from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization.float8 import Fp8
+from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.spec import read_model_spec
 from phonograph.sampling.grammar_masks import bitmask_words
 
@@ -55,6 +57,32 @@ def test_a_gpus_workspace_is_that_of_the_largest_step_with_masks_of_all_rows() -
     plan = plan_of("h200", enforce_eager=True, max_num_seqs=100, max_num_batched_tokens=4096)
     workspace = Workspace.nbytes(DEMO, 4096, 100, plan.dtype)
     assert plan.memory.graphs == workspace + 4 * bitmask_words(DEMO.vocab_size) * 100
+
+
+def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> None:
+    """On devices with FP8 tensor cores, if the weights have one scale an output."""
+    settings = {"enforce_eager": True, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
+    channels, blocks = (
+        replace(DEMO, quantization=Quantization("fp8", scheme))
+        for scheme in (
+            Fp8(origin="FP8", scales="channel"),
+            Fp8(origin="FP8", scales="block", block=(128, 128), scale_end="weight_scale_inv"),
+        )
+    )
+    largest = 2 * DEMO.intermediate_size * DEMO.hidden_size
+    graphs = {
+        name: [plan_of(device, model, **settings).memory.graphs for model in (DEMO, channels, blocks)]
+        for name, device in (("h200", "h200"), ("a100", "a100-40gb"))
+    }
+    plain, scaled, written = graphs["h200"]
+    assert scaled - plain == 4096 * (max(DEMO.hidden_size, DEMO.intermediate_size) + 4)
+    assert written - plain == 2 * largest
+    plain, scaled, written = graphs["a100"]
+    assert scaled - plain == written - plain == 2 * largest
+    notes = [
+        "FP8 activations" in " ".join(plan_of("h200", model, **settings).notes) for model in (DEMO, channels, blocks)
+    ]
+    assert notes == [False, True, False]
 
 
 def test_a_cascade_takes_its_buffers_on_top() -> None:

@@ -30,12 +30,14 @@ import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_dequantize as dequantized
+import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
 import test_ring
+import test_scaled_products as scaled_products
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
@@ -105,6 +107,7 @@ def run_all(device: torch.device) -> None:
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)
     layers.test_activation(3, 2500, dtype, device)
+    fp8_rows.test_rows(1008, dtype, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
@@ -113,6 +116,8 @@ def run_all(device: torch.device) -> None:
     for config in grouped_products.CONFIGS[:2]:
         grouped_products.test_products(7, 37, 200, 32, True, config, torch.float16, device)
         grouped_products.test_norm_around_products(config, torch.float16, device)
+    if device.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
+        scaled_products.test_norm_behind_a_product(37, 96, 144, dtype, device)
     if gluon_usable():
         from warps_apart import check_warps_apart
 

@@ -26,6 +26,7 @@ from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_a
 from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m as grouped_rows
 from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
@@ -274,6 +275,7 @@ OTHER_TESTS = {
     "prefill_hopper._prefill_kernel",
     "layers._norm_kernel",
     "layers._silu_kernel",
+    "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
     "dequantize._dequantize_kernel",
 }
@@ -339,6 +341,27 @@ def test_rows_of_one_large_tensor(device: torch.device) -> None:
         layers.silu_and_mul(table, out[:, : WIDTH // 2])
     layers.silu_and_mul(rows, expected[:, : WIDTH // 2])
     assert torch.equal(out[-1, : WIDTH // 2], expected[1, : WIDTH // 2])
+
+    # A row that is added to itself.
+    with last_programs(2):
+        layers.add_and_norm(table, table, weight, EPS, out)
+    layers.add_and_norm(rows, kept, weight, EPS, expected)
+    assert torch.equal(out[-1], expected[1]) and torch.equal(table[-1], kept[1])
+
+
+def test_rows_in_fp8_of_one_large_tensor(device: torch.device) -> None:
+    torch.manual_seed(1)
+    rows = randn(2, WIDTH, device=device)
+    expected = torch.zeros(2, WIDTH, dtype=torch.float8_e4m3fn, device=device)
+    expected_scales, scales = torch.zeros(2, 1, device=device), torch.zeros(TOKENS, 1, device=device)
+    quantize_rows(rows, expected, expected_scales)
+    table = far_tensor(TOKENS, WIDTH, dtype=rows.dtype, device=device)
+    out = far_tensor(TOKENS, WIDTH, dtype=torch.float8_e4m3fn, device=device)
+    table[-2:] = rows
+    with last_programs(2):
+        quantize_rows(table, out, scales)
+    assert expected.float().any() and torch.equal(out[-2:].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales[-2:], expected_scales)
 
 
 def test_queries_of_one_large_step(device: torch.device) -> None:

@@ -53,7 +53,7 @@ class WritesCache:
 class Pair:
     """A model of random weights with both kernel sets."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, num_tokens: int = MAX_TOKENS, capability: tuple[int, int] = (0, 0)) -> None:
         spec, dtype, device = model.spec, model.dtype, model.device
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters:
@@ -66,7 +66,7 @@ class Pair:
             if weight.values.zeros_OG is not None:
                 weight.values.zeros_OG.random_(1, 1 << weight.values.bits)
         self.model = model
-        self.workspace = Workspace.make(spec, MAX_TOKENS, MAX_LOGITS, dtype, device)
+        self.workspace = Workspace.make(spec, num_tokens, MAX_LOGITS, dtype, device, capability=capability)
         self.torch = TorchKernels(rotary_table(spec, POSITIONS, dtype, device), spec.rms_norm_eps)
         self.triton = TritonKernels(
             self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps
@@ -93,6 +93,12 @@ class Pair:
         assert error <= LIMITS[self.model.dtype], error
 
 
+def quantize_in_torch(x_MK: torch.Tensor, out_MK: torch.Tensor, scales_M1: torch.Tensor) -> None:
+    """Round rows to FP8 with a scale each: the interpreter drops a carry that fills the mantissa."""
+    scales_M1.copy_(x_MK.float().abs().amax(1, keepdim=True) / 448)
+    out_MK.copy_((x_MK.float() / scales_M1).clamp(-448, 448).to(out_MK.dtype))
+
+
 SCHEMES: dict[str, Scheme | None] = {
     "dense": None,
     "int4": Gptq(bits=4, group_size=40, version=1),
@@ -110,15 +116,25 @@ PAIRS += [("llama_bias", DTYPES[-1], scheme) for scheme in SCHEMES if scheme != 
 @pytest.fixture(params=PAIRS, ids=lambda pair: " ".join(map(str, pair)))
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     family, dtype, scheme_name = request.param
-    make_checkpoint(family, tmp_path)
-    scheme = SCHEMES[scheme_name]
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
-    sizes = {"hidden_size": 136, "intermediate_size": 104, "num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
-    quantization = None if scheme is None else Quantization("", scheme)
-    spec = replace(read_model_spec(tmp_path), **sizes, quantization=quantization)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lay_as_on_a_gpu(monkeypatch)
     with torch.inference_mode():
-        yield Pair(Transformer(spec, dtype, device))
+        yield Pair(make_model(tmp_path, family, dtype, SCHEMES[scheme_name]))
+
+
+def lay_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+
+
+def make_model(
+    folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None, hidden: int = 136, inner: int = 104
+) -> Transformer:
+    make_checkpoint(family, folder)
+    sizes = {"num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
+    quantization = None if scheme is None else Quantization("", scheme)
+    spec = replace(
+        read_model_spec(folder), hidden_size=hidden, intermediate_size=inner, quantization=quantization, **sizes
+    )
+    return Transformer(spec, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -144,6 +160,31 @@ def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, row
         results[-1] += (stream.hidden_TE, *(() if following is None else (kernels.project(stream, following),)))
     for wanted, got in zip(*results, strict=True):
         pair.check(wanted, got)
+
+
+@torch.inference_mode()
+def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 33 rows on, with FP8 weights; no matrix is written out. The torch set has activations in 16 bits."""
+    lay_as_on_a_gpu(monkeypatch)
+    rows, scheme = 40, Fp8(origin="FP8", scales="channel")
+    model = make_model(tmp_path, "llama_bias", DTYPES[-1], scheme, hidden=128, inner=96)
+    pair = Pair(model, rows, capability=(9, 0))
+    assert not pair.workspace.dequantized.numel()
+    if model.device.type == "cpu":
+        monkeypatch.setattr("phonograph.kernels.triton.gemm.gemm_scaled.quantize_rows", quantize_in_torch)
+    layer, following = model.layers
+    results = []
+    for kernels, begun in pair.streams(rows):
+        attended = kernels.project(begun, layer.qkv)[:, : layer.output.weight.shape[0]].clone()
+        stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
+        inner = kernels.project_gated(stream, layer.gate_up).clone()
+        stream = kernels.add(stream, inner, layer.down, then=following.qkv)
+        results.append([attended, inner, stream.hidden_TE.clone(), kernels.project(stream, following.qkv).clone()])
+        results[-1].append(kernels.add(stream, attended, layer.output, then=None).hidden_TE)
+    for wanted, got in zip(*results, strict=True):
+        error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+        assert error <= 0.1
+    assert pair.workspace.fp8_rows.float().isfinite().any()
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -31,8 +31,10 @@ class GroupedCase(Case):
             # All numbers of the type but those that are not a number, the smallest included.
             drawn = torch.randint(0, 254, (weight_rows, inputs), generator=generator, dtype=torch.uint8)
             values = (drawn + (drawn >= 127)).to(device).view(torch.float8_e4m3fn)
-            self.grouped = Grouped(values, scales / 16, None, 8, group)
-            self.weight = values.double() * (scales / 16).double().repeat_interleave(group, 1)[:, :inputs]
+            # As models have them: one scale an output is in float32.
+            scales = scales.float() / 16 if groups == 1 else scales / 16
+            self.grouped = Grouped(values, scales, None, 8, group)
+            self.weight = values.double() * scales.double().repeat_interleave(group, 1)[:, :inputs]
             return
         packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
         zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()

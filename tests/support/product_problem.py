@@ -46,9 +46,11 @@ class Case:
     def product(self, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
         return x.double() @ self.weight.double().t() + (self.bias.double() if bias else 0)
 
-    def check(self, reference: torch.Tensor) -> None:
+    def check(self, reference: torch.Tensor, limit: float | None = None) -> None:
+        """Check the output, within the limit of the type or another relative error."""
         out = self.out.double()
-        limit = 1e-2 if self.dtype is torch.bfloat16 else 2e-3 if self.dtype is torch.float16 else 1e-5
+        if limit is None:
+            limit = 1e-2 if self.dtype is torch.bfloat16 else 2e-3 if self.dtype is torch.float16 else 1e-5
         assert (out - reference).norm() <= limit * reference.norm()
         assert torch.allclose(out, reference, rtol=0.05, atol=4 * limit)
         outside = self._around.clone()

@@ -107,7 +107,9 @@ def plan_memory(
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:
-        workspace = Workspace.nbytes(model, limits.max_num_batched_tokens, max_num_seqs, dtype)
+        workspace = Workspace.nbytes(
+            model, limits.max_num_batched_tokens, max_num_seqs, dtype, capability=device.capability
+        )
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
     sampling = Sampler.nbytes(

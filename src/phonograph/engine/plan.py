@@ -20,6 +20,8 @@ from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
+from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS
+from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.spec import ModelSpec
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
@@ -80,6 +82,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     limits = _limits(config, model, device)
     _check_block_size(limits, model)
     notes = [f"max_model_len {limits.max_model_len}: {model.context_source}"] if config.max_model_len is None else []
+    notes += _product_notes(model, dtype, device)
     attention = resolve_attention(config, model, device)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
@@ -152,6 +155,17 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         threads=threads,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
+
+
+def _product_notes(model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:
+    """Describe the products of FP8 weights with FP8 activations, if the device has these."""
+    _, fp8_inputs = quantized_sizes(model, dtype, device.capability)
+    if not fp8_inputs:
+        return []
+    return [
+        f"products of FP8 weights: activations of up to {MAX_16_BIT_ROWS} tokens stay in {dtype}, for more they are "
+        "rounded to FP8 activations with one scale a token (torch._scaled_mm)"
+    ]
 
 
 def _dtype(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> str:

@@ -28,6 +28,7 @@ KERNEL_PARTS = {
     "_mask_kernel": "rest",
     "_norm_kernel": "rest",
     "_prepare_kernel": "rest",
+    "_quantize_rows_kernel": "rest",
     "_rope_kernel": "rest",
     "_silu_kernel": "rest",
     "_write_kernel": "rest",

@@ -123,6 +123,10 @@ class ModelSpec:
             log.warning("tokenizer: %s", note)
         return replace(self, eos_token_ids=token_ids)
 
+    def matrix_scheme(self, matrix: LayerMatrix) -> Scheme | None:
+        """Return the weight format of a matrix of a layer, whose parts have one layout in memory."""
+        return self.scheme_of(f"{matrix.prefix}.{next(iter(matrix.parts))}")
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized projections."""
         hidden = self.hidden_size

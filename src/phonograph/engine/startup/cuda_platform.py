@@ -69,7 +69,14 @@ class CudaPlatform:
         device = parts.kv_caches[0].device  # with its index
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
         with torch.inference_mode():
-            workspace = Workspace.make(spec, limits.max_num_batched_tokens, limits.max_num_seqs, model.dtype, device)
+            workspace = Workspace.make(
+                spec,
+                limits.max_num_batched_tokens,
+                limits.max_num_seqs,
+                model.dtype,
+                device,
+                capability=plan.device.capability,
+            )
             rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
             model.bind(TritonKernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
             inputs = CudaInputs(

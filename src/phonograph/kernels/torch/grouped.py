@@ -22,7 +22,7 @@ class Grouped(NamedTuple):
     Attributes:
         packed_OW: int32, values along the inputs, lowest bits first, with whole groups, so that I is rounded up; or
             [O, I] in float8_e4m3fn, which has no zeros.
-        scales_OG: in the type of the products.
+        scales_OG: in the type of the products; of FP8 with one scale an output in float32.
         zeros_OG: uint8, or None for 2 ** (bits - 1) everywhere.
         bits: 4 or 8 of a value.
         group: inputs of a group.
@@ -48,6 +48,11 @@ class Grouped(NamedTuple):
         """Return True if zeros and offsets lie in memory as the scales do, which kernels rely on."""
         others = (self.zeros_OG, self.offsets_OG)
         return all(other is None or other.stride() == self.scales_OG.stride() for other in others)
+
+    def has_output_scales(self) -> bool:
+        """Return True for FP8 with one scale an output, in float32."""
+        one_scale = self.scales_OG.shape[1] == 1 and self.scales_OG.dtype == torch.float32
+        return one_scale and self.packed_OW.dtype == torch.float8_e4m3fn
 
     def rows(self, first: int, last: int) -> Grouped:
         """Return the outputs from `first` up to `last`, as views."""
@@ -135,7 +140,7 @@ def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) ->
     x_TI, out_TO = _ordered(x_TI, weight), x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
     for first, last in _tiles(weight):
         tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
-        torch.mm(x_TI, tile.t(), out=out_TO[:, first:last])
+        torch.mm(x_TI, tile.t().to(x_TI.dtype), out=out_TO[:, first:last])
     return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
@@ -144,7 +149,7 @@ def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None
     x_TI = _ordered(x_TI, weight)
     for first, last in _tiles(weight):
         tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
-        hidden_TO[:, first:last].addmm_(x_TI, tile.t())
+        hidden_TO[:, first:last].addmm_(x_TI, tile.t().to(x_TI.dtype))
     if bias_O is not None:
         hidden_TO.add_(bias_O)
 

@@ -85,6 +85,5 @@ class DecoderLayer:
 
 
 def _linear(spec: ModelSpec, matrix: LayerMatrix, allocate: WeightAllocator) -> Linear:
-    # The parts of a matrix have one format.
-    scheme = spec.scheme_of(f"{matrix.prefix}.{next(iter(matrix.parts))}")
+    scheme = spec.matrix_scheme(matrix)
     return allocate.linear(matrix.inputs, sum(matrix.parts.values()), bias=matrix.bias, scheme=scheme)

@@ -49,7 +49,9 @@ class TritonKernels:
         self.workspace = workspace
         self._rotary_PD = rotary_PD
         self._eps = eps
-        self._scratch = make_scratch(rotary_PD.device)._replace(dequantized=workspace.dequantized)
+        self._scratch = make_scratch(rotary_PD.device)._replace(
+            dequantized=workspace.dequantized, scaled=workspace.scaled_scratch()
+        )
         self._batch_invariant = batch_invariant
         self._config = BATCH_INVARIANT if batch_invariant else None
 
@@ -169,7 +171,7 @@ class TritonKernels:
 
     def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
         """Return True if the products of one row compute its norm inside; those of quantized weights do not."""
-        return hidden_TE.shape[0] == 1 and self._config is None and not self.workspace.dequantized.numel()
+        return hidden_TE.shape[0] == 1 and self._config is None and not self.workspace.has_quantized_weights()
 
     def _defers_norm(self, stream: Stream, following: Linear) -> bool:
         """Return True if the next product divides by the norm."""

@@ -1,8 +1,8 @@
 """Weights in FP8 (e4m3): of compressed-tensors ("float-quantized") and of Hugging Face's `fp8` configurations.
 
 A module has `weight` [outputs, inputs] in e4m3 and a scale: one for the matrix, one for each output, or one for each
-block. Files may have `input_scale` for activations in FP8; activations stay in the model's type here, which is more
-accurate, so it is not read.
+block. Files may have `input_scale` for activations in FP8. It is not read: activations stay in the model's type, or are
+rounded with a scale for each row, which is more accurate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Fp8:
     def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
         group = self._group(inputs)
         values = allocate(outputs, inputs, dtype=FP8)
-        scales = allocate_by_group(allocate, outputs, -(-inputs // group), values.device)
+        # Products with FP8 activations take one scale an output in float32.
+        dtype = torch.float32 if self.has_output_scales(inputs) else None
+        scales = allocate_by_group(allocate, outputs, -(-inputs // group), values.device, dtype)
         return GroupedWeight(Grouped(values, scales, None, 8, group), inputs)
 
     def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
@@ -72,7 +74,11 @@ class Fp8:
         weight.write_scales(module, first, scales.reshape(-1, weight.values.scales_OG.shape[1]).expand(outputs, -1))
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
-        return outputs * (inputs + -(-inputs // self._group(inputs)) * element)
+        scales = 4 if self.has_output_scales(inputs) else -(-inputs // self._group(inputs)) * element
+        return outputs * (inputs + scales)
+
+    def has_output_scales(self, inputs: int) -> bool:
+        return self._group(inputs) >= inputs
 
     def _group(self, inputs: int) -> int:
         return self.block[1] if self.scales == "block" else inputs

@@ -189,6 +189,10 @@ class GroupedScheme:
         per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * per_group
         return outputs * per_output + (8 * inputs if self.ordered else 0)
 
+    def has_output_scales(self, inputs: int) -> bool:
+        """Return False: the weights are integers."""
+        return False
+
     def describe(self, format_name: str) -> str:
         """Return the format's name with bits and groups."""
         group = "one group" if self.group_size < 0 else f"groups of {self.group_size}"

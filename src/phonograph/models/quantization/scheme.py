@@ -92,6 +92,10 @@ class Scheme(Protocol):
         """Return the bytes of a weight in memory; `element` is the size of the model's type."""
         ...
 
+    def has_output_scales(self, inputs: int) -> bool:
+        """Return True if weights are FP8 with one scale an output."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:

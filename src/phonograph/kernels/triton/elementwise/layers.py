@@ -37,6 +37,13 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out_TE: tor
     _norm(x_TE, None, weight_E, eps, None, out_TE)
 
 
+def add_and_norm(
+    x_TE: torch.Tensor, hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, normed_TE: torch.Tensor
+) -> None:
+    """Compute hidden += x, in place, and normed = rms_norm(hidden)."""
+    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed_TE, added=x_TE)
+
+
 def gather_and_norm(
     hidden_TE: torch.Tensor, rows_N: torch.Tensor, weight_E: torch.Tensor, eps: float, out_NE: torch.Tensor
 ) -> None:
@@ -68,11 +75,13 @@ def _norm(
     eps: float,
     kept: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    added: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = out.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
-        source, rows, weight, kept, out, eps, WIDTH=width, BLOCK=block, **pdl_options(),
+        source, rows, added, weight, kept, out, eps, WIDTH=width, BLOCK=block, **pdl_options(),
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
@@ -100,6 +109,7 @@ def _gather_kernel(
 def _norm_kernel(
     source_ptr,
     rows_ptr,
+    added_ptr,
     weight_ptr,
     kept_ptr,
     out_ptr,
@@ -117,6 +127,9 @@ def _norm_kernel(
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row).to(tl.int64)
     x = tl.load(source_ptr + source * WIDTH + column, valid, other=0.0)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + row * WIDTH + column, valid, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
     if kept_ptr is not None:
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
     wide = x.to(tl.float32)

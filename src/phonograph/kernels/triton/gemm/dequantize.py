@@ -23,11 +23,12 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
 
     Args:
         weight: the weights.
-        out_OI: the result, in the type of the scales, contiguous.
+        out_OI: the result, contiguous; scales are in its type or in float32.
     """
     outputs, inputs = out_OI.shape
     num_words = weight.packed_OW.shape[1]
-    assert out_OI.is_contiguous() and out_OI.dtype == weight.scales_OG.dtype and weight.has_equal_strides()
+    assert weight.scales_OG.dtype in (out_OI.dtype, torch.float32)
+    assert out_OI.is_contiguous() and weight.has_equal_strides()
     # Without programmatic dependent launch: the product before may still read the memory that is written here.
     _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, _WORDS))](
         weight.packed_OW,

@@ -5,8 +5,9 @@ layers, and they cannot begin before the kernel before has ended. `tuning` choos
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
 Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
-have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_tiled` for more. Other products of weights in
-groups write them out first, for torch.
+have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_tiled` for more. From 33 rows on, FP8 with one
+scale an output is multiplied by FP8 activations, if the scratch has room for them (`gemm_scaled`). Other products of
+weights in groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -17,11 +18,13 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS, ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_scaled, gemm_small_m, gemm_tiled
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
+from phonograph.kernels.triton.gemm.gemm_scaled import scaled_product
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
@@ -49,13 +52,19 @@ _MAX_SQUARE_TILES = 256
 class LinearScratch(NamedTuple):
     """Scratch of products that follow one another on one stream: `Parts`, and sums of squares.
 
-    `dequantized` has room for the numbers of the largest matrix in groups.
+    Attributes:
+        partials: partial sums, float32.
+        arrived: counters of parts, int32.
+        squares: sums of squares, float32.
+        dequantized: room for the numbers of the largest matrix in groups that is written out.
+        scaled: room for FP8 activations; None leaves all activations in 16 bits.
     """
 
     partials: torch.Tensor
     arrived: torch.Tensor
     squares: torch.Tensor
     dequantized: torch.Tensor | None = None
+    scaled: ScaledScratch | None = None
 
 
 def make_scratch(device: torch.device) -> LinearScratch:
@@ -85,11 +94,14 @@ def linear(
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, out_MN)
         return
-    config = config or _choose_for(x_MK, weight_NK, out_MN)
+    config = config or _choose_for(x_MK, weight_NK, out_MN, scratch)
     if config is not None:
         _launch(Product(x_MK, _tensor(weight_NK), bias_N, out_MN, squares=squares), weight_NK, config, scratch)
         return
     assert squares is None, "torch takes no deferred division; see `takes_squares`"
+    if scaled := _scaled(weight_NK, scratch):
+        scaled_product(x_MK, *scaled, bias_N, out_MN)
+        return
     matrix_KN = _written_out(weight_NK, x_MK.shape[1], scratch).t()
     if bias_N is None:
         torch.mm(x_MK, matrix_KN, out=out_MN)
@@ -106,13 +118,15 @@ def linear_add(
     scratch: LinearScratch | None = None,
     config: ProductConfig | None = None,
 ) -> None:
-    """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`."""
+    """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`, and may be overwritten."""
     if config is None and len(x_MK) == 1 and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, hidden_MN, mode=ADD)
         return
-    config = config or _choose_for(x_MK, weight_NK, hidden_MN)
+    config = config or _choose_for(x_MK, weight_NK, hidden_MN, scratch)
     if config is not None:
         _launch(Product(x_MK, _tensor(weight_NK), bias_N, hidden_MN, ADD), weight_NK, config, scratch)
+    elif scaled := _scaled(weight_NK, scratch):
+        hidden_MN.add_(scaled_product(x_MK, *scaled, bias_N))
     else:
         hidden_MN.addmm_(x_MK, _written_out(weight_NK, x_MK.shape[1], scratch).t())
         if bias_N is not None:
@@ -141,7 +155,11 @@ def linear_add_norm(
     """
     num_rows, num_outputs = hidden_MN.shape
     if config is None and (num_rows > 1 or isinstance(weight_NK, Grouped)):
-        config = _choose_for(x_MK, weight_NK, hidden_MN)
+        config = _choose_for(x_MK, weight_NK, hidden_MN, scratch)
+    if config is None and (scaled := _scaled(weight_NK, scratch)):
+        product_MN = scaled_product(x_MK, *scaled, bias_N)
+        layers.add_and_norm(product_MN, hidden_MN, norm_weight_N, eps, normed_MN)
+        return None
     if defer and config is not None and scratch is not None:
         tiles = -(-num_outputs // config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
@@ -172,7 +190,7 @@ def linear_silu(
         False, with nothing computed, where torch is to compute the product, which has no such fusion.
     """
     if config is None:
-        config = _choose_for(x_MK, gate_up_2IK, out_MI, silu=True)
+        config = _choose_for(x_MK, gate_up_2IK, out_MI, scratch, silu=True)
     if config is None:
         return False
     _launch(Product(x_MK, _tensor(gate_up_2IK), bias_2I, out_MI, SILU, squares), gate_up_2IK, config, scratch)
@@ -191,8 +209,10 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, weight: Matr
 
 
 def _choose_for(
-    x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, *, silu: bool = False
+    x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, scratch: LinearScratch | None, *, silu: bool = False
 ) -> ProductConfig | None:
+    if len(x_MK) > MAX_16_BIT_ROWS and _scaled(weight_NK, scratch):
+        return None
     return _choose(weight_NK, rows_class(len(x_MK)), out_MN.shape[1], x_MK.shape[1], x_MK.dtype, silu=silu)
 
 
@@ -207,6 +227,13 @@ def _choose(
         return None
     bits, group, interleaved = weight_NK.bits, weight_NK.group, weight_NK.interleaved
     return choose_grouped(rows, num_outputs, num_inputs, bits, group, silu, interleaved=interleaved)
+
+
+def _scaled(weight: Matrix, scratch: LinearScratch | None) -> tuple[Grouped, ScaledScratch] | None:
+    """Return the weights and the scratch of a product with FP8 activations; None if it cannot have these."""
+    if scratch is None or scratch.scaled is None or not isinstance(weight, Grouped) or not gemm_scaled.takes(weight):
+        return None
+    return weight, scratch.scaled
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:

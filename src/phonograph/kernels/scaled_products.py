@@ -1,0 +1,47 @@
+"""Rule of products with FP8 activations, apart from the kernels so that memory can be planned without Triton.
+
+The weights are FP8 with one scale an output. Rows of activations are rounded to FP8 with one scale a row, and
+`torch._scaled_mm` multiplies both on the FP8 tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MAX_16_BIT_ROWS = 32
+"""Rows up to which activations stay in 16 bits, as reading the weights takes most of the time."""
+_MULTIPLE = 16
+_MAX_INPUTS = 1 << 16
+"""Columns of a row that one program rounds."""
+_CUDA = tuple(int(part) for part in (torch.version.cuda or "13.0").split(".")[:2])
+
+
+class ScaledScratch(NamedTuple):
+    """Scratch of products with FP8 activations.
+
+    Attributes:
+        rows: room for the largest rows, float8_e4m3fn.
+        scales_T: their scales, float32.
+        product: room for a result that is then added to other rows. It may overlay a product's input.
+    """
+
+    rows: torch.Tensor
+    scales_T: torch.Tensor
+    product: torch.Tensor
+
+
+def device_has_scaled_products(capability: tuple[int, int], dtype: str) -> bool:
+    """Return True if a GPU multiplies FP8 rows and weights with a scale each, into `dtype`.
+
+    Float16 needs the product of cuBLAS; torch's own, for other GPUs and for CUDA before 12.9, writes bfloat16.
+    """
+    if dtype == "float16":
+        return capability[0] == 9 and _CUDA >= (12, 9)
+    return dtype == "bfloat16" and capability >= (8, 9)
+
+
+def takes_scaled_product(num_outputs: int, num_inputs: int) -> bool:
+    """Return True if `torch._scaled_mm` multiplies FP8 weights of these sizes."""
+    return num_outputs % _MULTIPLE == 0 and num_inputs % _MULTIPLE == 0 and num_inputs <= _MAX_INPUTS
