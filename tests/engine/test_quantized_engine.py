@@ -18,6 +18,8 @@ PROMPTS = [*(f"{number} + {3 * number} =" for number in range(6)), "Once upon a 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, ignore_eos=True)
 NEAR = {"cpu": 1e-3, "cuda": 0.06}
 """By how much a token may be less likely than the best, by torch's model of the dequantized weights in float32."""
+NEAR_FP8 = 0.3
+"""The same where prompts of more than 32 tokens have FP8 activations."""
 
 
 def answers(folder: Path, mode: str, device: str) -> list[RequestOutput]:
@@ -46,7 +48,8 @@ def check(folder: Path, name: str, device: str) -> None:
             logits = reference(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
         rows = logits[len(prompt) - 1 : -1]
         chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert bool((rows.amax(1) - chosen <= NEAR[device]).all())
+        has_fp8_activations = device == "cuda" and name in ("fp8", "float tensor", "float channel")
+        assert bool((rows.amax(1) - chosen <= (NEAR_FP8 if has_fp8_activations else NEAR[device])).all())
 
 
 @pytest.mark.parametrize("name", ["gptq order", "awq"])
