@@ -314,7 +314,7 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
 
 
 def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int) -> list[ProductConfig | None]:
-    """Products of weights in groups: `most` of all, drawn at random, and what is chosen now, which comes first.
+    """Products of weights in groups: what is chosen now, `most` of all, drawn at random, and all rings.
 
     A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
     """
@@ -337,19 +337,18 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
                 continue
             for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
                 found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
-    if weight.interleaved and rows >= 16 and gluon_usable():
-        found += grouped_rings(rows, shape, silu=silu)
+    rings = grouped_rings(rows, shape, silu=silu) if weight.interleaved and gluon_usable() else []
     now = product_rules.choose_grouped(
         rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
     )
-    return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found)))]))
+    return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))
 
 
 def grouped_rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
     """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
     outputs, inputs = shape
     found: list[RingConfig] = []
-    rows_tiles = [one for one in (16, 32, 64, 128) if one <= rows <= 2 * one]
+    rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= 2 * one]
     for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), (128, 64), (1, 2, 3)):
         if block_n * (1 + silu) * rows_tile > 1 << 14:
             continue

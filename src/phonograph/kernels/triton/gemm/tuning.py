@@ -156,11 +156,22 @@ def ring_step_bytes(rows: int, block_n: int, block_k: int, *, pairs: bool) -> in
 
 
 def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
-    rows_tile, steps = min(rows, 128), _cdiv(num_inputs, 128)
+    """Return the ring of 4-bit weights: as many programs of a multiprocessor, two to four, as there are tiles for.
+
+    Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
+    rows, unless inputs are long.
+    """
+    steps = _cdiv(num_inputs, 128)
+    rows_tile = min(rows, 128 if rows > 128 or (steps > 64 and not pairs) else 64)
     tiles = _cdiv(num_outputs, 64) * _cdiv(rows, rows_tile)
-    splits = 1 if pairs else max(1, min(8, PROGRAMS // tiles, steps // 4))
-    stages = RING_BYTES // 2 // ring_step_bytes(rows_tile, 64, 128, pairs=pairs)
-    return RingConfig(rows_tile, 64, 128, splits, max(2, min(6, stages, _cdiv(steps, splits))))
+    processors, splits = PROGRAMS // 2, 1
+    if pairs:
+        places = max(2, min(4, _cdiv(tiles, processors)))
+    else:
+        places = 3 if rows_tile <= 32 and steps > 64 else 2
+        splits = max(1, min(8, places * processors // tiles, steps // 4))
+    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, pairs=pairs)
+    return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, _cdiv(steps, splits))))
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
