@@ -15,6 +15,7 @@ from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
 from kernel_entries import kernel_entries
 
 from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.scaled_products import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -354,12 +355,12 @@ def test_rows_in_fp8_of_one_large_tensor(device: torch.device) -> None:
     rows = randn(2, WIDTH, device=device)
     expected = torch.zeros(2, WIDTH, dtype=torch.float8_e4m3fn, device=device)
     expected_scales, scales = torch.zeros(2, 1, device=device), torch.zeros(TOKENS, 1, device=device)
-    quantize_rows(rows, expected, expected_scales)
+    quantize_rows(rows, Fp8Rows(expected, expected_scales))
     table = far_tensor(TOKENS, WIDTH, dtype=rows.dtype, device=device)
     out = far_tensor(TOKENS, WIDTH, dtype=torch.float8_e4m3fn, device=device)
     table[-2:] = rows
     with last_programs(2):
-        quantize_rows(table, out, scales)
+        quantize_rows(table, Fp8Rows(out, scales))
     assert expected.float().any() and torch.equal(out[-2:].view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales[-2:], expected_scales)
 

@@ -47,7 +47,7 @@ def case_of(
 def rounded(scratch: LinearScratch, x: torch.Tensor) -> torch.Tensor:
     """Return the activations of the last product in float64, which are close to `x`."""
     assert scratch.scaled is not None
-    rows = scratch.scaled.rows[: x.numel()].double().view(x.shape) * scratch.scaled.scales_T[: len(x), None].double()
+    rows = scratch.scaled.values[: x.numel()].double().view(x.shape) * scratch.scaled.scales_T[: len(x), None].double()
     # The interpreter drops the carry where rounding fills the bits behind the point.
     assert (rows - x).norm() <= (0.03 if x.device.type == "cuda" else 0.2) * x.double().norm()
     return rows
@@ -151,7 +151,7 @@ def test_activations_that_stay_in_16_bits(
         scratch=scratch._replace(scaled=change.get("scaled", kept)), config=config,
     )  # fmt: skip
     case.check(case.product(case.x, bias=True))
-    assert kept is not None and kept.rows.float().isnan().all()
+    assert kept is not None and kept.values.float().isnan().all()
 
 
 def test_rule() -> None:

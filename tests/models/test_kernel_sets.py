@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from phonograph.kernels.scaled_products import Fp8Rows
 from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
@@ -93,12 +94,6 @@ class Pair:
         assert error <= LIMITS[self.model.dtype], error
 
 
-def quantize_in_torch(x_MK: torch.Tensor, out_MK: torch.Tensor, scales_M1: torch.Tensor) -> None:
-    """Round rows to FP8 with a scale each: the interpreter drops a carry that fills the mantissa."""
-    scales_M1.copy_(x_MK.float().abs().amax(1, keepdim=True) / 448)
-    out_MK.copy_((x_MK.float() / scales_M1).clamp(-448, 448).to(out_MK.dtype))
-
-
 SCHEMES: dict[str, Scheme | None] = {
     "dense": None,
     "int4": Gptq(bits=4, group_size=40, version=1),
@@ -153,7 +148,7 @@ def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, row
     attended = pair.random(rows, layer.output.weight.shape[0])
     for kernels, begun in pair.streams(rows):
         stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
-        inner = kernels.project_gated(stream, layer.gate_up)
+        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
         results.append((stream.hidden_TE.clone(), inner.clone()))
         following = None if last else pair.model.layers[1].qkv
         stream = kernels.add(stream, inner, layer.down, then=following)
@@ -170,20 +165,21 @@ def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     model = make_model(tmp_path, "llama_bias", DTYPES[-1], scheme, hidden=128, inner=96)
     pair = Pair(model, rows, capability=(9, 0))
     assert not pair.workspace.dequantized.numel()
-    if model.device.type == "cpu":
-        monkeypatch.setattr("phonograph.kernels.triton.gemm.gemm_scaled.quantize_rows", quantize_in_torch)
     layer, following = model.layers
     results = []
     for kernels, begun in pair.streams(rows):
         attended = kernels.project(begun, layer.qkv)[:, : layer.output.weight.shape[0]].clone()
         stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
-        inner = kernels.project_gated(stream, layer.gate_up).clone()
+        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
+        gated = inner.values_MK.float() * inner.scales_M1 if isinstance(inner, Fp8Rows) else inner.clone()
+        assert isinstance(inner, Fp8Rows) == (kernels is pair.triton)
         stream = kernels.add(stream, inner, layer.down, then=following.qkv)
-        results.append([attended, inner, stream.hidden_TE.clone(), kernels.project(stream, following.qkv).clone()])
+        results.append([attended, gated, stream.hidden_TE.clone(), kernels.project(stream, following.qkv).clone()])
         results[-1].append(kernels.add(stream, attended, layer.output, then=None).hidden_TE)
     for wanted, got in zip(*results, strict=True):
         error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-        assert error <= 0.1
+        # The interpreter drops the carry where rounding to FP8 fills the mantissa.
+        assert error <= (0.1 if model.device.type == "cuda" else 0.3)
     assert pair.workspace.fp8_rows.float().isfinite().any()
 
 
@@ -212,7 +208,8 @@ def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
     for kernels, begun in pair.streams(rows):
         stream, part = kernels.keep_rows(begun, attended, chosen)
         stream = kernels.add(stream, part, layer.output, then=layer.gate_up)
-        stream = kernels.add(stream, kernels.project_gated(stream, layer.gate_up), layer.down, then=None)
+        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
+        stream = kernels.add(stream, inner, layer.down, then=None)
         results.append(stream.hidden_TE)
     pair.check(*results)
 

@@ -83,7 +83,8 @@ class Transformer:
             if following is None and rows_P is not None:
                 stream, attended_TF = kernels.keep_rows(stream, attended_TF, rows_P)
             stream = kernels.add(stream, attended_TF, layer.output, then=layer.gate_up)
-            stream = kernels.add(stream, kernels.project_gated(stream, layer.gate_up), layer.down, then=following)
+            inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
+            stream = kernels.add(stream, inner, layer.down, then=following)
         return stream.hidden_TE
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:

@@ -63,12 +63,14 @@ class Stream:
     Attributes:
         hidden_TE: the rows.
         normed_TE: normed rows from the last product, if the kernel set computes them.
+        fp8_rows: normed rows in FP8 (`Fp8Rows`) in place of those in `normed_TE`, if the next product takes them.
         squares: row sums of squares from the last product, for a deferred norm.
         is_part: True if the rows are those of `keep_rows`.
     """
 
     hidden_TE: torch.Tensor
     normed_TE: torch.Tensor | None = None
+    fp8_rows: Any = None
     squares: Any = None
     is_part: bool = False
 
@@ -92,12 +94,18 @@ class KernelSet(Protocol):
         """Norm and rotate query and key heads, and attend. Returns [T, H * D]."""
         ...
 
-    def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
-        """Return silu(gate) * up [T, I] of the normed stream; the gates are the first outputs of the matrix."""
+    def project_gated(self, stream: Stream, layer: NormedLinear, then: Linear) -> Any:
+        """Return silu(gate) * up [T, I] of the normed stream, as `add` takes it with the product `then`.
+
+        The gates are the first outputs of the matrix.
+        """
         ...
 
-    def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
-        """Add x @ weight + bias to the stream, in place. `then` is the product that reads the stream next, if any."""
+    def add(self, stream: Stream, x: Any, layer: Linear, then: NormedLinear | None) -> Stream:
+        """Add x @ weight + bias to the stream, in place. `then` is the product that reads the stream next, if any.
+
+        `x` is a tensor [T, inputs], or the result of `project_gated`.
+        """
         ...
 
     def leaves_rows_out(self, num_tokens: int) -> bool:

@@ -54,7 +54,7 @@ class TorchKernels:
         out_THD = attend(q_THD, k_TKD, v_TKD, heads.layer)
         return out_THD.view(out_THD.shape[0], -1)
 
-    def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+    def project_gated(self, stream: Stream, layer: NormedLinear, then: Linear) -> torch.Tensor:
         return silu_and_mul(self.project(stream, layer))
 
     def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from phonograph.kernels.scaled_products import Fp8Rows, Rows
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm.gemm_dispatch import (
@@ -20,6 +21,7 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear_add_norm,
     linear_silu,
     make_scratch,
+    takes_fp8_rows,
     takes_squares,
 )
 from phonograph.kernels.triton.gemm.gemv import gemv
@@ -62,8 +64,11 @@ class TritonKernels:
     def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
         rows = input_ids_T.shape[0]
         hidden_TE, normed_TE = self.workspace.hidden_TE[:rows], self.workspace.normed_TE[:rows]
-        layers.embed_and_norm(input_ids_T, embedding_VE, then.norm_I, self._eps, hidden_TE, normed_TE)
-        return Stream(hidden_TE, None if self._is_one_row(hidden_TE) else normed_TE)
+        normed = self._input_of(then.linear, normed_TE)
+        layers.embed_and_norm(input_ids_T, embedding_VE, then.norm_I, self._eps, hidden_TE, normed)
+        stream = Stream(hidden_TE, None if self._is_one_row(hidden_TE) else normed_TE)
+        stream.fp8_rows = normed if isinstance(normed, Fp8Rows) else None
+        return stream
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
         out_TF = self.workspace.qkv_TF[: stream.hidden_TE.shape[0]]
@@ -72,7 +77,8 @@ class TritonKernels:
             gemv(stream.hidden_TE, layer.linear.matrix.t(), bias_O, out_TF, norm_K=layer.norm_I, eps=self._eps)
         else:
             scratch, config = self._scratch, self._config
-            linear(stream.normed_TE, weight_OI, bias_O, out_TF, squares=stream.squares, scratch=scratch, config=config)
+            rows = stream.fp8_rows or stream.normed_TE
+            linear(rows, weight_OI, bias_O, out_TF, squares=stream.squares, scratch=scratch, config=config)
         return out_TF
 
     def attention(
@@ -103,7 +109,7 @@ class TritonKernels:
         attend.read(q_THD, heads.layer, out_TF.unflatten(-1, (-1, heads.head_size)))
         return out_TF
 
-    def project_gated(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
+    def project_gated(self, stream: Stream, layer: NormedLinear, then: Linear) -> Rows:
         space, rows, squares, config = self.workspace, stream.hidden_TE.shape[0], stream.squares, self._config
         weight_2IE, bias_2I, inner_TI = layer.linear.weight.operand, layer.linear.bias_O, space.inner_TI[:rows]
         normed_TE = stream.normed_TE
@@ -111,27 +117,32 @@ class TritonKernels:
             weight_2IE = layer.linear.matrix.t()
             gemv(stream.hidden_TE, weight_2IE, bias_2I, inner_TI, mode=SILU, norm_K=layer.norm_I, eps=self._eps)
             return inner_TI
-        if not linear_silu(
-            normed_TE, weight_2IE, bias_2I, inner_TI, squares=squares, scratch=self._scratch, config=config
-        ):
-            gate_up_T2I = space.gate_up_T2I[:rows]
-            linear(normed_TE, weight_2IE, bias_2I, gate_up_T2I, squares=squares, scratch=self._scratch)
-            layers.silu_and_mul(gate_up_T2I, inner_TI)
-        return inner_TI
+        x = stream.fp8_rows or normed_TE
+        if linear_silu(x, weight_2IE, bias_2I, inner_TI, squares=squares, scratch=self._scratch, config=config):
+            return inner_TI
+        gate_up_T2I = space.gate_up_T2I[:rows]
+        linear(x, weight_2IE, bias_2I, gate_up_T2I, squares=squares, scratch=self._scratch)
+        inner = self._input_of(then, inner_TI)
+        layers.silu_and_mul(gate_up_T2I, inner)
+        return inner
 
-    def add(self, stream: Stream, x: torch.Tensor, layer: Linear, then: NormedLinear | None) -> Stream:
+    def add(self, stream: Stream, x: Rows, layer: Linear, then: NormedLinear | None) -> Stream:
         hidden_TE, normed_TE = stream.hidden_TE, stream.normed_TE
         product = x, layer.weight.operand, layer.bias_O, hidden_TE
+        stream.fp8_rows = None
         if normed_TE is None:
+            assert isinstance(x, torch.Tensor)
             gemv(x, layer.matrix.t(), layer.bias_O, hidden_TE, mode=ADD)
         elif then is None:
             linear_add(*product, scratch=self._scratch, config=self._config)
         else:
+            normed = self._input_of(then.linear, normed_TE)
+            stream.fp8_rows = normed if isinstance(normed, Fp8Rows) else None
             stream.squares = linear_add_norm(
                 *product,
                 then.norm_I,
                 self._eps,
-                normed_TE,
+                normed,
                 defer=self._defers_norm(stream, then.linear),
                 scratch=self._scratch,
                 config=self._config,
@@ -168,6 +179,13 @@ class TritonKernels:
             layers.gather_and_norm(hidden_TE, rows_N, norm_E, self._eps, rows_NE)
         linear(rows_NE, head_EV.t(), None, logits_NV, scratch=self._scratch, config=self._config)
         return logits_NV
+
+    def _input_of(self, layer: Linear, rows_TI: torch.Tensor) -> Rows:
+        """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
+        scaled = self._scratch.scaled
+        if scaled is None or not takes_fp8_rows(len(rows_TI), layer.weight.operand, self._scratch):
+            return rows_TI
+        return scaled.rows(*rows_TI.shape)
 
     def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
         """Return True if the products of one row compute its norm inside; those of quantized weights do not."""

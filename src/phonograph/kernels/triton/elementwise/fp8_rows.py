@@ -5,13 +5,14 @@ The scale is the row's largest magnitude over that of the type. A program takes 
 Shapes: M rows, K columns.
 """
 
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.scaled_products import Fp8Rows
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _LARGEST = tl.constexpr(448.0)
@@ -19,27 +20,30 @@ _SMALLEST_ROW = tl.constexpr(1e-30)
 """Lower bound of a row's largest magnitude. A row of zeros stays one, and the inverse of its scale is finite."""
 
 
-def quantize_rows(x_MK: torch.Tensor, out_MK: torch.Tensor, scales_M1: torch.Tensor) -> None:
-    """Compute scales = max(abs(x)) / 448 of each row and out = x / scale.
+def quantize_rows(x_MK: torch.Tensor, out: Fp8Rows) -> None:
+    """Compute scales = max(abs(x)) / 448 of each row, and values = x / scale.
 
     Args:
         x_MK: columns contiguous, rows at any stride.
-        out_MK: float8_e4m3fn, contiguous.
-        scales_M1: float32, contiguous.
+        out: the result.
     """
     num_rows, width = x_MK.shape
-    assert x_MK.stride(1) == 1 and out_MK.is_contiguous() and scales_M1.is_contiguous()
+    assert x_MK.stride(1) == 1 and out.values_MK.is_contiguous() and out.values_MK.shape == x_MK.shape
     block = triton.next_power_of_2(width)
     _quantize_rows_kernel[(num_rows,)](
         x_MK,
-        out_MK,
-        scales_M1,
+        *out,
         x_MK.stride(0),
         WIDTH=width,
         BLOCK=block,
         **pdl_options(),
-        num_warps=min(16 if block <= 1 << 15 else 32, max(1, block // 256)),
+        num_warps=warps_of_row(block),
     )
+
+
+def warps_of_row(block: int) -> int:
+    """Return the warps of a program that holds a row of so many elements."""
+    return min(16 if block < 1 << 15 else 32, max(1, block // 256))
 
 
 @triton.jit

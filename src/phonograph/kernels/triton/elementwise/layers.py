@@ -1,19 +1,22 @@
 """Norms, activation, embedding and gathers between a decoder's matrix products, each in one kernel.
 
 The arithmetic is that of `kernels/torch/layers.py`: float32 inside, the normalised value rounded to the model's dtype
-before the weight. A program takes one row, or one piece of it.
+before the weight. A program takes one row, or one piece of it. Results for products with FP8 activations are rounded in
+the same kernel.
 
 Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows are contiguous. Sizes are constants of
 the model, so they are compiled in; the number of rows is the grid.
 """
 
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.scaled_products import Fp8Rows, Rows
+from phonograph.kernels.triton.elementwise.fp8_rows import quantize_row, warps_of_row
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _PIECE = 1024
@@ -26,22 +29,20 @@ def embed_and_norm(
     weight_E: torch.Tensor,
     eps: float,
     hidden_TE: torch.Tensor,
-    normed_TE: torch.Tensor,
+    normed: Rows,
 ) -> None:
     """Compute hidden = embedding[input_ids] and normed = rms_norm(hidden)."""
-    _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed_TE)
+    _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed)
 
 
-def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out_TE: torch.Tensor) -> None:
+def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: Rows) -> None:
     """Compute out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    _norm(x_TE, None, weight_E, eps, None, out_TE)
+    _norm(x_TE, None, weight_E, eps, None, out)
 
 
-def add_and_norm(
-    x_TE: torch.Tensor, hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, normed_TE: torch.Tensor
-) -> None:
+def add_and_norm(x_TE: torch.Tensor, hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, normed: Rows) -> None:
     """Compute hidden += x, in place, and normed = rms_norm(hidden)."""
-    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed_TE, added=x_TE)
+    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed, added=x_TE)
 
 
 def gather_and_norm(
@@ -74,14 +75,15 @@ def _norm(
     weight: torch.Tensor,
     eps: float,
     kept: torch.Tensor | None,
-    out: torch.Tensor,
+    out: Rows,
     *,
     added: torch.Tensor | None = None,
 ) -> None:
-    num_rows, width = out.shape
+    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
+    num_rows, width = values.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
-        source, rows, added, weight, kept, out, eps, WIDTH=width, BLOCK=block, **pdl_options(),
+        source, rows, added, weight, kept, values, scales, eps, WIDTH=width, BLOCK=block, **pdl_options(),
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
@@ -113,6 +115,7 @@ def _norm_kernel(
     weight_ptr,
     kept_ptr,
     out_ptr,
+    scales_ptr,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,27 +137,43 @@ def _norm_kernel(
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normal = (wide * inverse).to(x.dtype)
-    tl.store(out_ptr + row * WIDTH + column, normal * weight, valid)
+    out = (wide * inverse).to(x.dtype) * weight
+    if scales_ptr is not None:
+        out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
+        tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * WIDTH + column, out, valid)
 
 
-def silu_and_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
+def silu_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:
     """Compute out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
-    num_rows, width = out_TI.shape
-    block = min(_PIECE if num_rows > 8 else 256, triton.next_power_of_2(width))
+    # Numbers in FP8 have a scale of their row, so that a program takes a whole row.
+    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
+    num_rows, width = values.shape
+    block = triton.next_power_of_2(width)
+    if scales is None:
+        block = min(_PIECE if num_rows > 8 else 256, block)
     _silu_kernel[(num_rows, triton.cdiv(width, block))](
         gate_up_T2I,
-        out_TI,
-        out_TI.stride(0),
+        values,
+        scales,
+        values.stride(0),
         WIDTH=width,
         BLOCK=block,
         **pdl_options(),
-        num_warps=max(1, block // 256),
+        num_warps=warps_of_row(block),
     )
 
 
 @triton.jit
-def _silu_kernel(gate_up_ptr, out_ptr, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_kernel(
+    gate_up_ptr,
+    out_ptr,
+    scales_ptr,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -163,4 +182,8 @@ def _silu_kernel(gate_up_ptr, out_ptr, out_stride, WIDTH: tl.constexpr, BLOCK: t
     up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, valid, other=0.0)
     wide = gate.to(tl.float32)
     # The activation is rounded before the product, as torch does it.
-    tl.store(out_ptr + row * out_stride + column, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, valid)
+    out = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
+    if scales_ptr is not None:
+        out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
+        tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * out_stride + column, out, valid)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS, ScaledScratch
+from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS, Rows, ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_scaled, gemm_small_m, gemm_tiled
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
-from phonograph.kernels.triton.gemm.gemm_scaled import scaled_product
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
@@ -77,7 +77,7 @@ def make_scratch(device: torch.device) -> LinearScratch:
 
 
 def linear(
-    x_MK: torch.Tensor,
+    x_MK: Rows,
     weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
@@ -91,17 +91,17 @@ def linear(
     `squares` is the deferred division of the rows of `x`, where `takes_squares` allows it. Without `scratch` the inputs
     of a tile are not split. `config` replaces the choice by the sizes, for measurements and for `BATCH_INVARIANT`.
     """
+    if config is None and _scaled(x_MK, weight_NK, bias_N, out_MN, scratch) is not None:
+        return
+    assert isinstance(x_MK, torch.Tensor)
     if config is None and len(x_MK) == 1 and out_MN.shape[1] < HEAD and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, out_MN)
         return
-    config = config or _choose_for(x_MK, weight_NK, out_MN, scratch)
+    config = config or _choose_for(x_MK, weight_NK, out_MN)
     if config is not None:
         _launch(Product(x_MK, _tensor(weight_NK), bias_N, out_MN, squares=squares), weight_NK, config, scratch)
         return
     assert squares is None, "torch takes no deferred division; see `takes_squares`"
-    if scaled := _scaled(weight_NK, scratch):
-        scaled_product(x_MK, *scaled, bias_N, out_MN)
-        return
     matrix_KN = _written_out(weight_NK, x_MK.shape[1], scratch).t()
     if bias_N is None:
         torch.mm(x_MK, matrix_KN, out=out_MN)
@@ -110,7 +110,7 @@ def linear(
 
 
 def linear_add(
-    x_MK: torch.Tensor,
+    x_MK: Rows,
     weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     hidden_MN: torch.Tensor,
@@ -119,14 +119,18 @@ def linear_add(
     config: ProductConfig | None = None,
 ) -> None:
     """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`, and may be overwritten."""
+    if config is None:
+        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, in_scratch=True)
+        if product_MN is not None:
+            hidden_MN.add_(product_MN)
+            return
+    assert isinstance(x_MK, torch.Tensor)
     if config is None and len(x_MK) == 1 and isinstance(weight_NK, torch.Tensor):
         gemv(x_MK, weight_NK, bias_N, hidden_MN, mode=ADD)
         return
-    config = config or _choose_for(x_MK, weight_NK, hidden_MN, scratch)
+    config = config or _choose_for(x_MK, weight_NK, hidden_MN)
     if config is not None:
         _launch(Product(x_MK, _tensor(weight_NK), bias_N, hidden_MN, ADD), weight_NK, config, scratch)
-    elif scaled := _scaled(weight_NK, scratch):
-        hidden_MN.add_(scaled_product(x_MK, *scaled, bias_N))
     else:
         hidden_MN.addmm_(x_MK, _written_out(weight_NK, x_MK.shape[1], scratch).t())
         if bias_N is not None:
@@ -134,13 +138,13 @@ def linear_add(
 
 
 def linear_add_norm(
-    x_MK: torch.Tensor,
+    x_MK: Rows,
     weight_NK: Matrix,
     bias_N: torch.Tensor | None,
     hidden_MN: torch.Tensor,
     norm_weight_N: torch.Tensor,
     eps: float,
-    normed_MN: torch.Tensor,
+    normed_MN: Rows,
     *,
     defer: bool,
     scratch: LinearScratch | None = None,
@@ -154,15 +158,18 @@ def linear_add_norm(
         The deferred division, or None if `normed` is complete.
     """
     num_rows, num_outputs = hidden_MN.shape
+    if config is None:
+        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, in_scratch=True)
+        if product_MN is not None:
+            layers.add_and_norm(product_MN, hidden_MN, norm_weight_N, eps, normed_MN)
+            return None
+    assert isinstance(x_MK, torch.Tensor)
     if config is None and (num_rows > 1 or isinstance(weight_NK, Grouped)):
-        config = _choose_for(x_MK, weight_NK, hidden_MN, scratch)
-    if config is None and (scaled := _scaled(weight_NK, scratch)):
-        product_MN = scaled_product(x_MK, *scaled, bias_N)
-        layers.add_and_norm(product_MN, hidden_MN, norm_weight_N, eps, normed_MN)
-        return None
+        config = _choose_for(x_MK, weight_NK, hidden_MN)
     if defer and config is not None and scratch is not None:
         tiles = -(-num_outputs // config.block_n)
         if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
+            assert isinstance(normed_MN, torch.Tensor)
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
             squares = RowSquares(sums, eps)
             norm = NextNorm(norm_weight_N, normed_MN, squares)
@@ -175,7 +182,7 @@ def linear_add_norm(
 
 
 def linear_silu(
-    x_MK: torch.Tensor,
+    x_MK: Rows,
     gate_up_2IK: Matrix,
     bias_2I: torch.Tensor | None,
     out_MI: torch.Tensor,
@@ -189,8 +196,11 @@ def linear_silu(
     Returns:
         False, with nothing computed, where torch is to compute the product, which has no such fusion.
     """
+    if config is None and takes_fp8_rows(len(out_MI), gate_up_2IK, scratch):
+        return False
+    assert isinstance(x_MK, torch.Tensor)
     if config is None:
-        config = _choose_for(x_MK, gate_up_2IK, out_MI, scratch, silu=True)
+        config = _choose_for(x_MK, gate_up_2IK, out_MI, silu=True)
     if config is None:
         return False
     _launch(Product(x_MK, _tensor(gate_up_2IK), bias_2I, out_MI, SILU, squares), gate_up_2IK, config, scratch)
@@ -208,11 +218,42 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, weight: Matr
     return _choose(weight, rows_class(num_rows), num_outputs, num_inputs, dtype) is not None
 
 
-def _choose_for(
-    x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, scratch: LinearScratch | None, *, silu: bool = False
-) -> ProductConfig | None:
-    if len(x_MK) > MAX_16_BIT_ROWS and _scaled(weight_NK, scratch):
+def takes_fp8_rows(num_rows: int, weight: Matrix, scratch: LinearScratch | None) -> bool:
+    """Return True if products of so many rows with `weight` have FP8 activations. They take `Fp8Rows` as well."""
+    if scratch is None or scratch.scaled is None or num_rows <= MAX_16_BIT_ROWS:
+        return False
+    return isinstance(weight, Grouped) and gemm_scaled.takes(weight)
+
+
+def _scaled(
+    x: Rows,
+    weight: Matrix,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    scratch: LinearScratch | None,
+    *,
+    in_scratch: bool = False,
+) -> torch.Tensor | None:
+    """Compute x @ weight^T + bias if the product has FP8 activations, in `out` or in scratch.
+
+    Returns:
+        The product; None, with nothing computed, if the activations stay in 16 bits.
+    """
+    if not takes_fp8_rows(len(out_MN), weight, scratch):
         return None
+    assert scratch is not None and scratch.scaled is not None and isinstance(weight, Grouped)
+    if isinstance(x, torch.Tensor):
+        rows = scratch.scaled.rows(*x.shape)
+        quantize_rows(x, rows)
+        x = rows
+    if in_scratch:
+        out_MN = scratch.scaled.product_like(out_MN)
+    return gemm_scaled.scaled_product(x, weight, bias_N, out_MN)
+
+
+def _choose_for(
+    x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, *, silu: bool = False
+) -> ProductConfig | None:
     return _choose(weight_NK, rows_class(len(x_MK)), out_MN.shape[1], x_MK.shape[1], x_MK.dtype, silu=silu)
 
 
@@ -227,13 +268,6 @@ def _choose(
         return None
     bits, group, interleaved = weight_NK.bits, weight_NK.group, weight_NK.interleaved
     return choose_grouped(rows, num_outputs, num_inputs, bits, group, silu, interleaved=interleaved)
-
-
-def _scaled(weight: Matrix, scratch: LinearScratch | None) -> tuple[Grouped, ScaledScratch] | None:
-    """Return the weights and the scratch of a product with FP8 activations; None if it cannot have these."""
-    if scratch is None or scratch.scaled is None or not isinstance(weight, Grouped) or not gemm_scaled.takes(weight):
-        return None
-    return weight, scratch.scaled
 
 
 def _tensor(weight: Matrix) -> torch.Tensor:
