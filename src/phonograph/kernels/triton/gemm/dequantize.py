@@ -15,7 +15,8 @@ import triton.language as tl
 
 from phonograph.kernels.torch.grouped import Grouped
 
-_OUTPUTS, _WORDS = 8, 64
+_OUTPUTS = 16
+_COLUMNS = 512
 
 
 def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
@@ -28,9 +29,10 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
     outputs, inputs = out_OI.shape
     num_words = weight.packed_OW.shape[1]
     assert weight.scales_OG.dtype in (out_OI.dtype, torch.float32)
+    block_words = _COLUMNS * weight.bits // (8 if weight.packed_OW.dtype == torch.float8_e4m3fn else 32)
     assert out_OI.is_contiguous() and weight.has_equal_strides()
     # Without programmatic dependent launch: the product before may still read the memory that is written here.
-    _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, _WORDS))](
+    _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, block_words))](
         weight.packed_OW,
         weight.scales_OG,
         weight.zeros_OG,
@@ -47,7 +49,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
         IS_FP8=weight.packed_OW.dtype == torch.float8_e4m3fn,
         INTERLEAVED=weight.interleaved,
         BLOCK_O=_OUTPUTS,
-        BLOCK_W=_WORDS,
+        BLOCK_W=block_words,
         num_warps=4,
     )
 
@@ -83,14 +85,12 @@ def _dequantize_kernel(
         other=0.0 if IS_FP8 else 0,
     )
     place = tl.arange(0, COUNT)
-    if INTERLEAVED:
-        column = word[:, None] // 4 * 32 + word[:, None] % 4 * 2 + (place % 4 * 8 + place // 4)[None, :]
-    else:
-        column = word[:, None] * COUNT + place[None, :]
-    group = tl.minimum(column // GROUP, GROUPS - 1)
+    column = word[:, None] * COUNT + place[None, :]
+    # Words of one group read its scale once for all of their values.
+    group = tl.minimum((word[:, None] * COUNT if GROUP % COUNT == 0 else column) // GROUP, GROUPS - 1)
     at = output[:, None, None] * output_stride + group.to(tl.int64)[None, :, :] * group_stride
-    valid = valid_o[:, None, None] & (column < INPUTS)[None, :, :]
-    scale = tl.load(scales_ptr + at, valid, other=0.0)
+    valid = valid_o[:, None, None] & (word < WORDS)[None, :, None]
+    scale = tl.load(scales_ptr + at, valid, other=0.0).to(tl.float32)
     if IS_FP8:
         values = packed[:, :, None].to(tl.float32)
     else:
@@ -100,9 +100,15 @@ def _dequantize_kernel(
         else:
             integers -= 1 << (BITS - 1)
         values = integers.to(tl.float32)
-    weight = values * scale.to(tl.float32)
+    weight = values * scale
     if offsets_ptr is not None:
         weight += tl.load(offsets_ptr + at, valid, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        weight = tl.reshape(weight, (BLOCK_O, BLOCK_W // 4, 4, 2, 4))
+        weight = tl.permute(weight, (0, 1, 4, 2, 3))
+    weight = tl.reshape(weight, (BLOCK_O, BLOCK_W * COUNT)).to(out_ptr.dtype.element_ty)
+    column = tl.program_id(1) * BLOCK_W * COUNT + tl.arange(0, BLOCK_W * COUNT)
+    valid_columns = valid_o[:, None] & (column < INPUTS)[None, :]
     if order_ptr is not None:
         column = tl.load(order_ptr + column, column < INPUTS, other=0)
-    tl.store(out_ptr + output[:, None, None] * INPUTS + column[None, :, :], weight.to(out_ptr.dtype.element_ty), valid)
+    tl.store(out_ptr + output[:, None] * INPUTS + column[None, :], weight, valid_columns)
