@@ -348,7 +348,7 @@ def grouped_rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
     """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
     outputs, inputs = shape
     found: list[RingConfig] = []
-    rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= 2 * one]
+    rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= (4 if one >= 64 else 2) * one]
     for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), (128, 64), (1, 2, 3)):
         if block_n * (1 + silu) * rows_tile > 1 << 14:
             continue

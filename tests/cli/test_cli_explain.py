@@ -214,7 +214,10 @@ def test_graphs_that_cascade_are_named(llama: list[str], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--cascade-attention", "--attention-backend", "flashinfer"], "Would serve: flash_attn 3, flash_attn 2"),
+        (
+            ["--cascade-attention", "--attention-backend", "flashinfer"],
+            "Would serve: flash_attn 3, flash_attn 4, flash_attn 2",
+        ),
         (["--common-prefix", "9", "--batch", "1@10"], "common_prefix=9: makes a difference with cascade_attention"),
         ([*CASCADE, "--common-prefix", "10", "--batch", "1@10"], "common_prefix=10: must be from 1 to 9"),
         ([*CASCADE, "--common-prefix=-1", "--batch", "1@10"], "common_prefix=-1: must be from 1 to 9"),

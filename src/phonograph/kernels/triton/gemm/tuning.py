@@ -126,14 +126,15 @@ def choose_grouped(
 ) -> ProductConfig | None:
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
-    With `pairs`, weights are of gates and ups. Not measured yet: the rule is what the kernels were made for.
+    With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits and
+    of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, and blocks of FP8 were not measured.
     """
     key = bits, rows, num_outputs, num_inputs, pairs
     if key in MEASURED_GROUPED:
         return MEASURED_GROUPED[key]
     if rows > 256:
         return None
-    if interleaved and rows > 16 and gluon_usable():
+    if interleaved and rows > 8 and gluon_usable():
         return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
     if rows > 32:
         # A step has columns of one group.
@@ -141,13 +142,18 @@ def choose_grouped(
         tiles, steps = _cdiv(num_outputs, 128) * _cdiv(rows, 128), _cdiv(num_inputs, block_k)
         splits = 1 if pairs else max(1, min(8, PROCESSORS // tiles, steps // 3))
         return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
-    # Four units of 4 bits, and eight of FP8, which have half as many columns: as many bytes of a step.
-    units = bits
+    long, narrow = num_inputs >= 8192, _cdiv(num_outputs, 16) <= PROGRAMS
+    if bits == 8:
+        if pairs:
+            return GroupedRowsConfig(rows, 16, 16, 1, 1, 4)
+        if long:
+            return GroupedRowsConfig(rows, 16, 32, 1, 1, 8)
+        return GroupedRowsConfig(rows, 16, 16, 4, 1, 8) if narrow else GroupedRowsConfig(rows, 16, 8, 3, 1, 8)
     if pairs:
-        return GroupedRowsConfig(rows, 16, units, 2, 1, 4)
-    if num_inputs >= 8192:
-        return GroupedRowsConfig(rows, 16, 2 * units, 4, 2, 8)
-    return GroupedRowsConfig(rows, 16, units, 2, 2, 4)
+        return GroupedRowsConfig(rows, 16, 8, 1, 1, 4)
+    if long:
+        return GroupedRowsConfig(rows, 16, 8, 2, 1, 8)
+    return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
 
 
 def ring_step_bytes(rows: int, block_n: int, block_k: int, *, pairs: bool) -> int:
