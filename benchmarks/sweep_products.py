@@ -32,6 +32,7 @@ import torch
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
+from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
@@ -215,10 +216,13 @@ def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None
         "product": product_rules.MEASURED,
         "silu": product_rules.MEASURED_SILU,
         "groups": product_rules.MEASURED_GROUPED,
+        "scaled": product_rules.MEASURED_SCALED,
     }
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
-        if bits:
+        if bits == 8 and rows_class > MAX_16_BIT_ROWS:
+            tables["scaled"][rows_class, *shape, kind == "silu"] = config
+        elif bits:
             tables["groups"][bits, rows_class, *shape, kind == "silu"] = config
         else:
             tables[kind][rows_class, *shape] = config
@@ -319,6 +323,9 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
     """
     outputs, inputs = shape
+    if weight.has_output_scales() and rows > MAX_16_BIT_ROWS:
+        now = product_rules.choose_scaled(rows, outputs, inputs, silu)
+        return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
     found: list[ProductConfig | None] = []
     if rows <= 16 or (rows == 32 and not weight.interleaved):
         columns = 64 if weight.bits == 8 else min(128, weight.group)
@@ -337,28 +344,29 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
                 continue
             for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
                 found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
-    rings = grouped_rings(rows, shape, silu=silu) if weight.interleaved and gluon_usable() else []
+    rings = light_rings(rows, shape, 4, silu=silu) if weight.interleaved and gluon_usable() else []
     now = product_rules.choose_grouped(
         rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
     )
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))
 
 
-def grouped_rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
+def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[RingConfig]:
     """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
     outputs, inputs = shape
     found: list[RingConfig] = []
     rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= (4 if one >= 64 else 2) * one]
-    for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), (128, 64), (1, 2, 3)):
+    block_ks, lags = ((256, 128), (0, 1)) if bits == 8 else ((128, 64), (0,))
+    for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), block_ks, (1, 2, 3)):
         if block_n * (1 + silu) * rows_tile > 1 << 14:
             continue
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
-        room = RING_BYTES // places // product_rules.ring_step_bytes(rows_tile, block_n, block_k, pairs=silu)
+        room = RING_BYTES // places // product_rules.ring_step_bytes(rows_tile, block_n, block_k, bits, pairs=silu)
         for programs in (132 * places, 132 * places // 2):
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room, -(-steps // splits), 8)
             if stages >= 2:
-                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages))
+                found += [RingConfig(rows_tile, block_n, block_k, splits, stages, lag) for lag in lags]
     return list(dict.fromkeys(found))
 
 

@@ -32,6 +32,7 @@ import test_cascade as cascade
 import test_dequantize as dequantized
 import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
+import test_grouped_ring
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -122,6 +123,8 @@ def run_all(device: torch.device) -> None:
         from warps_apart import check_warps_apart
 
         check_warps_apart(device)
+        for case in test_grouped_ring.SIZES[1:4:2]:
+            test_grouped_ring.check(case, "int4 interleaved with zeros", torch.float16, device)
         for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
             check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)

@@ -1,4 +1,4 @@
-"""Products through a ring with weights of 4 bits, against float64."""
+"""Products through a ring with weights of 4 bits, or with rows and weights in FP8, against float64."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase
+from grouped_problem import GroupedCase, scratch_of
 from product_problem import EPS, poisoned, random_tensor, silu_of
 
+from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
@@ -81,6 +82,37 @@ def test_on_threads(case: tuple[int, int, int, RingConfig], kind: str, device: t
 @pytest.mark.usefixtures("threads")
 def test_norm_on_threads(device: torch.device) -> None:
     check_norm(torch.float16, device)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", SIZES)
+def test_fp8_on_threads(
+    case: tuple[int, int, int, RingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and weights in FP8, with a scale for each row and each output."""
+    rows, outputs, inputs, config = case
+    outputs, inputs = outputs // 16 * 16, inputs // 16 * 16
+    monkeypatch.setattr(gemm_dispatch, "choose_scaled", lambda *_: config)
+    scratch = scratch_of(rows, outputs, inputs, torch.float16, device)
+    assert scratch.scaled is not None
+
+    def wanted(made: GroupedCase) -> torch.Tensor:
+        values, scales = scratch.scaled.rows(*made.x.shape)
+        return made.product(values.double() * scales.double(), bias=True)
+
+    def made(*, pairs: bool = False) -> GroupedCase:
+        return GroupedCase(rows, outputs, inputs, torch.float16, device, group=inputs, kind="fp8", pairs=pairs)
+
+    plain = made()
+    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch)
+    plain.check(wanted(plain))
+    added = made()
+    added.out.copy_(added.residual)
+    linear_add(added.x, added.grouped, added.bias, added.out, scratch=scratch)
+    added.check(wanted(added) + added.residual.double())
+    gated = made(pairs=True)
+    assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
+    gated.check(silu_of(wanted(gated)))
 
 
 @pytest.mark.gpu

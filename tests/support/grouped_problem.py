@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from product_problem import Case, random_tensor
+from product_problem import Case, poisoned, random_tensor
 
+from phonograph.kernels.scaled_products import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
+from phonograph.kernels.triton.gemm.gemm_dispatch import LinearScratch
 
 
 class GroupedCase(Case):
@@ -54,3 +56,12 @@ class GroupedCase(Case):
         if "interleaved" in kind:
             words = interleave(self.grouped.packed_OW)
             self.grouped = self.grouped._replace(packed_OW=words, interleaved=True)
+
+
+def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LinearScratch:
+    scaled = ScaledScratch(
+        torch.full((rows * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
+        torch.full((rows,), torch.nan, device=device),
+        torch.full((rows * outputs,), torch.nan, dtype=dtype, device=device),
+    )
+    return poisoned(device)._replace(scaled=scaled)

@@ -196,4 +196,6 @@ class TritonKernels:
         if self._config is not None or stream.is_part:
             return False
         (num_inputs, num_outputs), rows = following.weight.shape, stream.hidden_TE
+        if takes_fp8_rows(rows.shape[0], following.weight.operand, self._scratch):
+            return False
         return takes_squares(rows.shape[0], num_outputs, num_inputs, following.weight.operand, rows.dtype)

@@ -28,13 +28,14 @@ from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfi
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
-from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
+from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, NextNorm, Product, RowSquares
 from phonograph.kernels.triton.gemm.tuning import (
     HEAD,
     ProductConfig,
     RingConfig,
     choose,
     choose_grouped,
+    choose_scaled,
     choose_silu,
     rows_class,
 )
@@ -120,9 +121,10 @@ def linear_add(
 ) -> None:
     """Compute hidden += x @ weight^T + bias, in place. `x` must not overlap `hidden`, and may be overwritten."""
     if config is None:
-        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, in_scratch=True)
+        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, mode=ADD)
         if product_MN is not None:
-            hidden_MN.add_(product_MN)
+            if product_MN is not hidden_MN:
+                hidden_MN.add_(product_MN)
             return
     assert isinstance(x_MK, torch.Tensor)
     if config is None and len(x_MK) == 1 and isinstance(weight_NK, torch.Tensor):
@@ -159,7 +161,10 @@ def linear_add_norm(
     """
     num_rows, num_outputs = hidden_MN.shape
     if config is None:
-        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, in_scratch=True)
+        product_MN = _scaled(x_MK, weight_NK, bias_N, hidden_MN, scratch, mode=ADD)
+        if product_MN is hidden_MN:
+            layers.rms_norm(hidden_MN, norm_weight_N, eps, normed_MN)
+            return None
         if product_MN is not None:
             layers.add_and_norm(product_MN, hidden_MN, norm_weight_N, eps, normed_MN)
             return None
@@ -197,7 +202,7 @@ def linear_silu(
         False, with nothing computed, where torch is to compute the product, which has no such fusion.
     """
     if config is None and takes_fp8_rows(len(out_MI), gate_up_2IK, scratch):
-        return False
+        return _scaled(x_MK, gate_up_2IK, bias_2I, out_MI, scratch, mode=SILU) is not None
     assert isinstance(x_MK, torch.Tensor)
     if config is None:
         config = _choose_for(x_MK, gate_up_2IK, out_MI, silu=True)
@@ -232,23 +237,31 @@ def _scaled(
     out_MN: torch.Tensor,
     scratch: LinearScratch | None,
     *,
-    in_scratch: bool = False,
+    mode: int = STORE,
 ) -> torch.Tensor | None:
-    """Compute x @ weight^T + bias if the product has FP8 activations, in `out` or in scratch.
+    """Compute a product that has FP8 activations, by a kernel of ours or by torch.
 
     Returns:
-        The product; None, with nothing computed, if the activations stay in 16 bits.
+        `out` with the result of the mode, or, to be added to it, x @ weight^T + bias in scratch. None, with nothing
+        computed, if the activations stay in 16 bits, or if torch is to compute a gated product.
     """
     if not takes_fp8_rows(len(out_MN), weight, scratch):
         return None
     assert scratch is not None and scratch.scaled is not None and isinstance(weight, Grouped)
+    (num_rows, num_outputs), num_inputs = out_MN.shape, weight.packed_OW.shape[1]
+    config = choose_scaled(rows_class(num_rows), num_outputs, num_inputs, mode == SILU)
+    if config is None and mode == SILU:
+        return None
     if isinstance(x, torch.Tensor):
         rows = scratch.scaled.rows(*x.shape)
         quantize_rows(x, rows)
         x = rows
-    if in_scratch:
-        out_MN = scratch.scaled.product_like(out_MN)
-    return gemm_scaled.scaled_product(x, weight, bias_N, out_MN)
+    if config is None:
+        out_MN = scratch.scaled.product_like(out_MN) if mode == ADD else out_MN
+        return gemm_scaled.scaled_product(x, weight, bias_N, out_MN)
+    product = Product(x.values_MK, weight.packed_OW, bias_N, out_MN, mode)
+    _launch(product, weight, config, scratch, x.scales_M1)
+    return out_MN
 
 
 def _choose_for(
@@ -285,7 +298,13 @@ def _written_out(weight: Matrix, num_inputs: int, scratch: LinearScratch | None)
     return matrix_NK
 
 
-def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: LinearScratch | None) -> None:
+def _launch(
+    product: Product,
+    weight: Matrix,
+    config: ProductConfig,
+    scratch: LinearScratch | None,
+    row_scales_M1: torch.Tensor | None = None,
+) -> None:
     grouped = weight if isinstance(weight, Grouped) else None
     if isinstance(config, GroupedRowsConfig):
         assert grouped is not None
@@ -307,7 +326,8 @@ def _launch(product: Product, weight: Matrix, config: ProductConfig, scratch: Li
             # Gluon is experimental: imported only where it is to run.
             from phonograph.kernels.triton.gemm import gemm_ring
 
-            gemm_ring.launch(product, config._replace(splits=splits), parts, grouped)
+            gemm_ring.launch(product, config._replace(splits=splits), parts, grouped, row_scales_M1)
             return
+        assert row_scales_M1 is None
         config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 0 if grouped else 256)
     gemm_tiled.launch(product, config._replace(splits=splits), parts, grouped)

@@ -1,5 +1,7 @@
 """Matrix products of 9 to 256 rows on Hopper, nearly as fast as memory.
 
+Rows and weights have 16 bits, or both are FP8, or rows have 16 bits and weights 4.
+
 Up to 8 rows, a program holds its first weights in registers before it waits for its input (`gemm_small_m`). More rows
 would need as many loads there as the weights. Here the copy engine brings both to shared memory, into a ring of tiles
 that is as large as there is room for. A program requests the weights of the whole ring before it waits for its input,
@@ -54,10 +56,21 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: Grouped | None = None) -> None:
-    """Compute a product of 16-bit rows that begin at multiples of 16 bytes.
+def launch(
+    product: Product,
+    config: RingConfig,
+    parts: Parts | None,
+    grouped: Grouped | None = None,
+    row_scales_M1: torch.Tensor | None = None,
+) -> None:
+    """Compute a product of rows that begin at multiples of 16 bytes.
 
-    `parts` is needed if inputs are split. Interleaved weights of 4 bits, `grouped`, take the place of the product's.
+    Args:
+        product: the product, whose rows have 16 bits, or are FP8.
+        config: the tiles.
+        parts: scratch, needed if inputs are split.
+        grouped: interleaved weights of 4 bits, or FP8 weights with one scale an output, in place of the product's.
+        row_scales_M1: scales of FP8 rows, float32, whose weights are FP8 too.
     """
     x_MK, weight_NK, bias_N, out_MN, mode, _, _ = product
     num_rows, num_inputs = x_MK.shape
@@ -67,20 +80,24 @@ def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: G
     assert stages > lag
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
-    kind = gl.bfloat16 if x_MK.dtype == torch.bfloat16 else gl.float16
+    kind = _KINDS[x_MK.dtype]
     rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
     num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
-    tile, weights_kind = [block_n, block_k], kind
-    if grouped is not None:
+    tile, weights_kind, group = [block_n, block_k], kind, 0
+    if row_scales_M1 is not None:
+        assert grouped is not None and grouped.has_output_scales() and kind == gl.float8e4nv
+        weight_NK = grouped.packed_OW
+    elif grouped is not None:
         assert takes(grouped, config) and grouped.has_equal_strides()
         # Each warp has 16 outputs of a tile, whose weights no other warp unpacks.
-        weight_NK, num_warps = grouped.packed_OW, block_n // 16
+        weight_NK, num_warps, group = grouped.packed_OW, block_n // 16, grouped.group
         tile, weights_kind = [block_n, block_k // 8], gl.int32
     weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
     _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
         TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], rows_layout),
         TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
         *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
+        row_scales_M1,
         bias_N,
         out_MN,
         partials,
@@ -88,7 +105,7 @@ def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: G
         *norm_pointers,
         num_rows,
         eps,
-        MAGIC[x_MK.dtype] if grouped is not None else 0,
+        MAGIC[x_MK.dtype] if group else 0,
         *(grouped.scales_OG.stride() if grouped is not None else (0, 0)),
         out_MN.stride(0),
         normed_stride,
@@ -101,10 +118,13 @@ def launch(product: Product, config: RingConfig, parts: Parts | None, grouped: G
         MODE=mode,
         LAG=lag,
         WARPS=num_warps,
-        GROUP=grouped.group if grouped is not None else 0,
+        GROUP=group,
         **pdl_options(),
         num_warps=num_warps,
     )
+
+
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def takes(weight: Grouped, config: RingConfig) -> bool:
@@ -193,6 +213,7 @@ def _ring_kernel(
     weight_desc,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -229,8 +250,12 @@ def _ring_kernel(
     BYTES: gl.constexpr = PAIR * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     KIND: gl.constexpr = x_desc.dtype
     WIDE: gl.constexpr = min(WARPS, BLOCK_N // 16)
+    # The tensor cores take 32 bytes of columns at a time.
+    COLUMNS: gl.constexpr = 32 * ROWS * BLOCK_K // x_desc.block_type.nbytes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WIDE, WARPS // WIDE], instr_shape=[16, ROWS * WIDE // WARPS, 16]
+        version=[3, 0],
+        warps_per_cta=[WIDE, WARPS // WIDE],
+        instr_shape=[16, ROWS * WIDE // WARPS, COLUMNS],
     )
     NUMBERS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     # Sixteen bytes of an output row a thread.
@@ -334,6 +359,11 @@ def _ring_kernel(
     result = gl.convert_layout(sums, OUT)
     if MODE == 2:
         up = gl.convert_layout(ups, OUT)
+    if row_scales_ptr is not None:
+        row_scale = gl.load(row_scales_ptr + m, mask=m < M, other=0.0)[None, :]
+        result *= gl.load(scales_ptr + n * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
+        if MODE == 2:
+            up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
     if SQUARE_TILES > 0:
         factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
         factor = gl.convert_layout(factor, gl.SliceLayout(0, OUT))[None, :]

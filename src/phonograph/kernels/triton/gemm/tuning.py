@@ -79,6 +79,9 @@ MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
+MEASURED_SCALED: dict[tuple[int, int, int, bool], ProductConfig | None] = {}
+"""Exceptions from `choose_scaled`'s rule, by (rows class, N, K, pairs)."""
+
 MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
 """Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
 
@@ -126,8 +129,8 @@ def choose_grouped(
 ) -> ProductConfig | None:
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
-    With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits and
-    of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, and blocks of FP8 were not measured.
+    With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits
+    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, and blocks of FP8 were not measured.
     """
     key = bits, rows, num_outputs, num_inputs, pairs
     if key in MEASURED_GROUPED:
@@ -135,7 +138,7 @@ def choose_grouped(
     if rows > 256:
         return None
     if interleaved and rows > 8 and gluon_usable():
-        return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
+        return _light_ring(rows, num_outputs, num_inputs, 4, pairs=pairs)
     if rows > 32:
         # A step has columns of one group.
         block_k = 128 if group >= num_inputs else min(128, group & -group)
@@ -156,13 +159,26 @@ def choose_grouped(
     return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
 
 
-def ring_step_bytes(rows: int, block_n: int, block_k: int, *, pairs: bool) -> int:
-    """Return the bytes of a step's words of 4-bit weights and its rows."""
-    return block_n * (1 + pairs) * block_k // 2 + 2 * rows * block_k
+def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> ProductConfig | None:
+    """Return how a product of rows and weights in FP8 is computed; None: by torch.
+
+    With `pairs`, weights are of gates and ups. Torch is as fast from 129 rows on.
+    """
+    key = rows, num_outputs, num_inputs, pairs
+    if key in MEASURED_SCALED:
+        return MEASURED_SCALED[key]
+    if rows > 128 or not gluon_usable():
+        return None
+    return _light_ring(rows, num_outputs, num_inputs, 8, pairs=pairs)
 
 
-def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
-    """Return the ring of 4-bit weights: as many programs of a multiprocessor, two to four, as there are tiles for.
+def ring_step_bytes(rows: int, block_n: int, block_k: int, bits: int, *, pairs: bool) -> int:
+    """Return the bytes of a step's weights of 4 bits and its rows in 16, or of both in 8 bits."""
+    return (block_n * (1 + pairs) * bits + rows * (8 if bits == 8 else 16)) * block_k // 8
+
+
+def _light_ring(rows: int, num_outputs: int, num_inputs: int, bits: int, *, pairs: bool) -> RingConfig:
+    """Return the ring of weights of few bits: two to four programs of a multiprocessor, if there are tiles for so many.
 
     Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
     rows, unless inputs are long.
@@ -176,7 +192,7 @@ def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
     else:
         places = 3 if rows_tile <= 32 and steps > 64 else 2
         splits = max(1, min(8, places * processors // tiles, steps // 4))
-    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, pairs=pairs)
+    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, bits, pairs=pairs)
     return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, _cdiv(steps, splits))))
 
 
