@@ -84,16 +84,18 @@ def test_norm_on_threads(device: torch.device) -> None:
     check_norm(torch.float16, device)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", SIZES)
-def test_fp8_on_threads(
-    case: tuple[int, int, int, RingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
+def check_fp8(
+    case: tuple[int, int, int, RingConfig],
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows and weights in FP8, with a scale for each row and each output."""
+    """Check products of rows and weights in FP8, with a scale for each row and each output."""
     rows, outputs, inputs, config = case
-    outputs, inputs = outputs // 16 * 16, inputs // 16 * 16
+    # For fewer rows activations stay in 16 bits.
+    rows, outputs, inputs = max(rows, 17), outputs // 16 * 16, inputs // 16 * 16
     monkeypatch.setattr(gemm_dispatch, "choose_scaled", lambda *_: config)
-    scratch = scratch_of(rows, outputs, inputs, torch.float16, device)
+    scratch = scratch_of(rows, outputs, inputs, dtype, device)
     assert scratch.scaled is not None
 
     def wanted(made: GroupedCase) -> torch.Tensor:
@@ -101,7 +103,7 @@ def test_fp8_on_threads(
         return made.product(values.double() * scales.double(), bias=True)
 
     def made(*, pairs: bool = False) -> GroupedCase:
-        return GroupedCase(rows, outputs, inputs, torch.float16, device, group=inputs, kind="fp8", pairs=pairs)
+        return GroupedCase(rows, outputs, inputs, dtype, device, group=inputs, kind="fp8", pairs=pairs)
 
     plain = made()
     linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch)
@@ -113,6 +115,27 @@ def test_fp8_on_threads(
     gated = made(pairs=True)
     assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
     gated.check(silu_of(wanted(gated)))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", SIZES)
+def test_fp8_on_threads(
+    case: tuple[int, int, int, RingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_fp8(case, torch.float16, device, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SIZES)
+def test_fp8_on_the_gpu(
+    case: tuple[int, int, int, RingConfig],
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_fp8(case, dtype, device, monkeypatch)
 
 
 @pytest.mark.gpu

@@ -129,7 +129,7 @@ def test_gated_activation(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "change"),
     [
-        (8, 48, 64, {}),
+        (16, 48, 64, {}),
         (40, 40, 64, {}),
         (40, 48, 72, {}),
         (40, 48, 128, {"group": 64}),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-MAX_16_BIT_ROWS = 8
+MAX_16_BIT_ROWS = 16
 """Rows up to which activations stay in 16 bits, as reading the weights takes most of the time."""
 _MULTIPLE = 16
 _MAX_INPUTS = 1 << 16

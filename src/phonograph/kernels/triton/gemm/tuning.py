@@ -79,8 +79,8 @@ MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
-MEASURED_SCALED: dict[tuple[int, int, int, bool], ProductConfig | None] = {}
-"""Exceptions from `choose_scaled`'s rule, by (rows class, N, K, pairs)."""
+MEASURED_SCALED: dict[tuple[int, int, int, bool], RingConfig | None] = {}
+"""Products of rows and weights in FP8 that are faster through a ring than by torch, by (rows class, N, K, pairs)."""
 
 MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
 """Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
@@ -138,7 +138,7 @@ def choose_grouped(
     if rows > 256:
         return None
     if interleaved and rows > 8 and gluon_usable():
-        return _light_ring(rows, num_outputs, num_inputs, 4, pairs=pairs)
+        return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
     if rows > 32:
         # A step has columns of one group.
         block_k = 128 if group >= num_inputs else min(128, group & -group)
@@ -159,17 +159,14 @@ def choose_grouped(
     return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
 
 
-def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> ProductConfig | None:
+def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> RingConfig | None:
     """Return how a product of rows and weights in FP8 is computed; None: by torch.
 
-    With `pairs`, weights are of gates and ups. Torch is as fast from 129 rows on.
+    With `pairs`, weights are of gates and ups. The ring has not run on a GPU with FP8, so that torch has all sizes that
+    were not measured.
     """
-    key = rows, num_outputs, num_inputs, pairs
-    if key in MEASURED_SCALED:
-        return MEASURED_SCALED[key]
-    if rows > 128 or not gluon_usable():
-        return None
-    return _light_ring(rows, num_outputs, num_inputs, 8, pairs=pairs)
+    config = MEASURED_SCALED.get((rows, num_outputs, num_inputs, pairs))
+    return config if gluon_usable() else None
 
 
 def ring_step_bytes(rows: int, block_n: int, block_k: int, bits: int, *, pairs: bool) -> int:
@@ -177,8 +174,8 @@ def ring_step_bytes(rows: int, block_n: int, block_k: int, bits: int, *, pairs: 
     return (block_n * (1 + pairs) * bits + rows * (8 if bits == 8 else 16)) * block_k // 8
 
 
-def _light_ring(rows: int, num_outputs: int, num_inputs: int, bits: int, *, pairs: bool) -> RingConfig:
-    """Return the ring of weights of few bits: two to four programs of a multiprocessor, if there are tiles for so many.
+def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
+    """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are tiles for so many.
 
     Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
     rows, unless inputs are long.
@@ -192,7 +189,7 @@ def _light_ring(rows: int, num_outputs: int, num_inputs: int, bits: int, *, pair
     else:
         places = 3 if rows_tile <= 32 and steps > 64 else 2
         splits = max(1, min(8, places * processors // tiles, steps // 4))
-    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, bits, pairs=pairs)
+    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, 4, pairs=pairs)
     return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, _cdiv(steps, splits))))
 
 
