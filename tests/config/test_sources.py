@@ -43,6 +43,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
     "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),
+    "quantize_lm_head": st.just("fp8"),
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "seed": st.integers(0, 2**63 - 1),

@@ -222,6 +222,6 @@ def test_logits(pair: Pair, rows: int, gathered: bool) -> None:
     hidden = pair.random(20 if gathered else rows, model.spec.hidden_size)
     chosen = torch.randint(20, (rows,)).to(model.device) if gathered else None
     wanted, got = (
-        kernels.logits(hidden, chosen, model.final_norm, model.lm_head_EV) for kernels in (pair.torch, pair.triton)
+        kernels.logits(hidden, chosen, model.final_norm, model.lm_head) for kernels in (pair.torch, pair.triton)
     )
     pair.check(wanted, got)

@@ -56,6 +56,9 @@ class EngineConfig(Settings):
         default=None,
         description="Weight format; default: the checkpoint's. fp8 converts weights in 16 bits while they are loaded.",
     )
+    quantize_lm_head: Annotated[values.HeadFormat | None, values.one_of(values.HeadFormat)] = Field(
+        default=None, description="Format that the head is converted to while it is loaded; default: the checkpoint's."
+    )
     dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
         default="auto", description="Type of weights and activations; auto is the model's."
     )

@@ -172,6 +172,7 @@ def _read_scalars(value: Any) -> Any:
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8"]
+HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]

@@ -203,5 +203,6 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     mlp = 3 * model.intermediate_size
     width = 2 * model.hidden_size + max(attention, mlp)
     # A quantized product unpacks its weights tile by tile.
-    tile = TILE if tokens and model.quantization is not None else 0
+    quantized = model.quantization is not None or model.lm_head_scheme is not None
+    tile = TILE if tokens and quantized else 0
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))

@@ -20,7 +20,11 @@ from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
-from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS
+from phonograph.kernels.scaled_products import (
+    MAX_16_BIT_ROWS,
+    device_has_scaled_products,
+    takes_scaled_product,
+)
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.spec import ModelSpec
 
@@ -92,6 +96,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    _check_lm_head(config, model, dtype, device)
     version = None if config.flash_attn_version is None else str(config.flash_attn_version)
     selection = select(config.attention_backend, version, attention, device)
     preferred = selection.capabilities.preferred_block_size(attention)
@@ -155,6 +160,33 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         threads=threads,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
+
+
+def _check_lm_head(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:
+    """Check that a head in FP8 has a product on the device.
+
+    Raises:
+        ConfigError: it has none; the message says what would work.
+    """
+    if config.quantize_lm_head is None:
+        return
+    if config.batch_invariant:
+        raise ConfigError("quantize_lm_head", "fp8", "batch_invariant has no such product; leave one of them out")
+    if device.kind == "cpu":
+        return
+    if not device_has_scaled_products(device.capability, dtype):
+        raise ConfigError(
+            "quantize_lm_head",
+            "fp8",
+            f"{device.name} has no product of FP8 in {dtype}; it works with dtype bfloat16 and compute capability 8.9 "
+            "or above",
+        )
+    if not takes_scaled_product(model.vocab_size, model.hidden_size):
+        raise ConfigError(
+            "quantize_lm_head",
+            "fp8",
+            f"products of FP8 take multiples of 16; the head is {model.vocab_size} by {model.hidden_size}",
+        )
 
 
 def _product_notes(model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.hf_config import FULL, check_overrides, read_settings
 from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import Architecture, find_architecture
@@ -70,6 +71,7 @@ class ModelSpec:
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
         quantization: format of quantized projections, or None.
+        lm_head_scheme: format that the language model's head is converted to at load, or None.
         notes: decisions while reading, for `explain`.
     """
 
@@ -95,20 +97,24 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
+    lm_head_scheme: Scheme | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
-        projections = (outputs * inputs for _, outputs, inputs in self.quantized_projections())
-        return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(projections)
+        matrices = [outputs * inputs for _, outputs, inputs in self.quantized_projections()]
+        if self.lm_head_scheme is not None and not self.tie_word_embeddings:
+            matrices.append(self.vocab_size * self.hidden_size)
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(matrices)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights, of which those that are not quantized are in `dtype`."""
         element = DTYPE_BYTES[dtype]
         dense = sum(math.prod(shape) for shape in self.tensor_shapes().values()) * element
-        return dense + sum(
-            scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in self.quantized_projections()
-        )
+        matrices = list(self.quantized_projections())
+        if self.lm_head_scheme is not None:
+            matrices.append((self.lm_head_scheme, self.vocab_size, self.hidden_size))
+        return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
@@ -128,7 +134,7 @@ class ModelSpec:
         return self.scheme_of(f"{matrix.prefix}.{next(iter(matrix.parts))}")
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor that a checkpoint must have, but those of quantized projections."""
+        """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
@@ -143,7 +149,7 @@ class ModelSpec:
                 for name in ("q_norm", "k_norm"):
                     shapes[f"model.layers.{layer}.self_attn.{name}.weight"] = (self.head_size,)
         shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings:
+        if not self.tie_word_embeddings and self.lm_head_scheme is None:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
@@ -178,9 +184,13 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
     """Return the spec of the configured model, in the configured weight format.
 
     Raises:
-        ConfigError: the checkpoint is in another weight format.
+        ConfigError: the checkpoint is in another weight format, or its head cannot be converted.
         ModelError: as `read_model_spec`.
     """
+    if config.quantize_lm_head is not None:
+        folder = model_path(config.model, revision=config.revision, config_only=config_only)
+        if is_gguf(folder):
+            raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
     spec = read_model_spec(
         config.model,
         trust_remote_code=config.trust_remote_code,
@@ -188,6 +198,12 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
         hf_overrides=config.hf_overrides,
         config_only=config_only,
     )
+    if config.quantize_lm_head is not None:
+        if is_gguf(model_path(config.model, revision=config.revision, config_only=config_only)):
+            raise ConfigError(
+                "quantize_lm_head", config.quantize_lm_head, "does not work with GGUF files; leave it out"
+            )
+        spec = replace(spec, lm_head_scheme=Fp8Head(origin="FP8, made at load", scales="channel"))
     quantization = choose_quantization(spec.quantization, config.quantization)
     if quantization is spec.quantization:
         return spec

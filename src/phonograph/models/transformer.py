@@ -44,9 +44,9 @@ class Transformer:
         self.quantized = allocate.quantized
         self.layers = [DecoderLayer.make(spec, index, allocate) for index in range(spec.num_layers)]
         self.final_norm = allocate.tensor(spec.hidden_size)
-        self.lm_head_EV = allocate.matrix(spec.hidden_size, spec.vocab_size)
-        if spec.tie_word_embeddings:
-            self.embedding_VE = self.lm_head_EV.t()
+        self.lm_head = allocate.linear(spec.hidden_size, spec.vocab_size, bias=False, scheme=spec.lm_head_scheme)
+        if spec.tie_word_embeddings and spec.lm_head_scheme is None:
+            self.embedding_VE = self.lm_head.matrix.t()
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
@@ -89,11 +89,11 @@ class Transformer:
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
-        return self.kernels.logits(hidden_TE, rows_N, self.final_norm, self.lm_head_EV)
+        return self.kernels.logits(hidden_TE, rows_N, self.final_norm, self.lm_head)
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
-        return torch.mm(rms_norm(hidden_NE, self.final_norm, self._eps), self.lm_head_EV)
+        return self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
 
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
@@ -115,8 +115,8 @@ class Transformer:
         and [K, D] for [D] in the checkpoint.
         """
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
-        if not self.spec.tie_word_embeddings:
-            views["lm_head.weight"] = self.lm_head_EV.t()
+        if not self.spec.tie_word_embeddings and self.spec.lm_head_scheme is None:
+            views["lm_head.weight"] = self.lm_head.matrix.t()
         for layer in self.layers:
             views |= layer.checkpoint_views(self.spec)
         return views
@@ -132,6 +132,18 @@ class Transformer:
                     if scheme is not None:
                         yield QuantizedModule(name, scheme, linear.weight, first, outputs)
                     first += outputs
+        if not self.spec.tie_word_embeddings:
+            yield from self._quantized_head()
+
+    def finish(self) -> None:
+        """Make a head in another format from the embedding that it is tied to, which must be there."""
+        if self.spec.tie_word_embeddings:
+            for head in self._quantized_head():
+                head.load({"weight": self.embedding_VE})
+
+    def _quantized_head(self) -> Iterator[QuantizedModule]:
+        if self.spec.lm_head_scheme is not None:
+            yield QuantizedModule("lm_head", self.spec.lm_head_scheme, self.lm_head.weight, 0, self.spec.vocab_size)
 
     def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
         """Yield each layer with the product that reads the stream after it, None after the last layer."""

@@ -209,6 +209,7 @@ def _model_line(plan: EnginePlan) -> str:
         f"size {model.head_size}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
+        + (f"; lm_head in {model.lm_head_scheme.name}" if model.lm_head_scheme is not None else "")
         + f"; {_bytes(model.weight_bytes(plan.dtype))} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )

@@ -117,7 +117,7 @@ class KernelSet(Protocol):
         ...
 
     def logits(
-        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head: Linear
     ) -> torch.Tensor:
         """Return logits [N, V] of the normed rows `rows_N` of the stream, or of all its rows if that is None."""
         ...

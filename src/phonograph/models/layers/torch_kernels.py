@@ -69,7 +69,7 @@ class TorchKernels:
         return Stream(stream.hidden_TE.index_select(0, rows_P)), attended_TF.index_select(0, rows_P)
 
     def logits(
-        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head: Linear
     ) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
-        return torch.mm(rms_norm(hidden_NE, norm_E, self._eps), head_EV)
+        return head.product(rms_norm(hidden_NE, norm_E, self._eps))

@@ -169,7 +169,7 @@ class TritonKernels:
         return Stream(hidden_PE, normed_PE, is_part=True), attended_PF
 
     def logits(
-        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head_EV: torch.Tensor
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head: Linear
     ) -> torch.Tensor:
         num_logits = (hidden_TE if rows_N is None else rows_N).shape[0]
         rows_NE, logits_NV = self.workspace.rows_NE[:num_logits], self.workspace.logits_NV[:num_logits]
@@ -177,7 +177,7 @@ class TritonKernels:
             layers.rms_norm(hidden_TE, norm_E, self._eps, rows_NE)
         else:
             layers.gather_and_norm(hidden_TE, rows_N, norm_E, self._eps, rows_NE)
-        linear(rows_NE, head_EV.t(), None, logits_NV, scratch=self._scratch, config=self._config)
+        linear(rows_NE, head.weight.operand, None, logits_NV, scratch=self._scratch, config=self._config)
         return logits_NV
 
     def _input_of(self, layer: Linear, rows_TI: torch.Tensor) -> Rows:
@@ -189,7 +189,7 @@ class TritonKernels:
 
     def _is_one_row(self, hidden_TE: torch.Tensor) -> bool:
         """Return True if the products of one row compute its norm inside; those of quantized weights do not."""
-        return hidden_TE.shape[0] == 1 and self._config is None and not self.workspace.has_quantized_weights()
+        return hidden_TE.shape[0] == 1 and self._config is None and not self.workspace.has_quantized_layers
 
     def _defers_norm(self, stream: Stream, following: Linear) -> bool:
         """Return True if the next product divides by the norm."""

@@ -38,6 +38,7 @@ class Workspace:
     fp8_rows: torch.Tensor
     fp8_scales_T: torch.Tensor
     product: torch.Tensor
+    has_quantized_layers: bool
 
     @classmethod
     def make(
@@ -71,6 +72,7 @@ class Workspace:
             fp8_rows=made["fp8_rows"].view(-1),
             fp8_scales_T=made["fp8_scales"].view(-1),
             product=shared[: num_tokens * spec.hidden_size],
+            has_quantized_layers=spec.quantization is not None,
         )
 
     @classmethod
@@ -104,11 +106,9 @@ class Workspace:
             return None
         return ScaledScratch(self.fp8_rows, self.fp8_scales_T, self.product)
 
-    def has_quantized_weights(self) -> bool:
-        return bool(self.dequantized.numel() or self.fp8_rows.numel())
-
     def tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
+        members = (getattr(self, field.name) for field in fields(self))
+        return [one for one in members if isinstance(one, torch.Tensor)]
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int, int]:
@@ -127,4 +127,6 @@ def quantized_sizes(spec: ModelSpec, dtype: str, capability: tuple[int, int]) ->
             fp8_inputs = max(fp8_inputs, inputs)
         elif scheme is not None:
             written_out = max(written_out, outputs * inputs)
+    if spec.lm_head_scheme is not None and scaled:
+        fp8_inputs = max(fp8_inputs, spec.hidden_size)
     return written_out, fp8_inputs

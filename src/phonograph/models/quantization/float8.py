@@ -7,15 +7,18 @@ rounded with a scale for each row, which is more accurate.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from phonograph.errors import UnsupportedModelError, WeightError
-from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.grouped import Grouped, dequantize
 from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight, allocate_by_group, slices
 from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
+
+log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 _LARGEST, _SMALLEST_SCALE = 448.0, 1e-7
@@ -101,6 +104,21 @@ class Fp8AtLoad(Fp8):
             rows = slice(first + outputs.start, first + outputs.stop)
             scaled = values_OI / weight.values.scales_OG[rows].float()
             weight.values.packed_OW[rows].copy_(scaled.clamp(-_LARGEST, _LARGEST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Head(Fp8AtLoad):
+    """A language model's head in 16 or 32 bits, rounded to FP8 at load, with the error in the log."""
+
+    def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:
+        Fp8AtLoad.load(self, module, tensors, weight, first)
+        assert isinstance(weight, GroupedWeight)
+        values_OI, wrong, whole = tensors["weight"], 0.0, 0.0
+        for outputs in slices(values_OI.shape[0], weight.inputs):
+            exact = values_OI[outputs].float()
+            wrong += float((dequantize(weight.values.rows(outputs.start, outputs.stop)) - exact).square().sum())
+            whole += float(exact.square().sum())
+        log.info("%s is in FP8; relative error of its weights %.4f", module, (wrong / whole) ** 0.5 if whole else 0.0)
 
 
 def check_block(block: object) -> tuple[int, int]:

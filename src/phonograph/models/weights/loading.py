@@ -109,7 +109,12 @@ def begin_loading(
                 load_gguf(model, read_gguf(location), copies)
             else:
                 notes += _read(model, files, names, copies)
-        yield Loading(model, tuple(notes), copies.finish)
+
+        def finish() -> None:
+            copies.finish()
+            model.finish()
+
+        yield Loading(model, tuple(notes), finish)
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
