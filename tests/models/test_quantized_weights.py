@@ -86,6 +86,44 @@ def test_products_with_offsets(bits: int) -> None:
     assert (hidden - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "group"), [(33, 5, 33), (100, 37, 100), (90, 41, 32), (1000, 1200, 24), (7, 9, 14)]
+)
+def test_products_of_few_rows(inputs: int, outputs: int, group: int, kind: str) -> None:
+    """Against the weights in float64: each set of zeros, offsets and order, tiles and groups that are not whole."""
+    groups, bits = -(-inputs // group), 4 if kind == "int4" else 8
+    scales, offsets = torch.rand(2, outputs, groups) - 0.5
+    order = torch.randperm(inputs)
+    if kind == "fp8":
+        drawn = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        weights = [Grouped(drawn, scales, None, 8, group), Grouped(drawn, scales, None, 8, group, order)]
+    else:
+        packed = torch.from_numpy(
+            words(np.random.default_rng().integers(0, 1 << bits, (outputs, groups * group)), bits, 1)
+        )
+        zeros = torch.randint(0, 1 << bits, (outputs, groups), dtype=torch.uint8)
+        weights = [
+            Grouped(packed, scales, None, bits, group),
+            Grouped(packed, scales, None, bits, group, offsets_OG=offsets),
+            Grouped(packed, scales, zeros, bits, group, order),
+            Grouped(packed, scales, zeros, bits, group, order, offsets),
+        ]
+    for weight in weights:
+        offsets_OG = None if weight.offsets_OG is None else weight.offsets_OG.double()
+        exact = dequantize(weight._replace(scales_OG=weight.scales_OG.double(), offsets_OG=offsets_OG))[:, :inputs]
+        for rows in (1, 3):
+            x, bias, hidden = torch.randn(rows, inputs), torch.randn(outputs), torch.randn(rows, outputs)
+            ordered = x if weight.order_I is None else x[:, weight.order_I]
+            wanted = ordered.double() @ exact.t() + bias
+            assert (product(x, weight, bias) - wanted).norm() <= 3e-6 * wanted.norm()
+            half = product(x.bfloat16(), weight, bias.bfloat16())
+            assert half.dtype == torch.bfloat16 and (half - wanted).norm() <= 0.02 * wanted.norm()
+            wanted += hidden
+            add_product(x, weight, bias, hidden)
+            assert (hidden - wanted).norm() <= 3e-6 * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_number_of_fp8(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8)

@@ -16,6 +16,9 @@ TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
 
 
+FEW_ROWS = 32
+"""Rows up to which `_multiply_few` was measured to take less time than `dequantize` and a product."""
+
 # Operands as tensors: torch takes 5 microseconds more for a number.
 _LOW_BITS = torch.tensor(15, dtype=torch.uint8)
 _TOP_BIT = torch.tensor(128, dtype=torch.uint8)
@@ -145,8 +148,8 @@ def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
 def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight^T + bias, [T, O]."""
     x_TI = _ordered(x_TI, weight)
-    if _is_row(x_TI, weight):
-        out_TO = _multiply_row(x_TI, weight).to(x_TI.dtype)
+    if _has_few_rows(x_TI, weight):
+        out_TO = _multiply_few(x_TI, weight).to(x_TI.dtype)
     else:
         out_TO = x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
         for first, last in _tiles(weight):
@@ -158,8 +161,8 @@ def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) ->
 def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
     """Add x @ weight^T + bias to `hidden`, in place."""
     x_TI = _ordered(x_TI, weight)
-    if _is_row(x_TI, weight):
-        hidden_TO.add_(_multiply_row(x_TI, weight))
+    if _has_few_rows(x_TI, weight):
+        hidden_TO.add_(_multiply_few(x_TI, weight))
     else:
         for first, last in _tiles(weight):
             tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
@@ -168,81 +171,77 @@ def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None
         hidden_TO.add_(bias_O)
 
 
-def _is_row(x_TI: torch.Tensor, weight: Grouped) -> bool:
-    """Return True for the products of `_multiply_row`: from two rows on, the product takes longer than unpacking."""
+def _has_few_rows(x_TI: torch.Tensor, weight: Grouped) -> bool:
+    """Return True for the products of `_multiply_few`, whose bytes have values of one group each."""
     whole_bytes = weight.bits == 8 or weight.group % 2 == 0
-    return x_TI.shape[0] == 1 and x_TI.device.type == "cpu" and whole_bytes and not weight.interleaved
+    return x_TI.shape[0] <= FEW_ROWS and x_TI.device.type == "cpu" and whole_bytes and not weight.interleaved
 
 
-def _multiply_row(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
-    """Return x @ weight^T of one row, in float32.
+def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
+    """Return x @ weight^T of few rows, in float32.
 
-    The product of one row takes as long as one pass over unpacked weights, so that each pass less counts. Zeros and
-    offsets are multiplied by sums of inputs, one scale an output by the result. Of 4 bits, a byte b has the values
-    `low` and (b - low) / 16, and low * x_0 + (b - low) / 16 * x_1 = low * (x_0 - x_1 / 16) + b * (x_1 / 16).
+    A product of one row takes as long as one operation on all unpacked weights, so that each operation less counts.
+    Zeros and offsets are multiplied by sums of inputs, one scale an output by the result. With 4 bits a byte b has the
+    values `low` and (b - low) / 16. Their product with the inputs x and y is low * (x - y / 16) + b * (y / 16), for
+    which nothing is shifted, and the values need not lie side by side.
     """
     outputs, groups = weight.scales_OG.shape
     columns = groups * weight.group
-    x_I = torch.nn.functional.pad(x_TI[0].float(), (0, columns - x_TI.shape[1]))
+    x_TI = torch.nn.functional.pad(x_TI.float(), (0, columns - x_TI.shape[1]))
     scales_OG = weight.scales_OG.float()
-    fill, scratch_type, parts, factors_I = _fill_bytes, torch.uint8, 1, x_I
+    fill, scratch_type, factors = _fill_bytes, torch.uint8, [x_TI]
     if weight.packed_OW.dtype == torch.float8_e4m3fn:
-        fill, scratch_type, factors_I = _fill_fp8, torch.int16, x_I * 256
+        fill, scratch_type, factors = _fill_fp8, torch.int16, [x_TI * 256]
     elif weight.bits == 4:
-        odd = x_I[1::2] / 16
-        fill, parts, factors_I = _fill_nibbles, 2, torch.cat((x_I[0::2] - odd, odd))
-    packed_OB = weight.packed_OW.view(torch.uint8)[:, : columns // parts]
-    step = max(1, TILE // columns)
-    # Memory that is allocated once: new pages cost as much as a pass.
-    buffer = torch.empty(min(step, outputs), parts, columns // parts)
+        second = x_TI[:, 1::2] / 16
+        fill, factors = _fill_nibbles, [x_TI[:, 0::2] - second, second]
+    width, step = columns // len(factors), min(max(1, TILE // columns), outputs)
+    packed_OB = weight.packed_OW.view(torch.uint8)[:, :width]
+    # Allocated once: new pages cost as much as an operation.
+    buffer = x_TI.new_empty(len(factors), step, width)
     buffer[:, :, packed_OB.shape[1] :] = 0
-    scratch = torch.empty(min(step, outputs), packed_OB.shape[1], dtype=scratch_type)
-    out_O = torch.empty(outputs)
-    tiles = zip(packed_OB.split(step), scales_OG[:, None, :, None].split(step), out_O.split(step), strict=True)
+    scratch = x_TI.new_empty(step, packed_OB.shape[1], dtype=scratch_type)
+    out_TO = x_TI.new_empty(x_TI.shape[0], outputs)
+    tiles = zip(packed_OB.split(step), scales_OG.unsqueeze(-1).split(step), out_TO.split(step, 1), strict=True)
     for packed, scales, out in tiles:
-        values = buffer[: out.shape[0]]
-        fill(values, packed, scratch[: out.shape[0]])
+        values = buffer[:, : packed.shape[0]]
+        fill(values, packed, scratch[: packed.shape[0]])
         if groups > 1:
-            values.view(-1, parts, groups, weight.group // parts).mul_(scales)
-        torch.mv(values.view(-1, columns), factors_I, out=out)
+            values.view(len(factors), -1, groups, width // groups).mul_(scales)
+        torch.mm(factors[0], values[0].t(), out=out)
+        if len(factors) == 2:
+            out.addmm_(factors[1], values[1].t())
     if groups == 1:
-        out_O.mul_(scales_OG[:, 0])
+        out_TO.mul_(scales_OG[:, 0])
     shifts_OG = _shifts(weight, scales_OG)
-    if shifts_OG is not None:
-        out_O.addmv_(shifts_OG, x_I.view(groups, -1).sum(1))
-    return out_O.unsqueeze(0)
+    return out_TO if shifts_OG is None else out_TO.addmm_(x_TI.unflatten(1, (groups, -1)).sum(2), shifts_OG.t())
 
 
 def _shifts(weight: Grouped, scales_OG: torch.Tensor) -> torch.Tensor | None:
-    """Return what the weights have beside the filled values times the scales, or None for nothing."""
-    shifts_OG = weight.offsets_OG
-    if weight.packed_OW.dtype == torch.float8_e4m3fn:
-        return shifts_OG
-    filled_zero = 128 if weight.bits == 8 else 0
-    if weight.zeros_OG is not None:
-        zeros = (filled_zero - weight.zeros_OG.float()) * scales_OG
-    elif weight.bits == 4:
-        zeros = -8 * scales_OG
-    else:
-        return None if shifts_OG is None else shifts_OG.float()
-    return zeros if shifts_OG is None else zeros.add_(shifts_OG)
+    """Return what `_multiply_few` adds to all weights of a group, or None for 0 everywhere."""
+    zeros_OG, offsets_OG = weight.zeros_OG, weight.offsets_OG
+    if weight.bits == 8 and zeros_OG is None:
+        return None if offsets_OG is None else offsets_OG.float()
+    filled_zero = 0 if weight.bits == 4 else 128
+    shifts_OG = scales_OG * (-8 if zeros_OG is None else filled_zero - zeros_OG.float())
+    return shifts_OG if offsets_OG is None else shifts_OG.add_(offsets_OG)
 
 
-def _fill_bytes(values_OPI: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
+def _fill_bytes(values: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
     """Write values of 8 bits less 128."""
-    values_OPI[:, 0].copy_(torch.bitwise_xor(packed_OB, _TOP_BIT, out=scratch_OB).view(torch.int8))
+    values[0].copy_(torch.bitwise_xor(packed_OB, _TOP_BIT, out=scratch_OB).view(torch.int8))
 
 
-def _fill_nibbles(values_OPI: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
+def _fill_nibbles(values: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
     """Write the lower 4 bits of the bytes, then the bytes."""
-    values_OPI[:, 0].copy_(torch.bitwise_and(packed_OB, _LOW_BITS, out=scratch_OB))
-    values_OPI[:, 1].copy_(packed_OB)
+    values[0].copy_(torch.bitwise_and(packed_OB, _LOW_BITS, out=scratch_OB))
+    values[1].copy_(packed_OB)
 
 
-def _fill_fp8(values_OPI: torch.Tensor, packed_OI: torch.Tensor, scratch_OI: torch.Tensor) -> None:
+def _fill_fp8(values: torch.Tensor, packed_OI: torch.Tensor, scratch_OI: torch.Tensor) -> None:
     """Write numbers of e4m3 divided by 256, by `_dequantize_fp8`'s rule, in the columns of inputs."""
     bits = scratch_OI.copy_(packed_OI.view(torch.int8)).mul_(_SHIFT_BY_7).bitwise_and_(_ALL_BUT_BIT_14)
-    values_OPI[:, 0, : packed_OI.shape[1]].copy_(bits.view(torch.float16))
+    values[0, :, : packed_OI.shape[1]].copy_(bits.view(torch.float16))
 
 
 def _ordered(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
