@@ -115,7 +115,7 @@ def test_those_that_cannot_name_those_that_can(asked: str) -> None:
         select(asked, None, HALF, H200)
     text = str(caught.value)
     assert f"{asked} refuses: cascade attention; it is not made to" in text
-    assert "Would serve: flash_attn 3, flash_attn 2, reference" in text
+    assert "Would serve: flash_attn 3, flash_attn 4, flash_attn 2, reference" in text
 
 
 def test_windows_are_refused_by_those_that_could() -> None:

@@ -41,7 +41,7 @@ def test_settings_that_never_cascade_are_errors(given_settings: dict[str, Any], 
 
 def test_backends_that_cannot_are_refused_and_the_others_named() -> None:
     with pytest.raises(
-        BackendError, match="triton refuses: cascade attention.*Would serve: flash_attn 3, flash_attn 2"
+        BackendError, match="triton refuses: cascade attention.*Would serve: flash_attn 3, flash_attn 4, flash_attn 2"
     ):
         plan("h200", attention_backend="triton")
     assert plan("h200").selection.capabilities.label == "flash_attn 3"
