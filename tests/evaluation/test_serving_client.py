@@ -130,7 +130,7 @@ def test_samples_of_one_request_have_times_and_tokens_of_their_own() -> None:
         ),
         ([b"SSH-2.0-what\r\n"], "not HTTP"),
         ([], "broke before the answer was complete"),
-        ([OK, events(token("a")), 3.0], "no complete answer within 0.4 s"),
+        ([OK, events(token("a")), 5.0], "no complete answer within 1.5 s"),
     ],
 )
 def test_failures_are_counted_by_kind_and_harm_no_other_request(script: Script, error: str) -> None:
@@ -138,7 +138,9 @@ def test_failures_are_counted_by_kind_and_harm_no_other_request(script: Script, 
         return script if body["which"] == 1 else [*plain(WHOLE[:50], 0.01, WHOLE[50:])]
 
     with scripted(answer) as server:
-        result = offer(server.url, [b'{"which": %d}' % which for which in range(3)], timeout=0.4)
+        # On a busy machine the others take long too.
+        timeout = 1.5 if "within" in error else 20
+        result = offer(server.url, [b'{"which": %d}' % which for which in range(3)], timeout=timeout)
     errors = [reply.error for reply in result.replies if reply.error is not None]
     assert len(errors) == 1 and error in errors[0]
     assert [reply.text for reply in result.replies if reply.error is None] == ["abü"] * 2
