@@ -361,7 +361,7 @@ def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[RingC
         if block_n * (1 + silu) * rows_tile > 1 << 14:
             continue
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
-        room = RING_BYTES // places // product_rules.ring_step_bytes(rows_tile, block_n, block_k, bits, pairs=silu)
+        room = RING_BYTES // places // step_bytes(rows_tile, block_n, block_k, silu=silu, bits=bits)
         for programs in (132 * places, 132 * places // 2):
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room, -(-steps // splits), 8)

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, ignore_eos=Tr
 NEAR = {"cpu": 1e-3, "cuda": 0.06}
 """By how much a token may be less likely than the best, by torch's model of the dequantized weights in float32."""
 NEAR_FP8 = 0.3
-"""The same where prompts of more than 32 tokens have FP8 activations."""
+"""The same where prompts of more than 16 tokens have FP8 activations."""
 
 
 def answers(folder: Path, mode: str, device: str) -> list[RequestOutput]:

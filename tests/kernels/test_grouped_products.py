@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_problem import GroupedCase
-from product_problem import EPS, poisoned, random_tensor, silu_of
+from grouped_problem import GroupedCase, check_norm_between, check_products
+from product_problem import poisoned, silu_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu, takes_squares
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, takes_squares
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.tuning import choose_grouped, rows_class
@@ -53,17 +53,7 @@ def test_products(
     def case(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    plain = case()
-    scratch = poisoned(device)
-    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch, config=config)
-    plain.check(plain.product(plain.x, bias=True))
-    added = case()
-    added.out.copy_(added.residual)
-    linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
-    added.check(added.product(added.x, bias=False) + added.residual.double())
-    gated = case(pairs=True)
-    assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, config=config)
-    gated.check(silu_of(gated.product(gated.x, bias=True)))
+    check_products(case, config, poisoned(device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,20 +62,10 @@ def test_norm_around_products(
     config: GroupedRowsConfig | LinearConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The norm's division is left to the product that reads the rows."""
-    scratch, rows = poisoned(device), min(config.rows, 9)
-    made = GroupedCase(rows, 70, 200, dtype, device, group=64)
-    hidden, normed = made.residual.clone(), torch.full_like(made.residual, torch.nan)
-    norm = random_tensor(70, dtype=dtype, device=device, seed=7) * 0.1 + 1
-    squares = linear_add_norm(
-        made.x, made.grouped, made.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
-    )
-    assert squares is not None
-    made.out.copy_(hidden)
-    made.check(made.product(made.x, bias=True) + made.residual.double())
-    taken = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int4 with zeros")
-    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-    linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
-    taken.check(taken.product(wanted, bias=True))
+    rows = min(config.rows, 9)
+    first = GroupedCase(rows, 70, 200, dtype, device, group=64)
+    second = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int4 with zeros")
+    check_norm_between(first, second, config, poisoned(device))
 
 
 @pytest.mark.parametrize("rows", [2, 40, 300])

@@ -7,11 +7,11 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase, scratch_of
-from product_problem import EPS, poisoned, random_tensor, silu_of
+from grouped_problem import GroupedCase, check_norm_between, check_products, scratch_of
+from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm import gemm_dispatch
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_add_norm, linear_silu
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
@@ -33,36 +33,13 @@ def check(case: tuple[int, int, int, RingConfig], kind: str, dtype: torch.dtype,
     def made(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    scratch = poisoned(device)
-    plain = made()
-    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch, config=config)
-    plain.check(plain.product(plain.x, bias=True))
-    added = made()
-    added.out.copy_(added.residual)
-    linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
-    added.check(added.product(added.x, bias=False) + added.residual.double())
-    if config.block_n == 64:
-        gated = made(pairs=True)
-        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, config=config._replace(splits=1))
-        gated.check(silu_of(gated.product(gated.x, bias=True)))
+    check_products(made, config, poisoned(device), gated=config.block_n == 64)
 
 
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:
-    """The norm's division is left to the product that reads the rows."""
-    scratch, config = poisoned(device), RingConfig(16, 64, 128, 1, 3)
-    case = GroupedCase(11, 128, 384, dtype, device, group=128, kind="int4 interleaved")
-    hidden, normed = case.residual.clone(), torch.full_like(case.residual, torch.nan)
-    norm = random_tensor(128, dtype=dtype, device=device, seed=7) * 0.1 + 1
-    squares = linear_add_norm(
-        case.x, case.grouped, case.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
-    )
-    assert squares is not None
-    case.out.copy_(hidden)
-    case.check(case.product(case.x, bias=True) + case.residual.double())
-    taken = GroupedCase(11, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
-    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-    linear(normed, taken.grouped, taken.bias, taken.out, squares=squares, scratch=scratch, config=config)
-    taken.check(taken.product(wanted, bias=True))
+    first = GroupedCase(11, 128, 384, dtype, device, group=128, kind="int4 interleaved")
+    second = GroupedCase(11, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
+    check_norm_between(first, second, RingConfig(16, 64, 128, 1, 3), poisoned(device))
 
 
 @pytest.fixture

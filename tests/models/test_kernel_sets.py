@@ -159,7 +159,7 @@ def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, row
 
 @torch.inference_mode()
 def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 33 rows on, with FP8 weights; no matrix is written out. The torch set has activations in 16 bits."""
+    """From 17 rows on, with FP8 weights; no matrix is written out. The torch set has activations in 16 bits."""
     lay_as_on_a_gpu(monkeypatch)
     rows, scheme = 40, Fp8(origin="FP8", scales="channel")
     model = make_model(tmp_path, "llama_bias", DTYPES[-1], scheme, hidden=128, inner=96)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from product_problem import Case, poisoned, random_tensor
+from product_problem import EPS, Case, poisoned, random_tensor, silu_of
 
 from phonograph.kernels.scaled_products import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
-from phonograph.kernels.triton.gemm.gemm_dispatch import LinearScratch
+from phonograph.kernels.triton.gemm.gemm_dispatch import (
+    LinearScratch,
+    linear,
+    linear_add,
+    linear_add_norm,
+    linear_silu,
+)
+from phonograph.kernels.triton.gemm.tuning import ProductConfig
 
 
 class GroupedCase(Case):
@@ -65,3 +74,38 @@ def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device:
         torch.full((rows * outputs,), torch.nan, dtype=dtype, device=device),
     )
     return poisoned(device)._replace(scaled=scaled)
+
+
+def check_products(
+    made: Callable[..., GroupedCase], config: ProductConfig, scratch: LinearScratch, *, gated: bool = True
+) -> None:
+    """Check a product with a bias, one that is added, and with `gated` one with the activation.
+
+    `made` returns a new case, with `pairs=True` one of gates and ups.
+    """
+    plain = made()
+    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch, config=config)
+    plain.check(plain.product(plain.x, bias=True))
+    added = made()
+    added.out.copy_(added.residual)
+    linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
+    added.check(added.product(added.x, bias=False) + added.residual.double())
+    if gated:
+        pairs = made(pairs=True)
+        assert linear_silu(pairs.x, pairs.grouped, pairs.bias, pairs.out, config=config)
+        pairs.check(silu_of(pairs.product(pairs.x, bias=True)))
+
+
+def check_norm_between(first: GroupedCase, second: GroupedCase, config: ProductConfig, scratch: LinearScratch) -> None:
+    """Check that the norm behind the first product leaves its division to the second, which reads its rows."""
+    hidden, normed = first.residual.clone(), torch.full_like(first.residual, torch.nan)
+    norm = random_tensor(hidden.shape[1], dtype=hidden.dtype, device=hidden.device, seed=7) * 0.1 + 1
+    squares = linear_add_norm(
+        first.x, first.grouped, first.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
+    )
+    assert squares is not None
+    first.out.copy_(hidden)
+    first.check(first.product(first.x, bias=True) + first.residual.double())
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+    linear(normed, second.grouped, second.bias, second.out, squares=squares, scratch=scratch, config=config)
+    second.check(second.product(wanted, bias=True))

@@ -59,10 +59,13 @@ class Grouped(NamedTuple):
         others = (self.zeros_OG, self.offsets_OG)
         return all(other is None or other.stride() == self.scales_OG.stride() for other in others)
 
+    def is_fp8(self) -> bool:
+        """Return True for weights in FP8, False for integers."""
+        return self.packed_OW.dtype == torch.float8_e4m3fn
+
     def has_output_scales(self) -> bool:
         """Return True for FP8 with one scale an output, in float32."""
-        one_scale = self.scales_OG.shape[1] == 1 and self.scales_OG.dtype == torch.float32
-        return one_scale and self.packed_OW.dtype == torch.float8_e4m3fn
+        return self.is_fp8() and self.scales_OG.shape[1] == 1 and self.scales_OG.dtype == torch.float32
 
     def rows(self, first: int, last: int) -> Grouped:
         """Return the outputs from `first` up to `last`, as views."""
@@ -77,7 +80,7 @@ class Grouped(NamedTuple):
 def dequantize(weight: Grouped) -> torch.Tensor:
     """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales and the order of the groups."""
     outputs, groups = weight.scales_OG.shape
-    if weight.packed_OW.dtype == torch.float8_e4m3fn:
+    if weight.is_fp8():
         return _dequantize_fp8(weight)
     packed_OW = weight.packed_OW
     bytes_OB = (deinterleave(packed_OW) if weight.interleaved else packed_OW).view(torch.uint8)
@@ -190,7 +193,7 @@ def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
     x_TI = torch.nn.functional.pad(x_TI.float(), (0, columns - x_TI.shape[1]))
     scales_OG = weight.scales_OG.float()
     fill, scratch_type, factors = _fill_bytes, torch.uint8, [x_TI]
-    if weight.packed_OW.dtype == torch.float8_e4m3fn:
+    if weight.is_fp8():
         fill, scratch_type, factors = _fill_fp8, torch.int16, [x_TI * 256]
     elif weight.bits == 4:
         second = x_TI[:, 1::2] / 16

@@ -49,7 +49,7 @@ class GroupedWeight:
 
     def draw(self, std: float, generator: torch.Generator) -> None:
         values = self.values
-        if values.packed_OW.dtype == torch.float8_e4m3fn:
+        if values.is_fp8():
             drawn = torch.empty(values.packed_OW.shape, dtype=torch.float16, device=self.device)
             values.packed_OW.copy_(drawn.normal_(generator=generator))
             values.scales_OG.fill_(std)

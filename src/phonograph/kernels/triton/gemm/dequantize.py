@@ -29,7 +29,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
     outputs, inputs = out_OI.shape
     num_words = weight.packed_OW.shape[1]
     assert weight.scales_OG.dtype in (out_OI.dtype, torch.float32)
-    block_words = _COLUMNS * weight.bits // (8 if weight.packed_OW.dtype == torch.float8_e4m3fn else 32)
+    block_words = _COLUMNS * weight.bits // (8 if weight.is_fp8() else 32)
     assert out_OI.is_contiguous() and weight.has_equal_strides()
     # Without programmatic dependent launch: the product before may still read the memory that is written here.
     _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_words, block_words))](
@@ -46,7 +46,7 @@ def dequantize_into(weight: Grouped, out_OI: torch.Tensor) -> None:
         GROUPS=weight.scales_OG.shape[1],
         GROUP=weight.group,
         BITS=weight.bits,
-        IS_FP8=weight.packed_OW.dtype == torch.float8_e4m3fn,
+        IS_FP8=weight.is_fp8(),
         INTERLEAVED=weight.interleaved,
         BLOCK_O=_OUTPUTS,
         BLOCK_W=block_words,

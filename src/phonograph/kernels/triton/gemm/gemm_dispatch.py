@@ -5,9 +5,9 @@ layers, and they cannot begin before the kernel before has ended. `tuning` choos
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
 Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
-have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_tiled` for more. From 33 rows on, FP8 with one
-scale an output is multiplied by FP8 activations, if the scratch has room for them (`gemm_scaled`). Other products of
-weights in groups write them out first, for torch.
+have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_ring` or `gemm_tiled` for more. FP8 with one
+scale an output is multiplied by FP8 activations above `MAX_16_BIT_ROWS` rows, if the scratch has room for them
+(`gemm_scaled`). Other products of weights in groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -329,5 +329,5 @@ def _launch(
             gemm_ring.launch(product, config._replace(splits=splits), parts, grouped, row_scales_M1)
             return
         assert row_scales_M1 is None
-        config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 0 if grouped else 256)
+        config = LinearConfig(rows, block_n, block_k, splits, 4, min(3, config.stages), 256)
     gemm_tiled.launch(product, config._replace(splits=splits), parts, grouped)

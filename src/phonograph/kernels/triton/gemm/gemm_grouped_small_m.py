@@ -41,8 +41,6 @@ from phonograph.kernels.triton.gemm.product import Product, norm_arguments
 from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
-_FP8 = torch.float8_e4m3fn
-
 
 class GroupedRowsConfig(NamedTuple):
     """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
@@ -65,7 +63,7 @@ def takes(weight: Grouped, dtype: torch.dtype) -> bool:
         return False
     if weight.interleaved:
         return True
-    if weight.packed_OW.dtype == _FP8:
+    if weight.is_fp8():
         num_inputs = weight.packed_OW.shape[1]
         return num_inputs % 4 == 0 and (weight.group >= num_inputs or weight.group % 64 == 0)
     return weight.bits == 4 and (weight.group in (32, 64) or weight.group % 128 == 0)

@@ -44,9 +44,9 @@ class LinearConfig(NamedTuple):
     prefetch: int
 
 
-def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool) -> int:
-    """Return the bytes of a step's tiles of 16-bit elements; with `silu` there are two of weights."""
-    return 2 * block_k * (block_n * (1 + silu) + rows)
+def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool, bits: int = 16) -> int:
+    """Return the bytes of a step's tiles, with `silu` two of weights: of so many bits, and rows of 16, or 8 for 8."""
+    return (block_n * (1 + silu) * bits + rows * (8 if bits == 8 else 16)) * block_k // 8
 
 
 def takes(weight: Grouped, config: LinearConfig) -> bool:

@@ -169,11 +169,6 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
     return config if gluon_usable() else None
 
 
-def ring_step_bytes(rows: int, block_n: int, block_k: int, bits: int, *, pairs: bool) -> int:
-    """Return the bytes of a step's weights of 4 bits and its rows in 16, or of both in 8 bits."""
-    return (block_n * (1 + pairs) * bits + rows * (8 if bits == 8 else 16)) * block_k // 8
-
-
 def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
     """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are tiles for so many.
 
@@ -189,7 +184,7 @@ def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
     else:
         places = 3 if rows_tile <= 32 and steps > 64 else 2
         splits = max(1, min(8, places * processors // tiles, steps // 4))
-    stages = RING_BYTES // places // ring_step_bytes(rows_tile, 64, 128, 4, pairs=pairs)
+    stages = RING_BYTES // places // step_bytes(rows_tile, 64, 128, silu=pairs, bits=4)
     return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, _cdiv(steps, splits))))
 
 
