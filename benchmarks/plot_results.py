@@ -6,7 +6,7 @@
 `phonograph bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
 times for a case of one provider the best is drawn. --steps takes a file of `phonograph bench step --output`: the parts
 of a step, and products and attention under the roofline of an H200. --serving is what `serve_vs_vllm.py` wrote: how
-many times as good our server is, by workload.
+many times as good our server is, by workload. --products is what `products_beside_vllm.py` wrote: time over rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from checks.bench_plots import bar_chart, line_chart, roofline_chart, save, stacked_chart
+from checks.bench_plots import bar_chart, line_chart, panel_chart, roofline_chart, save, stacked_chart
 from phonograph.bench.floor import H200
 from phonograph.bench.records.results import read_records
 from phonograph.bench.step_trace import PARTS
@@ -128,12 +128,28 @@ def serving_chart(result: dict[str, Any]) -> Axes | None:
     )
 
 
+def products_chart(record: dict[str, Any]) -> Axes | None:
+    """Time of quantized products over rows, a panel for each: as multiples of the floor if it is known, or in us."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    rows = [row for row in record["rows"] if row["us"]]
+    known = all("floor_us" in row for row in rows)
+    for row in rows:
+        heading = f"{row['model'].partition(',')[0]}, {row['product']} {row['outputs']}x{row['inputs']}"
+        for name, us in row["us"].items():
+            value = us / row["floor_us"] if known else us
+            panels.setdefault(heading, {}).setdefault(name, []).append((row["rows"], value))
+    title = "Quantized products beside vLLM's operators"
+    y_label, line = ("x memory floor", "floor") if known else ("us", None)
+    return panel_chart(title, "rows", y_label, panels, 4, line) if panels else None
+
+
 def main(tokens: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", type=Path)
     parser.add_argument("--attention", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--serving", type=Path)
+    parser.add_argument("--products", type=Path)
     parser.add_argument("--folder", type=Path, default=PLOTS)
     arguments = parser.parse_args(tokens)
     charts: dict[str, Axes | None] = {}
@@ -147,6 +163,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
         charts |= steps_charts(record)
     if arguments.serving is not None:
         charts["serving"] = serving_chart(json.loads(arguments.serving.read_text(encoding="utf-8")))
+    if arguments.products is not None:
+        charts["products"] = products_chart(json.loads(arguments.products.read_text(encoding="utf-8")))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, chart in charts.items():
         if chart is None:

@@ -1,4 +1,4 @@
-"""Charts of results as SVG: lines over logarithmic axes, groups of bars, stacked bars with floors, rooflines."""
+"""Charts of results as SVG: lines over logarithmic axes, alone or in panels, bars with floors, rooflines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
@@ -39,6 +40,51 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Sequ
     axes.set_xlabel(x_label)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return axes
+
+
+def panel_chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    columns: int,
+    line: str | None = None,
+) -> Axes:
+    """Draw the lines of each panel on logarithmic axes, of which all panels share the vertical one.
+
+    A series has one color in all panels. With `line`, a black line at 1 has that name in the legend.
+
+    Returns:
+        The first panel.
+    """
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.2 * columns, 0.8 + 2.6 * rows), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    colors = {
+        name: f"C{place}" for place, name in enumerate(dict.fromkeys(n for panel in panels.values() for n in panel))
+    }
+    found: dict[str, Artist] = {}
+    first: Axes | None = None
+    for place, (heading, series) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, place + 1, sharey=first)
+        first = first or axes
+        axes.set_title(heading, loc="left", fontsize=9)
+        if line is not None:
+            found[line] = axes.axhline(1, color=FLOOR)
+        for name, points in series.items():
+            xs, ys = zip(*sorted(points), strict=True)
+            (found[name],) = axes.loglog(xs, ys, marker="o", markersize=3, color=colors[name])
+        ticks = sorted({x for points in series.values() for x, _ in points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7)
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.label_outer()
+    assert first is not None
+    figure.supxlabel(x_label, fontsize=10)
+    figure.supylabel(y_label, fontsize=10)
+    figure.legend(list(found.values()), list(found), loc="outside right upper", frameon=False)
+    return first
 
 
 def bar_chart(

@@ -91,3 +91,58 @@ def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LL
 def test_quality_of_quantized_formats(benchmark_script: Load) -> None:
     result = benchmark_script("quantized_quality").measure("int8 channel", num_problems=4)
     assert result["ok"] and result["simulated_score"] > 0.5 and result["answers_that_differ"] == 0
+
+
+def test_quantized_products_are_compared_with_their_numbers(benchmark_script: Load) -> None:
+    """A right operator has a run; one that is wrong, or fails, has the reason, and the others stay."""
+    pytest.importorskip("triton")
+    import torch
+
+    script = benchmark_script("products_beside_vllm")
+    generator = torch.Generator().manual_seed(0)
+    # Triton's interpreter multiplies float16 only.
+    int4 = script.int4_weight(32, 256, generator)
+    int4 = int4._replace(scales_OG=int4.scales_OG.half())
+    for bits, weight in ((4, int4), (8, script.fp8_weight(32, 256, generator))):
+        x_MK = torch.randn(3, 256, generator=generator).half()
+        expected_MN = script.reference(x_MK, weight, step=24)
+        assert expected_MN.shape == (3, 32) and expected_MN.dtype == torch.float64
+
+        def broken(x_MK: torch.Tensor) -> Callable[[int], torch.Tensor]:
+            raise RuntimeError(f"no room for {len(x_MK)} rows\nand more")
+
+        operators = {
+            script.OURS: script.ours(weight, copies=2),
+            "not a number": lambda x_MK: lambda _: x_MK @ torch.full((256, 32), torch.nan, dtype=x_MK.dtype),
+            "broken": broken,
+        }
+        cell = script.Cell(bits, x_MK, expected_MN)
+        runs = cell.runs(operators)
+        assert runs.keys() == {script.OURS} and cell.failed.keys() == {"not a number", "broken"}
+        assert cell.failed["broken"] == "RuntimeError: no room for 3 rows"
+        assert "wrong result" in cell.failed["not a number"] and cell.errors["not a number"] is None
+        assert 1e-4 < cell.errors[script.OURS] < 5e-3
+        first = runs[script.OURS](0).clone()
+        assert torch.equal(runs[script.OURS](1), first), "both copies have the same weights"
+
+
+def test_quantized_products_as_table_and_chart(benchmark_script: Load) -> None:
+    pytest.importorskip("triton")
+    row = {"model": "m, FP8", "product": "qkv", "outputs": 32, "inputs": 64, "floor_us": 2.0}
+    rows = [
+        row | {"rows": 1, "us": {"a": 3.0, "b": 2.5}, "failed": {}},
+        row | {"rows": 2, "us": {"a": 4.0}, "failed": {"b": "ArithmeticError: wrong result: 1", "c": "KeyError: d"}},
+    ]
+    lines = benchmark_script("products_beside_vllm").table({"rows": rows}).splitlines()
+    assert lines[0] == "| m, FP8, us |  | 1 | 2 |"
+    assert lines[2:] == [
+        "| qkv 32x64 | a | 3.0 | 4.0 |",
+        "| qkv 32x64 | b | 2.5 | wrong |",
+        "| qkv 32x64 | c |  | failed |",
+    ]
+    script = benchmark_script("plot_results")
+    chart = script.products_chart({"rows": rows})
+    assert chart.get_title(loc="left") == "m, qkv 32x64"
+    values = {tuple(line.get_ydata()) for line in chart.lines[1:]}
+    assert values == {(1.5, 2.0), (1.25,)}, "multiples of the floor"
+    assert script.products_chart({"rows": []}) is None
