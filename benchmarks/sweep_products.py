@@ -32,7 +32,7 @@ import torch
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS
+from phonograph.kernels.scaled_products import max_16_bit_rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
@@ -40,7 +40,13 @@ from phonograph.kernels.triton.gemm import tuning as product_rules
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
-from phonograph.kernels.triton.gemm.tuning import PROCESSORS, RING_BYTES, ProductConfig, RingConfig
+from phonograph.kernels.triton.gemm.tuning import (
+    PROCESSORS,
+    RING_BYTES,
+    FewRowsRingConfig,
+    ProductConfig,
+    RingConfig,
+)
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 from phonograph.kernels.triton.launch.precompile import compile_only
 from phonograph.models.layers.kernel_set import KVTarget
@@ -220,7 +226,7 @@ def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None
     }
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
-        if bits == 8 and rows_class > MAX_16_BIT_ROWS:
+        if bits == 8 and rows_class > max_16_bit_rows(gluon_usable()):
             tables["scaled"][rows_class, *shape, kind == "silu"] = config
         elif bits:
             tables["groups"][bits, rows_class, *shape, kind == "silu"] = config
@@ -323,7 +329,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
     """
     outputs, inputs = shape
-    if weight.has_output_scales() and rows > MAX_16_BIT_ROWS:
+    if weight.has_output_scales() and rows > max_16_bit_rows(gluon_usable()):
         now = product_rules.choose_scaled(rows, outputs, inputs, silu)
         return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
     found: list[ProductConfig | None] = []
@@ -344,7 +350,9 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
                 continue
             for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
                 found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
-    rings = light_rings(rows, shape, 4, silu=silu) if weight.interleaved and gluon_usable() else []
+    rings: list[ProductConfig] = []
+    if weight.interleaved and gluon_usable():
+        rings += few_rows_rings(shape, silu=silu) if rows == 8 else light_rings(rows, shape, 4, silu=silu)
     now = product_rules.choose_grouped(
         rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
     )
@@ -367,6 +375,21 @@ def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[RingC
             stages = min(room, -(-steps // splits), 8)
             if stages >= 2:
                 found += [RingConfig(rows_tile, block_n, block_k, splits, stages, lag) for lag in lags]
+    return list(dict.fromkeys(found))
+
+
+def few_rows_rings(shape: Shape, *, silu: bool) -> list[FewRowsRingConfig]:
+    """Rings of up to 8 rows with weights of 4 bits in groups of 128, two to six programs of a multiprocessor."""
+    outputs, inputs = shape
+    tiles_and_warps = ((16, 4, 1, 2), (16, 4, 1, 4), (32, 2, 1, 2), (32, 2, 2, 2), (32, 4, 1, 2), (64, 2, 2, 2))
+    found: list[FewRowsRingConfig] = []
+    for (block_n, units, warps_n, warps_k), places in itertools.product(tiles_and_warps, (2, 3, 4, 5, 6)):
+        tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
+        splits = 1 if silu else max(1, min(132 * places // tiles, steps // 4, 8))
+        one = units * (64 * block_n * (1 + silu) + 2048)
+        stages = min((224_000 // places - 6000) // one, -(-steps // splits), 8)
+        if stages >= 2:
+            found.append(FewRowsRingConfig(8, block_n, units, splits, stages, warps_n, warps_k))
     return list(dict.fromkeys(found))
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from checks.random_weights import DTYPE, FP8, GROUP, marlin_scales, round_to_fp8
-from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS, Fp8Rows, ScaledScratch
+from phonograph.kernels.scaled_products import Fp8Rows, ScaledScratch, max_16_bit_rows
 from phonograph.kernels.torch.grouped import Grouped, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
 from phonograph.kernels.triton.gemm.gemm_scaled import scaled_product
+from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 OURS, MARLIN, MACHETE, CUTLASS, TORCH = "Phonograph", "Marlin", "Machete", "CUTLASS", "torch._scaled_mm"
 UINT4_LESS_8 = (1 << 50) | (8 << 17) | (4 << 8)
@@ -164,7 +165,7 @@ def vllm_operators() -> Any:
 
 def bound_of(name: str, bits: int, num_rows: int) -> float:
     """Return the largest error that an operator may have."""
-    in_16_bits = bits == 4 or (name == OURS and num_rows <= MAX_16_BIT_ROWS)
+    in_16_bits = bits == 4 or (name == OURS and num_rows <= max_16_bit_rows(gluon_usable()))
     return ROUNDED_IN_16_BITS if in_16_bits else ROUNDED_TO_FP8
 
 

@@ -51,7 +51,11 @@ from phonograph.kernels import triton as kernels
 from phonograph.kernels.triton.elementwise import layers as elementwise
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
-FOR_HOPPER = ("prefill_hopper._prefill_kernel", "gemm_ring._ring_kernel")
+FOR_HOPPER = (
+    "prefill_hopper._prefill_kernel",
+    "gemm_ring._ring_kernel",
+    "gemm_ring_small_m._few_rows_ring_kernel",
+)
 
 
 def find_kernels() -> dict[int, str]:
@@ -123,7 +127,7 @@ def run_all(device: torch.device) -> None:
         from warps_apart import check_warps_apart
 
         check_warps_apart(device)
-        for case in test_grouped_ring.SIZES[1:4:2]:
+        for case in (*test_grouped_ring.SIZES[1:4:2], *test_grouped_ring.FEW[1:4]):
             test_grouped_ring.check(case, "int4 interleaved with zeros", torch.float16, device)
         for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
             check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))

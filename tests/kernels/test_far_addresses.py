@@ -37,7 +37,7 @@ from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfi
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
-from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, RingConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
@@ -140,6 +140,21 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
     ring.launch(Product(x, weight, None, gated, SILU), config, None)
     ring.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
+    return [out, norm.normed_MN, gated]
+
+
+def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
+    from phonograph.kernels.triton.gemm import gemm_ring_small_m as ring
+
+    (_, _, out), norm = operands(place, device)
+    norm = norm._replace(squares=RowSquares(torch.zeros(4, 8, device=device), EPS))
+    x = place(randn(ROWS, 384, device=device))
+    packed = place(torch.randint(-(2**31), 2**31, (128, 48)).to(device, torch.int32))
+    weight = Grouped(packed, place(randn(3, 128, device=device)).t(), None, 4, 128, interleaved=True)
+    config = FewRowsRingConfig(8, 16, 1, 1, 1, 1, 1)
+    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
+    ring.launch(Product(x, packed, None, gated, SILU), weight, config, None)
+    ring.launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64), config, None)
     return [out, norm.normed_MN, gated]
 
 
@@ -255,6 +270,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "few rows, in groups": (walk_grouped_rows, ("gemm_grouped_small_m._grouped_rows_kernel",)),
     "row tiles": (walk_row_tiles, ("gemm_tiled._rows_kernel",)),
     "ring": (walk_ring, ("gemm_ring._ring_kernel",)),
+    "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._few_rows_ring_kernel",)),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
@@ -299,6 +315,8 @@ def test_rows_far_apart(name: str, device: torch.device, monkeypatch: pytest.Mon
     walk, _ = WALKS[name]
     if name == "ring":
         on_threads("gemm.gemm_ring", "_ring_kernel", device, monkeypatch)
+    if name == "few rows, ring":
+        on_threads("gemm.gemm_ring_small_m", "_few_rows_ring_kernel", device, monkeypatch)
     places = Places()
     torch.manual_seed(1)
     expected = walk(places, device)

@@ -12,9 +12,10 @@ from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
-from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, RingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
+few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring_small_m")
 
 SIZES = [
     (9, 72, 256, RingConfig(16, 64, 128, 1, 2)),
@@ -26,33 +27,51 @@ SIZES = [
 """rows, outputs, inputs, config"""
 
 
-def check(case: tuple[int, int, int, RingConfig], kind: str, dtype: torch.dtype, device: torch.device) -> None:
+FEW = [
+    (1, 72, 256, FewRowsRingConfig(8, 32, 1, 1, 2, 1, 1)),
+    (8, 136, 328, FewRowsRingConfig(8, 16, 2, 2, 1, 1, 2)),
+    (5, 200, 1000, FewRowsRingConfig(8, 64, 4, 2, 2, 2, 4)),
+    (3, 40, 1160, FewRowsRingConfig(8, 32, 2, 1, 3, 2, 1)),
+    (7, 256, 640, FewRowsRingConfig(8, 128, 4, 1, 1, 4, 1)),
+]
+"""rows, outputs, inputs, config of the kernel for few rows"""
+
+Config = RingConfig | FewRowsRingConfig
+
+
+def check(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows, outputs, inputs, config = case
-    group = 128 if len(kind) % 2 else 256
+    # In the kernel for few rows, a step has columns of one group, or a group for each 128 columns.
+    wide = 128 * config.units if isinstance(config, FewRowsRingConfig) else 256
+    group = 128 if "zeros" in kind else wide
 
     def made(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    check_products(made, config, poisoned(device), gated=config.block_n == 64)
+    check_products(made, config, poisoned(device), gated=isinstance(config, FewRowsRingConfig) or config.block_n == 64)
 
 
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:
     first = GroupedCase(11, 128, 384, dtype, device, group=128, kind="int4 interleaved")
     second = GroupedCase(11, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
     check_norm_between(first, second, RingConfig(16, 64, 128, 1, 3), poisoned(device))
+    first = GroupedCase(5, 128, 384, dtype, device, group=128, kind="int4 interleaved")
+    second = GroupedCase(5, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
+    check_norm_between(first, second, FewRowsRingConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
 
 
 @pytest.fixture
 def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("the kernel itself is tried here")
-    monkeypatch.setattr(ring, "_ring_kernel", gluon_on_threads.launcher(ring, "_ring_kernel"))
+    for module, name in ((ring, "_ring_kernel"), (few_ring, "_few_rows_ring_kernel")):
+        monkeypatch.setattr(module, name, gluon_on_threads.launcher(module, name))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["int4 interleaved", "int4 interleaved with zeros"])
-@pytest.mark.parametrize("case", SIZES)
-def test_on_threads(case: tuple[int, int, int, RingConfig], kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize("case", [*SIZES, *FEW])
+def test_on_threads(case: tuple[int, int, int, Config], kind: str, device: torch.device) -> None:
     check(case, kind, torch.float16, device)
 
 
@@ -69,8 +88,9 @@ def check_fp8(
 ) -> None:
     """Check products of rows and weights in FP8, with a scale for each row and each output."""
     rows, outputs, inputs, config = case
-    # For fewer rows activations stay in 16 bits.
-    rows, outputs, inputs = max(rows, 17), outputs // 16 * 16, inputs // 16 * 16
+    # On threads, activations of fewer rows stay in 16 bits.
+    rows = rows if device.type == "cuda" else max(rows, 17)
+    outputs, inputs = outputs // 16 * 16, inputs // 16 * 16
     monkeypatch.setattr(gemm_dispatch, "choose_scaled", lambda *_: config)
     scratch = scratch_of(rows, outputs, inputs, dtype, device)
     assert scratch.scaled is not None
@@ -119,10 +139,8 @@ def test_fp8_on_the_gpu(
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["int4 interleaved", "int4 interleaved with zeros"])
-@pytest.mark.parametrize("case", SIZES)
-def test_on_the_gpu(
-    case: tuple[int, int, int, RingConfig], kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
+@pytest.mark.parametrize("case", [*SIZES, *FEW])
+def test_on_the_gpu(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, device: torch.device) -> None:
     check(case, kind, dtype, device)
 
 
@@ -142,3 +160,17 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
     inputs = rng.randint(config.splits * config.block_k // 8, 200) * 8
     kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
     check((rng.randint(1, 2 * rows), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sizes_of_few_rows_on_the_gpu(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+    block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
+    splits = rng.randint(1, 4)
+    config = FewRowsRingConfig(8, block_n, units, splits, rng.randint(1, 5), warps_n, warps_k)
+    inputs = rng.randint(splits * units * 16, 600) * 8
+    kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
+    check((rng.randint(1, 8), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)

@@ -102,7 +102,15 @@ def test_on_a_gpu() -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=1)
 
     def answers(count: int, **settings: object) -> list[tuple[int, ...]]:
-        llm = LLM(model="demo", device="cuda", dtype="bfloat16", max_num_seqs=64, max_model_len=64, **settings)  # pyright: ignore[reportArgumentType]
+        llm = LLM(
+            model="demo",
+            device="cuda",
+            dtype="bfloat16",
+            max_num_seqs=64,
+            max_model_len=64,
+            num_kv_blocks=400,
+            **settings,  # pyright: ignore[reportArgumentType]
+        )
         return [tuple(one.outputs[0].token_ids) for one in llm.generate(prompts[:count], params)]
 
     for count in (3, 40):

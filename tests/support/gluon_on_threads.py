@@ -75,8 +75,11 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Boxes:
-        return Boxes(self.values, *shape[1:])
+    def slice(self, first: int, length: int, axis: int) -> Shared:
+        return Shared(self.values.narrow(axis, first, length))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared | Boxes:
+        return Shared(self.values.view(shape)) if len(shape) == 2 else Boxes(self.values, *shape[1:])
 
     def load(self, layout: Any) -> torch.Tensor:
         return self.values.clone()
@@ -277,7 +280,9 @@ class _Language:
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return _Barriers(shape[0])
-        return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else 2**30, dtype=dtype))
+        return Shared(
+            torch.full(shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 2, dtype=dtype)
+        )
 
     @staticmethod
     def warp_specialize(groups: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -334,6 +339,7 @@ def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> di
     names |= {"gl": _Language, "tl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
     names |= {"unpacked": _unpacked} if "unpacked" in names else {}
     names["warpgroup_mma"] = _multiply
+    names["mma_v2"] = lambda left, right, sums: sums + left.float() @ right.float()
     names["warpgroup_mma_init"] = lambda sums: sums
     names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps
     return names

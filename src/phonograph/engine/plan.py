@@ -21,8 +21,8 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.kernels.scaled_products import (
-    MAX_16_BIT_ROWS,
     device_has_scaled_products,
+    max_16_bit_rows,
     takes_scaled_product,
 )
 from phonograph.models.layers.workspace import quantized_sizes
@@ -195,8 +195,8 @@ def _product_notes(model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str
     if not fp8_inputs:
         return []
     return [
-        f"products of FP8 weights: activations of up to {MAX_16_BIT_ROWS} tokens stay in {dtype}, for more they are "
-        "rounded to FP8 activations with one scale a token (torch._scaled_mm)"
+        "products of FP8 weights: activations are rounded to FP8 activations with one scale a token; without the "
+        f"kernel for Hopper, those of up to {max_16_bit_rows(has_ring=False)} tokens stay in {dtype} (torch._scaled_mm)"
     ]
 
 

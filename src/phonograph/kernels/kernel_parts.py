@@ -18,6 +18,7 @@ KERNEL_PARTS = {
     "_split_kernel": "attention",
     "_dequantize_kernel": "products",
     "_few_rows_kernel": "products",
+    "_few_rows_ring_kernel": "products",
     "_gemv_kernel": "products",
     "_grouped_rows_kernel": "products",
     "_ring_kernel": "products",

@@ -1,7 +1,7 @@
 """Rule of products with FP8 activations, apart from the kernels so that memory can be planned without Triton.
 
 The weights are FP8 with one scale an output. Rows of activations are rounded to FP8 with one scale a row, and
-`torch._scaled_mm` multiplies both on the FP8 tensor cores.
+the FP8 tensor cores multiply both: through a kernel of ours for Hopper (`gemm_ring`), or by `torch._scaled_mm`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-MAX_16_BIT_ROWS = 16
-"""Rows up to which activations stay in 16 bits, as reading the weights takes most of the time."""
 _MULTIPLE = 16
 _MAX_INPUTS = 1 << 16
 """Columns of a row that one program rounds."""
@@ -54,6 +52,15 @@ class ScaledScratch(NamedTuple):
     def product_like(self, hidden_MN: torch.Tensor) -> torch.Tensor:
         """Return the room for a product that is then added to `hidden`."""
         return self.product[: hidden_MN.numel()].view(hidden_MN.shape)
+
+
+def max_16_bit_rows(has_ring: bool) -> int:
+    """Return the rows up to which activations stay in 16 bits.
+
+    None do where products go through `gemm_ring`, which reads FP8 weights for FP8 rows faster than another kernel does
+    for rows in 16 bits. `torch._scaled_mm` is slower with so few rows.
+    """
+    return 0 if has_ring else 16
 
 
 def device_has_scaled_products(capability: tuple[int, int], dtype: str) -> bool:

@@ -5,9 +5,10 @@ layers, and they cannot begin before the kernel before has ended. `tuning` choos
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
 Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
-have a kernel for few rows, `gemm_grouped_small_m`, and go through `gemm_ring` or `gemm_tiled` for more. FP8 with one
-scale an output is multiplied by FP8 activations above `MAX_16_BIT_ROWS` rows, if the scratch has room for them
-(`gemm_scaled`). Other products of weights in groups write them out first, for torch.
+have a kernel for few rows, `gemm_grouped_small_m`, large layers of 4 bits on Hopper `gemm_ring_small_m`, and go through
+`gemm_ring` or `gemm_tiled` for more. FP8 with one
+scale an output is multiplied by FP8 activations from a number of rows on (`scaled_products`), if the scratch has room
+for them. Other products of weights in groups write them out first, for torch.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.scaled_products import MAX_16_BIT_ROWS, Rows, ScaledScratch
+from phonograph.kernels.scaled_products import Rows, ScaledScratch, max_16_bit_rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
@@ -31,6 +32,7 @@ from phonograph.kernels.triton.gemm.gemv import gemv
 from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, NextNorm, Product, RowSquares
 from phonograph.kernels.triton.gemm.tuning import (
     HEAD,
+    FewRowsRingConfig,
     ProductConfig,
     RingConfig,
     choose,
@@ -39,6 +41,7 @@ from phonograph.kernels.triton.gemm.tuning import (
     choose_silu,
     rows_class,
 )
+from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 Matrix = torch.Tensor | Grouped
 """Weights of a product: [outputs, inputs], or in groups."""
@@ -225,7 +228,7 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, weight: Matr
 
 def takes_fp8_rows(num_rows: int, weight: Matrix, scratch: LinearScratch | None) -> bool:
     """Return True if products of so many rows with `weight` have FP8 activations. They take `Fp8Rows` as well."""
-    if scratch is None or scratch.scaled is None or num_rows <= MAX_16_BIT_ROWS:
+    if scratch is None or scratch.scaled is None or num_rows <= max_16_bit_rows(gluon_usable()):
         return False
     return isinstance(weight, Grouped) and gemm_scaled.takes(weight)
 
@@ -306,6 +309,8 @@ def _launch(
     row_scales_M1: torch.Tensor | None = None,
 ) -> None:
     grouped = weight if isinstance(weight, Grouped) else None
+    if isinstance(config, FewRowsRingConfig) and not rows_aligned(product.x_MK):
+        config = GroupedRowsConfig(config.rows, 16, 8, 1, 1, 4)
     if isinstance(config, GroupedRowsConfig):
         assert grouped is not None
         gemm_grouped_small_m.launch(product, grouped, config)
@@ -321,9 +326,15 @@ def _launch(
     if scratch is None or mode == SILU or tiles > _MAX_TILES or tiles * splits * block_n * rows > MAX_PARTIALS:
         splits = 1
     parts = scratch[:2] if scratch is not None and splits > 1 else None
+    if isinstance(config, FewRowsRingConfig):
+        assert grouped is not None
+        # Gluon is experimental: imported only where it is to run.
+        from phonograph.kernels.triton.gemm import gemm_ring_small_m
+
+        gemm_ring_small_m.launch(product, grouped, config._replace(splits=splits), parts)
+        return
     if isinstance(config, RingConfig):
         if rows_aligned(weight_NK) and rows_aligned(x_MK):
-            # Gluon is experimental: imported only where it is to run.
             from phonograph.kernels.triton.gemm import gemm_ring
 
             gemm_ring.launch(product, config._replace(splits=splits), parts, grouped, row_scales_M1)

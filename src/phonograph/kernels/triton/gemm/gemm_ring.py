@@ -31,13 +31,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+    ask_for_rows,
+    ask_for_weights,
+    deferred_factor,
+    finish,
+    read_squares,
+)
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
@@ -176,28 +182,6 @@ def _groups_of(scales_ptr, zeros_ptr, n, output_stride, group_at, KIND: gl.const
 
 
 @gluon.jit
-def _ask_for_weights(
-    ring, place, desc, full, BYTES: gl.constexpr, first, step, end, N: gl.constexpr, PAIR: gl.constexpr
-):
-    """Load a step's weights, if the step exists, into a place in the ring, whose barrier expects BYTES, rows included.
-
-    A place has PAIR tiles: two, of gates and ups, if there are both.
-    """
-    there = step < end
-    mbarrier.expect(full.index(place), BYTES, pred=there)
-    for half in gl.static_range(PAIR):
-        to = ring.index(PAIR * place + half)
-        column = step * desc.block_type.shape[1]
-        tma.async_copy_global_to_shared(desc, [first + half * N, column], full.index(place), to, pred=there)
-
-
-@gluon.jit
-def _ask_for_rows(ring, place, desc, full, first_row, step, end):
-    column = step * desc.block_type.shape[1]
-    tma.async_copy_global_to_shared(desc, [first_row, column], full.index(place), ring.index(place), pred=step < end)
-
-
-@gluon.jit
 def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
     """Until at most those of the last STEPS steps are under way."""
     if PAIR == 2:
@@ -277,7 +261,7 @@ def _ring_kernel(
     end = (split + 1) * STEPS // SPLITS
     # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
-        _ask_for_weights(weights, place, weight_desc, full, BYTES, first, begin + place, end, N, PAIR)
+        ask_for_weights(weights, place, weight_desc, full, BYTES, first, begin + place, end, N, PAIR)
     scale, zero, up_scale, up_zero = 0, 0, 0, 0
     if GROUP > 0:
         group_n = gl.minimum(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, NUMBERS)), N - 1)
@@ -288,7 +272,7 @@ def _ring_kernel(
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
-        _ask_for_rows(rows, place, x_desc, full, first_row, begin + place, end)
+        ask_for_rows(rows, place, x_desc, full, first_row, begin + place, end)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
@@ -297,11 +281,7 @@ def _ring_kernel(
         # Loaded early, used at the end.
         residual = gl.load(out_ptrs, mask=mask, other=0.0)
     if SQUARE_TILES > 0:
-        TILES: gl.constexpr = triton.next_power_of_2(SQUARE_TILES)
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-        square_tile = gl.arange(0, TILES, layout=gl.SliceLayout(1, SQUARES))[:, None]
-        square_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SQUARES))[None, :]
-        squares = gl.load(squares_ptr + square_tile * ROWS + square_row, mask=square_tile < SQUARE_TILES, other=0.0)
+        squares = read_squares(squares_ptr, SQUARE_TILES, ROWS, WARPS)
 
     sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
     ups = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
@@ -333,8 +313,8 @@ def _ring_kernel(
         if LAG > 0:
             free = gl.where(place == 0, STAGES - 1, place - 1)
             ahead = gl.where(step == begin, end, ahead - 1)
-        _ask_for_weights(weights, free, weight_desc, full, BYTES, first, ahead, end, N, PAIR)
-        _ask_for_rows(rows, free, x_desc, full, first_row, ahead, end)
+        ask_for_weights(weights, free, weight_desc, full, BYTES, first, ahead, end, N, PAIR)
+        ask_for_rows(rows, free, x_desc, full, first_row, ahead, end)
         place, turn = behind(place, turn, STAGES)
     if LAG > 0:
         sums, ups = _wait_for_products(0, sums, ups, PAIR)
@@ -365,25 +345,24 @@ def _ring_kernel(
         if MODE == 2:
             up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
     if SQUARE_TILES > 0:
-        factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, OUT))[None, :]
+        factor = deferred_factor(squares, eps, K, OUT)
         result *= factor
         if MODE == 2:
             up *= factor
-    if bias_ptr is not None:
-        result += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        if MODE == 2:
-            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    if MODE == 1:
-        result += residual.to(gl.float32)
-    elif MODE == 2:
-        result = result / (1 + gl.exp(-result)) * up
-    rounded = result.to(out_ptr.dtype.element_ty)
-    gl.store(out_ptrs, rounded, mask=mask)
-    if norm_ptr is not None:
-        value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        squares_ptrs = new_squares_ptr + first // BLOCK_N * ROWS + m
-        gl.store(squares_ptrs, gl.sum(value * value, 0))
-        value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
-        gl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask=mask)
+    finish(
+        result,
+        up if MODE == 2 else None,
+        residual if MODE == 1 else None,
+        bias_ptr,
+        norm_ptr,
+        normed_ptr,
+        new_squares_ptr,
+        out_ptrs,
+        normed_stride,
+        m,
+        n,
+        mask,
+        first // BLOCK_N * ROWS,
+        N,
+        MODE,
+    )

@@ -32,7 +32,24 @@ class RingConfig(NamedTuple):
     lag: int = 0
 
 
-ProductConfig = LinearConfig | FewRowsConfig | RingConfig | GroupedRowsConfig
+class FewRowsRingConfig(NamedTuple):
+    """Tiles of the kernel for few rows on Hopper (`gemm_ring_small_m`): `rows` padded rows, a multiple of 8.
+
+    units: products of 128 columns (64 in FP8) of a step, a multiple of warps_k
+    stages: steps of a program that have a place in its ring
+    warps_n, warps_k: warps among which a program's outputs, 16 at a time, and its columns are dealt
+    """
+
+    rows: int
+    block_n: int
+    units: int
+    splits: int
+    stages: int
+    warps_n: int
+    warps_k: int
+
+
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig | GroupedRowsConfig | FewRowsRingConfig
 """Kernel of a product, with its tiles."""
 
 
@@ -52,6 +69,12 @@ PROCESSORS = PROGRAMS // 2 + 8
 
 RING_BYTES = 208 << 10
 """Bytes of shared memory of a ring whose program has a multiprocessor to itself."""
+
+_MANY = 1 << 25
+"""Weights of 4 bits from which a product of up to 8 rows is faster through a ring than through registers."""
+
+SHARED_BYTES = 228 << 10
+"""Bytes of shared memory of a multiprocessor, of which a program has a KiB more than it asks for."""
 
 _SMALLEST = 1 << 22
 """Weights from which a product of 9 to 16 rows is faster through a ring than through registers."""
@@ -137,8 +160,12 @@ def choose_grouped(
         return MEASURED_GROUPED[key]
     if rows > 256:
         return None
-    if interleaved and rows > 8 and gluon_usable():
-        return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
+    if interleaved and gluon_usable():
+        if rows > 8:
+            return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
+        few = _grouped_few_ring(num_outputs, num_inputs, group, pairs=pairs)
+        if few is not None:
+            return few
     if rows > 32:
         # A step has columns of one group.
         block_k = 128 if group >= num_inputs else min(128, group & -group)
@@ -162,11 +189,51 @@ def choose_grouped(
 def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> RingConfig | None:
     """Return how a product of rows and weights in FP8 is computed; None: by torch.
 
-    With `pairs`, weights are of gates and ups. The ring has not run on a GPU with FP8, so that torch has all sizes that
-    were not measured.
+    With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Llama-3.1-8B: one
+    program of a multiprocessor, or two if there are tiles for so many. At 128 rows torch is as fast with pairs, and
+    beyond with all layers.
     """
-    config = MEASURED_SCALED.get((rows, num_outputs, num_inputs, pairs))
-    return config if gluon_usable() else None
+    key = rows, num_outputs, num_inputs, pairs
+    if key in MEASURED_SCALED:
+        return MEASURED_SCALED[key] if gluon_usable() else None
+    if rows > (64 if pairs else 128) or not gluon_usable():
+        return None
+    tiles, block_k = _cdiv(num_outputs, 64), 128 if pairs and rows == 16 else 256
+    rows_tile = rows if rows <= 64 or tiles > PROCESSORS // 2 else 64
+    steps, splits = _cdiv(num_inputs, block_k), 1
+    if not pairs:
+        programs = tiles * _cdiv(rows, rows_tile)
+        splits = max(1, min(8, PROCESSORS // (programs if rows == 8 else 2 * programs), steps // 4))
+    room = RING_BYTES // (2 if tiles > PROCESSORS else 1)
+    stages = room // step_bytes(rows_tile, 64, block_k, silu=pairs, bits=8)
+    stages = max(2, min(8, stages, _cdiv(steps, splits)))
+    return RingConfig(rows_tile, 64, block_k, splits, stages, int(not pairs or rows == 32))
+
+
+def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> FewRowsRingConfig | None:
+    """Return the ring of up to 8 rows with weights of 4 bits; None for layers that are faster through registers.
+
+    All programs have a place from the start, about five of a multiprocessor. Inputs are split so that each
+    multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is lost.
+    """
+    units = 2 if pairs else 4
+    if num_outputs * num_inputs * (1 + pairs) < _MANY or (group != 128 and group % (128 * units)):
+        return None
+    processors, tiles, steps = PROGRAMS // 2, _cdiv(num_outputs, 32), _cdiv(num_inputs, 128 * units)
+    splits = 1
+    if not pairs:
+        few = [one for one in range(1, 9) if steps >= 4 * one and tiles * one <= 6 * processors] or [1]
+
+        def idle(one: int) -> tuple[float, int]:
+            places = _cdiv(tiles * one, processors)
+            return round(places * processors / (tiles * one), 2), abs(places - 5)
+
+        splits = min([one for one in few if tiles * one > 2 * processors] or few[-1:], key=idle)
+    # A program keeps its scales and zeros, in a number of steps rounded up to a power of two.
+    kept = 3 * 32 * (1 + pairs) * units << (_cdiv(steps, splits) - 1).bit_length()
+    room = SHARED_BYTES // min(6, _cdiv(tiles * splits, processors)) - 1280 - kept
+    stages = room // (2048 * units * (2 + pairs))
+    return FewRowsRingConfig(8, 32, units, splits, max(2, min(8, stages)), 2 if pairs else 1, 2)
 
 
 def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:

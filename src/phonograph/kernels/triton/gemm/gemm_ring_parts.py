@@ -1,0 +1,110 @@
+"""Parts that kernels of products through a ring share: requests to the copy engine, and the end of a product.
+
+Shapes are those of `product`.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def ask_for_weights(
+    ring, place, desc, full, BYTES: gl.constexpr, first, step, end, N: gl.constexpr, PAIR: gl.constexpr
+):
+    """Load a step's weights, if the step exists, into a place in the ring, whose barrier expects BYTES, rows included.
+
+    A place has PAIR tiles: two, of gates and ups, if there are both.
+    """
+    there = step < end
+    mbarrier.expect(full.index(place), BYTES, pred=there)
+    for half in gl.static_range(PAIR):
+        to = ring.index(PAIR * place + half)
+        column = step * desc.block_type.shape[1]
+        tma.async_copy_global_to_shared(desc, [first + half * N, column], full.index(place), to, pred=there)
+
+
+@gluon.jit
+def ask_for_rows(ring, place, desc, full, first_row, step, end):
+    """Load a step's columns of rows, if the step exists."""
+    column = step * desc.block_type.shape[1]
+    tma.async_copy_global_to_shared(desc, [first_row, column], full.index(place), ring.index(place), pred=step < end)
+
+
+@gluon.jit
+def read_squares(squares_ptr, SQUARE_TILES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Load the sums of squares of rows, one of each tile of the product that made the rows."""
+    TILES: gl.constexpr = triton.next_power_of_2(SQUARE_TILES)
+    LANES: gl.constexpr = min(4, ROWS // 4)
+    SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    tile = gl.arange(0, TILES, layout=gl.SliceLayout(1, SQUARES))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SQUARES))[None, :]
+    return gl.load(squares_ptr + tile * ROWS + row, mask=tile < SQUARE_TILES, other=0.0)
+
+
+@gluon.jit
+def deferred_factor(squares, eps, K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the norm's factor of each row, [1, m]."""
+    factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+    return gl.convert_layout(factor, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def finish(
+    result,
+    up,
+    residual,
+    bias_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    out_ptrs,
+    normed_stride,
+    m,
+    n,
+    mask,
+    tile_squares,
+    N: gl.constexpr,
+    MODE: gl.constexpr,
+):
+    """Add the bias and the residual or apply the activation, store the result, and begin the norm behind it.
+
+    Args:
+        result: sums [n, m], of gates if `up` has those of ups.
+        up: see `result`.
+        residual: what is added to the result (`ADD`).
+        bias_ptr: bias, or None.
+        norm_ptr: weights of the norm behind the product, or None.
+        normed_ptr: rows times those weights.
+        new_squares_ptr: sums of squares of the results.
+        out_ptrs: places of the results.
+        normed_stride: of the rows of `normed`.
+        m: rows.
+        n: outputs.
+        mask: which of the results exist.
+        tile_squares: place of the first row's sum of squares.
+        N: outputs of the product.
+        MODE: of the product.
+    """
+    if bias_ptr is not None:
+        result += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if MODE == 2:
+            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if MODE == 1:
+        result += residual.to(gl.float32)
+    elif MODE == 2:
+        result = result / (1 + gl.exp(-result)) * up
+    rounded = result.to(out_ptrs.dtype.element_ty)
+    gl.store(out_ptrs, rounded, mask=mask)
+    if norm_ptr is not None:
+        value = gl.where(mask, rounded.to(gl.float32), 0.0)
+        gl.store(new_squares_ptr + tile_squares + m, gl.sum(value * value, 0))
+        value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
+        gl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,378 @@
+"""Matrix products of up to 8 rows with weights of 4 bits on Hopper, through a ring in shared memory.
+
+`gemm_grouped_small_m` holds the weights under way in registers, and the compiler requests the next ones only behind
+the products of a step. Here the copy engine brings words and rows to a ring of tiles, as in `gemm_ring`, while the
+tensor cores work: large layers are faster. Small ones are not, as a program begins and ends later.
+
+The words are interleaved (`Grouped`). A thread reads four words of an output and the rows' 32 columns that they
+multiply, which are operands of the tensor cores without an exchange between threads (`grouped_operands`). Weights are
+multiplied as bias + weight. A product with ones gives the sums of the rows' columns, times which the bias and a group's
+zero are taken off, and the group's scale multiplies the rest. A program keeps the scales and zeros of all its groups in
+shared memory from its start.
+
+The outputs and the columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs
+are split over programs; the last one to arrive adds the parts in a fixed order.
+
+Shapes are those of `product`. A unit has 128 columns, the k of a product of the tensor cores' tiles.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+    ask_for_rows,
+    ask_for_weights,
+    deferred_factor,
+    finish,
+    read_squares,
+)
+from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
+from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig
+from phonograph.kernels.triton.launch.gluon import (
+    behind,
+    let_next_kernel_start,
+    make_barriers,
+    wait_for_kernel_before,
+)
+from phonograph.kernels.triton.launch.pdl import pdl_options
+
+_UNIT = gl.constexpr(128)
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def takes(weight: Grouped, config: FewRowsRingConfig) -> bool:
+    """Return True if the kernel multiplies such weights: a step has columns of one group, or a group for each unit."""
+    return weight.interleaved and (weight.group == _UNIT.value or weight.group % (_UNIT.value * config.units) == 0)
+
+
+def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: Parts | None) -> None:
+    """Compute a product of at most `config.rows` rows, which begin at multiples of 16 bytes.
+
+    Args:
+        product: the product.
+        weight: interleaved weights, in place of the product's.
+        config: the tiles.
+        parts: scratch, needed if inputs are split.
+    """
+    x_MK, _, bias_N, out_MN, mode, squares, _ = product
+    num_rows, num_inputs = x_MK.shape
+    num_outputs = out_MN.shape[1]
+    rows, block_n, units, splits, stages, warps_n, warps_k = config
+    assert num_rows <= rows and (splits == 1 or (parts is not None and mode != 2))
+    assert takes(weight, config) and weight.has_equal_strides()
+    assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
+    assert squares is None or squares.sums.shape[1] == rows
+    partials, arrived = parts or (None, None)
+    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
+    words_OW = weight.packed_OW
+    words_tile, rows_tile = [block_n, 16 * units], [rows, _UNIT.value * units]
+    words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
+    rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
+    _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
+        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], rows_tile, rows_layout),
+        TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
+        weight.scales_OG,
+        weight.zeros_OG,
+        bias_N,
+        out_MN,
+        partials,
+        arrived,
+        *norm_pointers,
+        num_rows,
+        eps,
+        MAGIC[x_MK.dtype],
+        *weight.scales_OG.stride(),
+        out_MN.stride(0),
+        normed_stride,
+        N=num_outputs,
+        K=num_inputs,
+        ROWS=rows,
+        SPLITS=splits,
+        STAGES=stages,
+        SQUARE_TILES=square_tiles,
+        MODE=mode,
+        WARPS_N=warps_n,
+        WARPS_K=warps_k,
+        GROUP=weight.group,
+        **pdl_options(),
+        num_warps=warps_n * warps_k,
+    )
+
+
+@gluon.constexpr_function
+def _powers(first, end):
+    """Return `first` times the powers of two, up to `end`."""
+    found = []
+    while first < end:
+        found.append(first)
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def _turns(steps, splits, block_k, group):
+    """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
+    most = -(-steps // splits)
+    if group > _UNIT.value:
+        most = most * block_k // group + 2
+    return triton.next_power_of_2(most)
+
+
+@gluon.constexpr_function
+def _words_layout(warps_n, warps_k, outputs, words):
+    """Return the layout of a tile's words: four words of a unit a thread, of two outputs eight apart."""
+    registers = [[0, 1], [0, 2], [8, 0], *([one, 0] for one in _powers(16 * warps_n, outputs))]
+    registers += [[0, one] for one in _powers(16 * warps_k, words)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    warps = [[one, 0] for one in _powers(16, 16 * warps_n)] + [[0, one] for one in _powers(16, 16 * warps_k)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, words])
+
+
+@gluon.constexpr_function
+def _rows_layout(warps_n, warps_k, rows, columns):
+    """Return the layout of a tile's rows: 32 columns of a unit of one row a thread."""
+    registers = [[0, one] for one in _powers(1, 32)] + [[one, 0] for one in _powers(8, rows)]
+    registers += [[0, one] for one in _powers(128 * warps_k, columns)]
+    lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
+    warps = [[0, 0] for _ in _powers(16, 16 * warps_n)] + [[0, one] for one in _powers(128, 128 * warps_k)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, columns])
+
+
+@gluon.jit
+def _left(words, magic, UNITS: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """Return the weights of a tile's words plus the bias, as a left operand [halves of units, n, k].
+
+    A product of the tensor cores takes the same pair of two neighbouring words, whose columns are neighbours in the
+    rows as well: registers in order.
+    """
+    EIGHTS: gl.constexpr = words.shape[0] // 8
+    words = words.reshape((EIGHTS, 8, UNITS, 16)).permute((1, 2, 0, 3))
+    # Halves of a thread's words, words of a half; halves of a word, its pairs in twos.
+    values = unpacked(words, magic, 4, KIND).reshape((8, UNITS, EIGHTS, 4, 2, 2, 2, 2, 2))
+    values = values.permute((4, 1, 2, 0, 7, 5, 3, 8, 6)).reshape((2 * UNITS, 8 * EIGHTS, _UNIT // 2))
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _right(x, UNITS: gl.constexpr, OPERAND: gl.constexpr):
+    """Return a tile's rows as a right operand [halves of units, k, m], in the order of `_left`."""
+    EIGHTS: gl.constexpr = x.shape[0] // 8
+    values = x.reshape((EIGHTS, 8, UNITS, 4, 2, 2, 2, 2, 2)).permute((6, 2, 4, 7, 3, 5, 8, 0, 1))
+    return gl.convert_layout(values.reshape((2 * UNITS, _UNIT // 2, 8 * EIGHTS)), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(left, right, LAYOUT: gl.constexpr):
+    """Return left @ right, [units, n, m]. Both halves of a unit have sums of their own: shorter chains of products."""
+    UNITS: gl.constexpr = left.shape[0] // 2
+    N: gl.constexpr = left.shape[1]
+    M: gl.constexpr = right.shape[2]
+    both = mma_v2(left, right, gl.zeros([2 * UNITS, N, M], gl.float32, LAYOUT))
+    one, other = gl.split(both.reshape((2, UNITS, N, M)).permute((1, 2, 3, 0)))
+    return gl.convert_layout(one + other, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _keep(pointer, output, group, output_stride, group_stride, TURNS: gl.constexpr):
+    """Copy the scales or zeros of groups and outputs to shared memory, and return them, [turns, groups, outputs]."""
+    values = gl.load(
+        pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
+    )
+    SHAPE: gl.constexpr = values.shape
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    kept = gl.allocate_shared_memory(values.dtype, [TURNS, SHAPE[0] // TURNS, SHAPE[1]], LAYOUT)
+    kept._reinterpret(values.dtype, [SHAPE[0], SHAPE[1]], LAYOUT).store(values)
+    return kept
+
+
+@gluon.jit
+def _kept(values, turn, HALF: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a step's scales or zeros of the gates or of the ups, [units, n, 1], or one for all units."""
+    found = values.index(turn).slice(HALF * BLOCK_N, BLOCK_N, 1)
+    return found.load(gl.SliceLayout(2, LAYOUT)).to(gl.float32)[:, :, None]
+
+
+@gluon.jit
+def _scaled(part, column_sums, scales, zeros, turn, HALF: gl.constexpr, BIAS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a part without the bias of its weights, times the scales of its groups."""
+    BLOCK_N: gl.constexpr = part.shape[1]
+    if zeros is not None:
+        part -= (_kept(zeros, turn, HALF, BLOCK_N, LAYOUT) + BIAS) * column_sums
+    else:
+        part -= (BIAS + 8) * column_sums
+    return part * _kept(scales, turn, HALF, BLOCK_N, LAYOUT)
+
+
+@gluon.jit(do_not_specialize=["M", "magic"])
+def _few_rows_ring_kernel(
+    x_desc,
+    words_desc,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    M,
+    eps,
+    magic,
+    output_stride,
+    group_stride,
+    out_stride,
+    normed_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SQUARE_TILES: gl.constexpr,
+    MODE: gl.constexpr,
+    WARPS_N: gl.constexpr,
+    WARPS_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        let_next_kernel_start()
+    BLOCK_N: gl.constexpr = words_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    UNITS: gl.constexpr = BLOCK_K // _UNIT
+    PAIR: gl.constexpr = 2 if MODE == 2 else 1
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BYTES: gl.constexpr = PAIR * words_desc.block_type.nbytes + x_desc.block_type.nbytes
+    KIND: gl.constexpr = x_desc.dtype
+    BIAS: gl.constexpr = BIAS_OF_BFLOAT16 if gl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    WARPS: gl.constexpr = WARPS_N * WARPS_K
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WARPS_K, WARPS_N, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=LAYOUT, k_width=4)
+    # Sixteen bytes of an output row a thread.
+    LANES: gl.constexpr = BLOCK_N // 8
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    ring = gl.allocate_shared_memory(gl.int32, [PAIR * STAGES, BLOCK_N, 16 * UNITS], words_desc.layout)
+    rows = gl.allocate_shared_memory(KIND, [STAGES, ROWS, BLOCK_K], x_desc.layout)
+    full = make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first = tile * BLOCK_N
+    begin = split * STEPS // SPLITS
+    end = (split + 1) * STEPS // SPLITS
+    # Constants of the model, requested before the wait.
+    for place in gl.static_range(STAGES):
+        ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
+    TURNS: gl.constexpr = _turns(STEPS, SPLITS, BLOCK_K, GROUP)
+    GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == _UNIT else 1)
+    # Eight outputs of a group a thread.
+    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
+    first_group = begin * BLOCK_K // GROUP
+    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
+    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
+    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
+    scales = _keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
+    zeros = None
+    if zeros_ptr is not None:
+        zeros = _keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+    if PDL:
+        wait_for_kernel_before()
+    for place in gl.static_range(STAGES):
+        ask_for_rows(rows, place, x_desc, full, 0, begin + place, end)
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
+    residual = None
+    if MODE == 1:
+        # Loaded early, used at the end.
+        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    if SQUARE_TILES > 0:
+        squares = read_squares(squares_ptr, SQUARE_TILES, ROWS, WARPS)
+
+    sums = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
+    ups = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
+    ones = gl.full([2 * UNITS, 16 * WARPS_N, _UNIT // 2], 1.0, KIND, LEFT)
+    place, turn = 0, 0
+    for step in range(begin, end):
+        mbarrier.wait(full.index(place), turn)
+        x = rows.index(place).load(_rows_layout(WARPS_N, WARPS_K, ROWS, BLOCK_K))
+        words = ring.index(PAIR * place).load(_words_layout(WARPS_N, WARPS_K, BLOCK_N, 16 * UNITS))
+        if MODE == 2:
+            up_words = ring.index(PAIR * place + 1).load(_words_layout(WARPS_N, WARPS_K, BLOCK_N, 16 * UNITS))
+        # All warps have read this place.
+        gl.thread_barrier()
+        ask_for_weights(ring, place, words_desc, full, BYTES, first, step + STAGES, end, N, PAIR)
+        ask_for_rows(rows, place, x_desc, full, 0, step + STAGES, end)
+        place, turn = behind(place, turn, STAGES)
+        right = _right(x, UNITS, RIGHT)
+        # The same for each sixteen outputs of a warp.
+        column_sums = _multiply(ones, right, LAYOUT).reshape((UNITS, 1, 16 * WARPS_N, ROWS))
+        column_sums = column_sums.broadcast_to((UNITS, BLOCK_N // (16 * WARPS_N), 16 * WARPS_N, ROWS))
+        column_sums = gl.convert_layout(column_sums.reshape((UNITS, BLOCK_N, ROWS)), LAYOUT, assert_trivial=True)
+        kept = step - begin if GROUP == _UNIT else step * BLOCK_K // GROUP - first_group
+        part = _multiply(_left(words, magic, UNITS, KIND, LEFT), right, LAYOUT)
+        sums += _scaled(part, column_sums, scales, zeros, kept, 0, BIAS, LAYOUT)
+        if MODE == 2:
+            part = _multiply(_left(up_words, magic, UNITS, KIND, LEFT), right, LAYOUT)
+            ups += _scaled(part, column_sums, scales, zeros, kept, 1, BIAS, LAYOUT)
+
+    result = gl.convert_layout(gl.sum(sums, 0), OUT)
+    up = gl.convert_layout(gl.sum(ups, 0), OUT) if MODE == 2 else None
+    if SPLITS > 1:
+        SIZE: gl.constexpr = BLOCK_N * ROWS
+        within_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+        within = within_n[:, None] + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :] * BLOCK_N
+        base = partial_ptr + tile * (SPLITS * SIZE) + within
+        gl.store(base + split * SIZE, result)
+        # All of the program's stores come before its one arrival.
+        gl.thread_barrier()
+        arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived < SPLITS - 1:
+            return
+        result = gl.zeros([BLOCK_N, ROWS], gl.float32, OUT)
+        for other in gl.static_range(SPLITS):
+            # Bypasses the L1 cache, which may hold older values.
+            result += gl.load(base + other * SIZE, cache_modifier=".cg")
+        gl.store(arrived_ptr + tile, 0)
+    if SQUARE_TILES > 0:
+        factor = deferred_factor(squares, eps, K, OUT)
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    finish(
+        result,
+        up,
+        residual,
+        bias_ptr,
+        norm_ptr,
+        normed_ptr,
+        new_squares_ptr,
+        out_ptrs,
+        normed_stride,
+        m,
+        n,
+        mask,
+        tile * ROWS,
+        N,
+        MODE,
+    )
