@@ -71,7 +71,7 @@ RING_BYTES = 208 << 10
 """Bytes of shared memory of a ring whose program has a multiprocessor to itself."""
 
 _MANY = 1 << 25
-"""Weights of 4 bits from which a product of up to 8 rows is faster through a ring than through registers."""
+"""Weights of 4 bits from which a product of up to 8 rows is faster in large tiles of a ring."""
 
 SHARED_BYTES = 228 << 10
 """Bytes of shared memory of a multiprocessor, of which a program has a KiB more than it asks for."""
@@ -213,15 +213,20 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
 def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> FewRowsRingConfig | None:
     """Return the ring of up to 8 rows with weights of 4 bits; None for layers that are faster through registers.
 
-    All programs have a place from the start, about five of a multiprocessor. Inputs are split so that each
-    multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is lost.
+    All programs have a place from the start, about five of a multiprocessor. Inputs of large layers are split so that
+    each multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is
+    lost. Layers of fewer weights pay if there are two programs of 16 outputs for each multiprocessor.
     """
-    units = 2 if pairs else 4
-    if num_outputs * num_inputs * (1 + pairs) < _MANY or (group != 128 and group % (128 * units)):
+    units, block_n, processors = 2 if pairs else 4, 32, PROGRAMS // 2
+    if group != 128 and group % (128 * units):
         return None
-    processors, tiles, steps = PROGRAMS // 2, _cdiv(num_outputs, 32), _cdiv(num_inputs, 128 * units)
+    if num_outputs * num_inputs * (1 + pairs) < _MANY:
+        if pairs or _cdiv(num_outputs, 16) < PROGRAMS:
+            return None
+        block_n = 16
+    tiles, steps = _cdiv(num_outputs, block_n), _cdiv(num_inputs, 128 * units)
     splits = 1
-    if not pairs:
+    if not pairs and block_n == 32:
         few = [one for one in range(1, 9) if steps >= 4 * one and tiles * one <= 6 * processors] or [1]
 
         def idle(one: int) -> tuple[float, int]:
@@ -230,10 +235,11 @@ def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: b
 
         splits = min([one for one in few if tiles * one > 2 * processors] or few[-1:], key=idle)
     # A program keeps its scales and zeros, in a number of steps rounded up to a power of two.
-    kept = 3 * 32 * (1 + pairs) * units << (_cdiv(steps, splits) - 1).bit_length()
-    room = SHARED_BYTES // min(6, _cdiv(tiles * splits, processors)) - 1280 - kept
-    stages = room // (2048 * units * (2 + pairs))
-    return FewRowsRingConfig(8, 32, units, splits, max(2, min(8, stages)), 2 if pairs else 1, 2)
+    kept = 3 * block_n * (1 + pairs) * units << (_cdiv(steps, splits) - 1).bit_length()
+    places = min(6, max(4, _cdiv(tiles * splits, processors)))
+    stages = (SHARED_BYTES // places - 1280 - kept) // (units * (64 * block_n * (1 + pairs) + 2048))
+    warps = (2, 2) if pairs else (1, 2 if block_n == 32 else 4)
+    return FewRowsRingConfig(8, block_n, units, splits, max(2, min(8, stages, _cdiv(steps, splits))), *warps)
 
 
 def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
