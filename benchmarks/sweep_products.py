@@ -150,14 +150,14 @@ class Chain:
     def compile(self, settings: list[Settings], rows_class: int) -> None:
         with torch.inference_mode(), compile_only():
             for one in settings:
-                with applied(one, rows_class, self.bits), self.model.only_layers(range(1)):
+                with applied(one, rows_class, self.grouped), self.model.only_layers(range(1)):
                     self.run()
 
     def graph(self, settings: Settings, rows_class: int, layers: int) -> torch.cuda.CUDAGraph:
         with (
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
-            applied(settings, rows_class, self.bits),
+            applied(settings, rows_class, self.grouped),
             self.model.only_layers(range(layers)),
         ):
             self.run()
@@ -204,11 +204,6 @@ class Chain:
                     totals[index] += first.elapsed_time(last) / (count - count * 4 // 10) / 2
         return totals
 
-    @property
-    def bits(self) -> int:
-        """Bits of a quantized weight, or 0."""
-        return 0 if self.grouped is None else self.grouped.bits
-
     def run(self) -> None:
         plan_decode(self._plan, self._starts, self._lens, max_query_len=1, window=(-1, -1))
         hidden = self.model.forward(self.ids, self._positions, self)
@@ -216,8 +211,8 @@ class Chain:
 
 
 @contextmanager
-def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None]:
-    """Have these chosen, for weights in groups of so many bits, or for those of the model's type."""
+def applied(settings: Settings, rows_class: int, weight: Grouped | None = None) -> Iterator[None]:
+    """Have these chosen, for weights in groups like `weight`, or for those of the model's type."""
     tables: dict[str, dict[Any, ProductConfig | None]] = {
         "product": product_rules.MEASURED,
         "silu": product_rules.MEASURED_SILU,
@@ -226,10 +221,11 @@ def applied(settings: Settings, rows_class: int, bits: int = 0) -> Iterator[None
     }
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
-        if bits == 8 and rows_class > max_16_bit_rows(gluon_usable()):
+        scaled = weight is not None and weight.has_output_scales()
+        if scaled and rows_class > max_16_bit_rows(gluon_usable()):
             tables["scaled"][rows_class, *shape, kind == "silu"] = config
-        elif bits:
-            tables["groups"][bits, rows_class, *shape, kind == "silu"] = config
+        elif weight is not None:
+            tables["groups"][weight.bits, rows_class, *shape, kind == "silu"] = config
         else:
             tables[kind][rows_class, *shape] = config
     product_rules.choose.cache_clear()
@@ -334,7 +330,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
         return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
     found: list[ProductConfig | None] = []
     if rows <= 16 or (rows == 32 and not weight.interleaved):
-        columns = 64 if weight.bits == 8 else min(128, weight.group)
+        columns = min(64 if weight.bits == 8 else 128, weight.group)
         for block_n, warps, each, ahead, rows_ahead in itertools.product(
             (16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 3, 4, 6), (1, 2)
         ):

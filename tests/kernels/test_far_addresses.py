@@ -180,10 +180,11 @@ def walk_sampling(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 
 def walk_gathers(place: Place, device: torch.device) -> list[torch.Tensor]:
-    out = place(torch.zeros(ROWS, 70, dtype=torch.float16, device=device))
-    picked = torch.tensor([2, 0, 2], device=device)
-    layers.gather_rows(place(randn(ROWS, 70, device=device)), picked, out)
-    return [out]
+    out, ordered = (place(torch.zeros(ROWS, 70, dtype=torch.float16, device=device)) for _ in range(2))
+    picked, source = torch.tensor([2, 0, 2], device=device), place(randn(ROWS, 70, device=device))
+    layers.gather_rows(source, picked, out)
+    layers.gather_columns(source, torch.arange(70, device=device).flip(0), ordered)
+    return [out, ordered]
 
 
 def walk_block_tables(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -275,7 +276,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
     ),
-    "gathers": (walk_gathers, ("layers._gather_kernel",)),
+    "gathers": (walk_gathers, ("layers._gather_kernel", "layers._gather_columns_kernel")),
     "block tables": (
         walk_block_tables,
         ("page_indices._indices_kernel", "cascade._cut_kernel", "prepare._append_kernel"),

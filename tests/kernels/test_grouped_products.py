@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products
+from grouped_problem import GroupedCase, check_norm_between, check_products, grouped_scratch
 from product_problem import poisoned, silu_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, takes_squares
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.grouped_operands import MAGIC, bfloat16_terms
 from phonograph.kernels.triton.gemm.tuning import choose_grouped, rows_class
 
 # The interpreter multiplies bfloat16 wrongly.
@@ -22,6 +23,17 @@ CONFIGS = [
     GroupedRowsConfig(16, 16, 4, 3, 1, 1),
     GroupedRowsConfig(32, 32, 1, 2, 2, 1),
 ]
+
+
+KINDS = (
+    "int4",
+    "int4 with zeros",
+    "int4 reordered with offsets",
+    "fp8",
+    "int8",
+    "int8 with zeros",
+    "int8 with offsets",
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,6 +50,9 @@ CONFIGS = [
         (8, 40, 500, 256, "int4 interleaved with zeros"),
         (3, 40, 200, 200, "fp8"),
         (8, 37, 324, 128, "fp8"),
+        (6, 37, 203, 203, "int8"),
+        (8, 40, 324, 64, "int8 with zeros"),
+        (4, 21, 160, 32, "int8 reordered with offsets"),
     ],
 )
 def test_products(
@@ -53,7 +68,7 @@ def test_products(
     def case(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    check_products(case, config, poisoned(device))
+    check_products(case, config, grouped_scratch(case()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,18 +79,24 @@ def test_norm_around_products(
     """The norm's division is left to the product that reads the rows."""
     rows = min(config.rows, 9)
     first = GroupedCase(rows, 70, 200, dtype, device, group=64)
-    second = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int4 with zeros")
-    check_norm_between(first, second, config, poisoned(device))
+    second = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int8 reordered with zeros")
+    check_norm_between(first, second, config, grouped_scratch(second))
 
 
+@pytest.mark.parametrize("kind", ["int4 with zeros", "int4 interleaved reordered"])
 @pytest.mark.parametrize("rows", [2, 40, 300])
-def test_products_by_their_size(rows: int, device: torch.device) -> None:
-    """Up to 256 rows have a kernel; for more the weights are written out, and torch multiplies them."""
-    case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, kind="int4 with zeros")
-    room = torch.full((40 * 256,), torch.nan, dtype=torch.float16, device=device)
-    linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device)._replace(dequantized=room))
+def test_products_by_their_size(rows: int, kind: str, device: torch.device) -> None:
+    """Up to 256 rows have a kernel, and are put in order; for more the weights are written out for torch."""
+    case = GroupedCase(rows, 40, 256, torch.float16, device, group=128, kind=kind)
+    scratch, around = grouped_scratch(case), grouped_scratch(case)
+    linear(case.x, case.grouped, case.bias, case.out, scratch=scratch)
     case.check(case.product(case.x, bias=True))
-    assert room.isnan().all() == (rows <= 256)
+    assert scratch.dequantized is not None and around.dequantized is not None
+    if rows > 256:
+        around.dequantized[: case.weight.numel()] = case.weight.flatten()
+    elif case.grouped.order_I is not None:
+        around.dequantized[: case.x.numel()] = case.x[:, case.grouped.order_I].flatten()
+    assert torch.allclose(scratch.dequantized, around.dequantized, rtol=1e-3, equal_nan=True)
     assert takes_squares(rows, 40, 256, case.grouped, torch.bfloat16) == (rows == 2)
 
 
@@ -91,6 +112,15 @@ def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> N
     else:
         linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device))
         case.check(case.product(case.x, bias=True))
+
+
+def test_every_byte_in_bfloat16() -> None:
+    """The kernel's arithmetic on bits, by torch, since the interpreter has no numbers of this type."""
+    integers = torch.arange(256, dtype=torch.uint8)
+    for at in range(2):
+        low, high = bfloat16_terms.fn(integers.view(torch.int32), MAGIC[torch.bfloat16], at)
+        got = low.view(torch.bfloat16) - high.view(torch.bfloat16)
+        assert torch.equal(got, integers.view(-1, 4)[:, at::2].flatten().bfloat16() - 128)
 
 
 def test_interleaved_words() -> None:
@@ -109,24 +139,25 @@ def test_interleaved_words() -> None:
 def test_weights_that_the_kernel_does_not_take() -> None:
     weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
     assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
-    others = (
-        {"bits": 8}, {"group": 40}, {"group": 192}, {"order_I": torch.arange(128)}
-    )  # fmt: skip
-    assert not any(takes(weight._replace(**change), torch.bfloat16) for change in others)
+    assert takes(weight._replace(bits=8, group=40), torch.bfloat16)
+    halves = weight._replace(scales_OG=weight.scales_OG.expand(-1, 2), bits=8)
+    assert takes(halves._replace(group=192), torch.bfloat16)
+    others = weight._replace(group=40), weight._replace(group=192), halves._replace(group=16)
+    assert not any(takes(other, torch.bfloat16) for other in others)
     fp8 = GroupedCase(1, 16, 130, torch.float16, torch.device("cpu"), group=130, kind="fp8").grouped
     assert not takes(fp8, torch.bfloat16) and takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128]), torch.bfloat16)
     assert not takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128], group=48), torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize("kind", ["int4", "fp8", "int8"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 100])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(4608, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (6144, 4096), (4096, 14336)]
 )
 def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str, device: torch.device) -> None:
     """As configured for the sizes."""
-    group = inputs if kind == "fp8" else 128
+    group = 128 if kind == "int4" else inputs
     case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
     assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, group, False) is not None
     linear(case.x, case.grouped, case.bias, case.out)
@@ -148,12 +179,11 @@ def test_random_cases(part: int, device: torch.device) -> None:
 
     for _ in range(50):
         rows, outputs, inputs = number(1, 33), number(1, 700), number(1, 3000)
-        group, kind = (
-            (32, 64, 128, 256)[number(0, 4)],
-            ("int4", "int4 with zeros", "int4 with offsets", "fp8")[number(0, 4)],
-        )
+        group, kind = (32, 64, 128, 256)[number(0, 4)], KINDS[number(0, len(KINDS))]
         if kind == "fp8":
             inputs, group = 4 * inputs, max(64, group) if number(0, 2) else 4 * inputs
+        elif "int8" in kind and number(0, 2):
+            group = inputs
         case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
-        linear(case.x, case.grouped, case.bias, case.out)
+        linear(case.x, case.grouped, case.bias, case.out, scratch=grouped_scratch(case))
         case.check(case.product(case.x, bias=True))

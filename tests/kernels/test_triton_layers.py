@@ -63,6 +63,17 @@ def test_gathered_rows(rows: int, width: int, dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 70), (3, 2500)])
+def test_gathered_columns(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    source = torch.randn(rows, width + 5, device=device).to(dtype)[:, 3:-2]
+    order = torch.randperm(width, device=device)
+    memory = poison(rows + 2, width, dtype=dtype, device=device)
+    layers.gather_columns(source, order, memory[1:-1])
+    assert torch.equal(memory[1:-1], source[:, order])
+    assert bool(memory[[0, -1]].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 100), (3, 2500), (9, 64)])
 def test_activation(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(width)

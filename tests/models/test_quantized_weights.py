@@ -314,6 +314,26 @@ def test_projections_that_are_left_out(tmp_path: Path) -> None:
         read_model_spec(tmp_path)
 
 
+def test_words_in_the_order_of_a_gpu() -> None:
+    """Reordered inputs of whole groups are interleaved like others; the words hold what they hold on a CPU."""
+    outputs, inputs = 16, 256
+    scheme = Gptq(bits=4, group_size=128, ordered=True, version=1)
+    there = scheme.allocate(outputs, inputs, WeightAllocator(torch.float16, torch.device("meta")).empty)
+    assert there.values.interleaved
+    here = scheme.allocate(outputs, inputs, WeightAllocator(torch.float32, CPU).empty)
+    packed = torch.zeros_like(here.values.packed_OW)
+    words_of_gpu = GroupedWeight(here.values._replace(packed_OW=packed, interleaved=True), inputs)
+    tensors = {
+        "qweight": torch.randint(-(2**31), 2**31, (inputs // 8, outputs), dtype=torch.int32),
+        "scales": torch.rand(2, outputs) + 1,
+        "g_idx": torch.randperm(inputs, dtype=torch.int32) // 128,
+    }
+    for weight in (here, words_of_gpu):
+        scheme.load("down_proj", tensors, weight, 0)
+    assert not torch.equal(packed, here.values.packed_OW)
+    assert torch.equal(dequantize(words_of_gpu.values), dequantize(here.values))
+
+
 @pytest.mark.parametrize("group", [-1, 32])
 def test_groups_lie_side_by_side_on_a_gpu(group: int) -> None:
     """Scales, zeros and offsets alike, as kernels take them; on a CPU the groups of an output do."""

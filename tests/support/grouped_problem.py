@@ -20,7 +20,10 @@ from phonograph.kernels.triton.gemm.tuning import ProductConfig
 
 
 class GroupedCase(Case):
-    """A product whose weights are random numbers of a format; `weight` has the numbers that they mean."""
+    """A product whose weights are random numbers of a format; `weight` has the numbers that they mean.
+
+    `kind` is "fp8", or "int4" or "int8" and any of "interleaved", "reordered", "with zeros" and "with offsets".
+    """
 
     def __init__(
         self,
@@ -47,17 +50,20 @@ class GroupedCase(Case):
             self.grouped = Grouped(values, scales, None, 8, group)
             self.weight = values.double() * scales.double().repeat_interleave(group, 1)[:, :inputs]
             return
-        packed = torch.randint(-(2**31), 2**31, (weight_rows, groups * group // 8), generator=generator)
-        zeros_OG = torch.randint(0, 16, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
+        bits = 8 if "int8" in kind else 4
+        if bits == 8:
+            scales = scales / 16
+        packed = torch.randint(-(2**31), 2**31, (weight_rows, -(-groups * group * bits // 32)), generator=generator)
+        zeros_OG = torch.randint(0, 1 << bits, (groups, weight_rows), generator=generator, dtype=torch.uint8).t()
         self.grouped = Grouped(
             packed.to(torch.int32).to(device),
             scales,
             zeros_OG.to(device) if "zeros" in kind else None,
-            4,
+            bits,
             group,
         )
         exact = self.grouped._replace(scales_OG=scales.double())
-        if kind == "int4 with offsets":
+        if "offsets" in kind:
             offsets = random_tensor(groups, weight_rows, dtype=dtype, device=device, seed=9).t() / inputs**0.5
             self.grouped = self.grouped._replace(offsets_OG=offsets)
             exact = exact._replace(offsets_OG=offsets.double())
@@ -65,6 +71,17 @@ class GroupedCase(Case):
         if "interleaved" in kind:
             words = interleave(self.grouped.packed_OW)
             self.grouped = self.grouped._replace(packed_OW=words, interleaved=True)
+        if "reordered" in kind:
+            order_K = torch.randperm(inputs, generator=generator).to(device)
+            self.grouped = self.grouped._replace(order_I=order_K)
+            self.weight = torch.empty_like(self.weight).index_copy_(1, order_K, self.weight)
+
+
+def grouped_scratch(case: GroupedCase) -> LinearScratch:
+    """Return poisoned scratch for a product and for those of as many inputs and outputs."""
+    size = max(case.weight.numel(), case.x.numel())
+    room = torch.full((size,), torch.nan, dtype=case.dtype, device=case.x.device)
+    return poisoned(case.x.device)._replace(dequantized=room)
 
 
 def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LinearScratch:
@@ -92,7 +109,7 @@ def check_products(
     added.check(added.product(added.x, bias=False) + added.residual.double())
     if gated:
         pairs = made(pairs=True)
-        assert linear_silu(pairs.x, pairs.grouped, pairs.bias, pairs.out, config=config)
+        assert linear_silu(pairs.x, pairs.grouped, pairs.bias, pairs.out, scratch=scratch, config=config)
         pairs.check(silu_of(pairs.product(pairs.x, bias=True)))
 
 

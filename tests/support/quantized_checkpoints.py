@@ -152,7 +152,7 @@ FORMATS = {
     "gptq": Format(method="gptq"),
     "gptq v2": Format(method="gptq", version=2, symmetric=False),
     "gptq zeros": Format(method="gptq", symmetric=False),
-    "gptq order": Format(method="gptq", order=True, group=16),
+    "gptq order": Format(method="gptq", order=True),
     "gptq one group": Format(method="gptq", group=-1),
     "gptq 8 bits": Format(method="gptq", bits=8, symmetric=False, group=64),
     "gptq uneven": Format(method="gptq", group=48),

@@ -19,6 +19,7 @@ KERNEL_PARTS = {
     "_dequantize_kernel": "products",
     "_few_rows_kernel": "products",
     "_few_rows_ring_kernel": "products",
+    "_gather_columns_kernel": "products",
     "_gemv_kernel": "products",
     "_grouped_rows_kernel": "products",
     "_ring_kernel": "products",

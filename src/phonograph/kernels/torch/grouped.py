@@ -16,6 +16,8 @@ TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
 
 
+MAX_GROUPED_ROWS = 256
+"""Rows up to which a GPU multiplies weights in groups by kernels of their own. For more it writes the weights out."""
 FEW_ROWS = 32
 """Rows up to which `_multiply_few` was measured to take less time than `dequantize` and a product."""
 
@@ -62,6 +64,10 @@ class Grouped(NamedTuple):
     def is_fp8(self) -> bool:
         """Return True for weights in FP8, False for integers."""
         return self.packed_OW.dtype == torch.float8_e4m3fn
+
+    def is_int8(self) -> bool:
+        """Return True for integers of 8 bits."""
+        return self.bits == 8 and not self.is_fp8()
 
     def has_output_scales(self) -> bool:
         """Return True for FP8 with one scale an output, in float32."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from phonograph.kernels.scaled_products import ScaledScratch, device_has_scaled_products, takes_scaled_product
+from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.models.spec import ModelSpec
 
 
@@ -22,7 +23,8 @@ from phonograph.models.spec import ModelSpec
 class Workspace:
     """Intermediates of a step of T tokens with N rows of logits. Sampling reads `logits_NV`.
 
-    `dequantized` has the numbers of one quantized matrix, for the product that follows. `fp8_rows` and `fp8_scales_T`
+    `dequantized` has what a product with quantized weights makes for itself: the numbers of the matrix, or its input in
+    the order of the weights. `fp8_rows` and `fp8_scales_T`
     have one product's activations in FP8, with room for none if the device or the weights have no such products.
     """
 
@@ -118,7 +120,10 @@ def _widths(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def quantized_sizes(spec: ModelSpec, dtype: str, capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of the largest matrix that is written out, and the inputs of the widest FP8 activations."""
+    """Return the room for a matrix that is written out or rows in its order, and the inputs of FP8 activations.
+
+    Both are numbers of elements, the largest of all products.
+    """
     scaled = device_has_scaled_products(capability, dtype)
     written_out, fp8_inputs = 0, 0
     for matrix in (matrix for layer in range(spec.num_layers) for matrix in spec.matrices(layer)):
@@ -126,7 +131,7 @@ def quantized_sizes(spec: ModelSpec, dtype: str, capability: tuple[int, int]) ->
         if scheme is not None and scaled and scheme.has_output_scales(inputs) and takes_scaled_product(outputs, inputs):
             fp8_inputs = max(fp8_inputs, inputs)
         elif scheme is not None:
-            written_out = max(written_out, outputs * inputs)
+            written_out = max(written_out, max(outputs, MAX_GROUPED_ROWS) * inputs)
     if spec.lm_head_scheme is not None and scaled:
         fp8_inputs = max(fp8_inputs, spec.hidden_size)
     return written_out, fp8_inputs

@@ -179,8 +179,8 @@ class GroupedScheme:
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
         offsets = allocate_by_group(allocate, outputs, groups, packed.device) if self.offsets else None
-        # The kernels of a GPU take whole groups of 128 inputs, if these are in order.
-        interleaved = packed.device.type != "cpu" and self.bits == 4 and group % 128 == 0 and not self.ordered
+        # The kernels of a GPU take whole groups of 128 inputs.
+        interleaved = packed.device.type != "cpu" and self.bits == 4 and group % 128 == 0
         values = Grouped(packed, scales, zeros, self.bits, group, order, offsets, interleaved)
         return GroupedWeight(values, inputs)
 

@@ -69,6 +69,23 @@ def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Ten
     )
 
 
+def gather_columns(source_TX: torch.Tensor, columns_I: torch.Tensor, out_TI: torch.Tensor) -> None:
+    """Compute out = source[:, columns]; columns int64, a constant of the model; any strides between rows."""
+    num_rows, width = out_TI.shape
+    block = min(_PIECE, triton.next_power_of_2(width))
+    _gather_columns_kernel[(num_rows, triton.cdiv(width, block))](
+        source_TX,
+        columns_I,
+        out_TI,
+        source_TX.stride(0),
+        out_TI.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        **pdl_options(),
+        num_warps=max(1, block // 256),
+    )
+
+
 def _norm(
     source: torch.Tensor,
     rows: torch.Tensor | None,
@@ -104,6 +121,25 @@ def _gather_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows_ptr + row)
     x = tl.load(source_ptr + source * source_stride + column, column < WIDTH)
+    tl.store(out_ptr + row * out_stride + column, x, column < WIDTH)
+
+
+@triton.jit
+def _gather_columns_kernel(
+    source_ptr,
+    columns_ptr,
+    out_ptr,
+    source_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(columns_ptr + column, column < WIDTH, other=0)  # a constant, so before the wait
+    pdl_begin(PDL)
+    x = tl.load(source_ptr + row * source_stride + source, column < WIDTH)
     tl.store(out_ptr + row * out_stride + column, x, column < WIDTH)
 
 

@@ -4,11 +4,12 @@ Library kernels are made for square products: at few rows they leave a fifth of 
 layers, and they cannot begin before the kernel before has ended. `tuning` chooses a kernel by the sizes: `gemv` for one
 row, `gemm_small_m` for few, `gemm_ring` for more on Hopper, `gemm_tiled` for the rest, or torch.
 
-Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those of 4 bits and in FP8
-have a kernel for few rows, `gemm_grouped_small_m`, large layers of 4 bits on Hopper `gemm_ring_small_m`, and go through
-`gemm_ring` or `gemm_tiled` for more. FP8 with one
-scale an output is multiplied by FP8 activations from a number of rows on (`scaled_products`), if the scratch has room
-for them. Other products of weights in groups write them out first, for torch.
+Weights are a matrix [outputs, inputs] in the type of the rows, or in groups (`Grouped`). Those have a kernel for few
+rows, `gemm_grouped_small_m`, large layers of 4 bits on Hopper `gemm_ring_small_m`, and go through `gemm_ring` or
+`gemm_tiled` for more. FP8 with one scale an output is multiplied by FP8 activations from a number of rows on
+(`scaled_products`), if the scratch has room for them. Products of more than `MAX_GROUPED_ROWS` rows, and of other
+groups, write the weights out first, for torch. Kernels multiply columns in the order of the weights. If the inputs have
+another order, the rows are copied to scratch in that order.
 
 Shapes are those of `product`; I is the intermediate size.
 """
@@ -60,7 +61,8 @@ class LinearScratch(NamedTuple):
         partials: partial sums, float32.
         arrived: counters of parts, int32.
         squares: sums of squares, float32.
-        dequantized: room for the numbers of the largest matrix in groups that is written out.
+        dequantized: room for the numbers of the largest matrix in groups that is written out, and for
+            `MAX_GROUPED_ROWS` rows of its inputs.
         scaled: room for FP8 activations; None leaves all activations in 16 bits.
     """
 
@@ -301,6 +303,14 @@ def _written_out(weight: Matrix, num_inputs: int, scratch: LinearScratch | None)
     return matrix_NK
 
 
+def _in_order(x_MK: torch.Tensor, order_K: torch.Tensor, scratch: LinearScratch | None) -> torch.Tensor:
+    """Return the rows with columns in an order, in scratch that the next product may overwrite."""
+    assert scratch is not None and scratch.dequantized is not None
+    ordered_MK = scratch.dequantized[: x_MK.numel()].view(x_MK.shape)
+    layers.gather_columns(x_MK, order_K, ordered_MK)
+    return ordered_MK
+
+
 def _launch(
     product: Product,
     weight: Matrix,
@@ -309,6 +319,8 @@ def _launch(
     row_scales_M1: torch.Tensor | None = None,
 ) -> None:
     grouped = weight if isinstance(weight, Grouped) else None
+    if grouped is not None and grouped.order_I is not None:
+        product = product._replace(x_MK=_in_order(product.x_MK, grouped.order_I, scratch))
     if isinstance(config, FewRowsRingConfig) and not rows_aligned(product.x_MK):
         config = GroupedRowsConfig(config.rows, 16, 8, 1, 1, 4)
     if isinstance(config, GroupedRowsConfig):

@@ -1,4 +1,4 @@
-"""Matrix products of a few rows with weights in groups, of 4 bits or in FP8, nearly as fast as memory.
+"""Matrix products of a few rows with weights in groups, of 4 or 8 bits, nearly as fast as memory.
 
 Like `gemm_small_m`, a program holds its first weights in registers before it waits for its input, and operands go from
 memory to the tensor cores without an exchange between threads: a sum over columns does not depend on their order, so
@@ -6,10 +6,11 @@ that each thread passes the columns that it read.
 
 Weights of 4 bits are multiplied as bias + weight (`grouped_operands`). A product with ones gives the sum of the rows'
 columns, times which the bias and the group's zero are taken off afterwards, and the group's scale multiplies the rest.
-So a weight costs less than one instruction.
+So a weight costs less than one instruction. Integers of 8 bits are multiplied less 128, so that only zeros other than
+that need the product with ones.
 
-A product of the tensor cores covers the columns of one group, or 128 of them (64 in FP8). The columns are dealt to the
-warps of a program, whose sums are added at the end.
+A product of the tensor cores covers the columns of one group, or 128 of them (64 of 8 bits). The columns are dealt to
+the warps of a program, whose sums are added at the end.
 
 Shapes are those of `product`; W words, G groups.
 """
@@ -30,6 +31,7 @@ from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, fi
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
+    BIAS_OF_INT8,
     MAGIC,
     columns,
     read_groups,
@@ -45,7 +47,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_options
 class GroupedRowsConfig(NamedTuple):
     """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
 
-    units: products of 128 columns (fewer in FP8 and in smaller groups) of a step, a multiple of num_warps
+    units: products of 128 columns (fewer of 8 bits and in smaller groups) of a step, a multiple of num_warps
     ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time; the second divides the first
     """
 
@@ -58,15 +60,17 @@ class GroupedRowsConfig(NamedTuple):
 
 
 def takes(weight: Grouped, dtype: torch.dtype) -> bool:
-    """Return True if the kernel multiplies such weights by rows of `dtype`."""
-    if dtype not in (torch.bfloat16, torch.float16) or weight.order_I is not None:
+    """Return True if the kernel multiplies such weights by rows of `dtype`, whose columns are in their order."""
+    if dtype not in (torch.bfloat16, torch.float16):
         return False
     if weight.interleaved:
         return True
     if weight.is_fp8():
         num_inputs = weight.packed_OW.shape[1]
         return num_inputs % 4 == 0 and (weight.group >= num_inputs or weight.group % 64 == 0)
-    return weight.bits == 4 and (weight.group in (32, 64) or weight.group % 128 == 0)
+    if weight.bits == 8:
+        return weight.scales_OG.shape[1] == 1 or weight.group == 32 or weight.group % 64 == 0
+    return weight.group in (32, 64) or weight.group % 128 == 0
 
 
 def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None:
@@ -104,6 +108,7 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         GROUP=weight.group,
         BITS=weight.bits,
         INTERLEAVED=weight.interleaved,
+        INT8=weight.is_int8(),
         ROWS=rows,
         BLOCK_N=block_n,
         UNITS=units,
@@ -164,6 +169,7 @@ def _grouped_rows_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INT8: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
@@ -177,14 +183,18 @@ def _grouped_rows_kernel(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     KIND: tl.constexpr = x_ptr.dtype.element_ty
-    BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
-    COLUMNS: tl.constexpr = min(GROUP, 128) if BITS == 4 else 64
+    BIAS_OF_INT4: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    BIAS: tl.constexpr = BIAS_OF_INT8 if INT8 else BIAS_OF_INT4
+    COLUMNS: tl.constexpr = min(GROUP, 128) if BITS == 4 else 32 if GROUP == 32 else 64
     WORDS: tl.constexpr = COLUMNS * BITS // 128
     EIGHTS: tl.constexpr = COLUMNS // 32
     LAST: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     # Words of a row; those of 4 bits have whole groups.
-    COUNT: tl.constexpr = 4 * WORDS * LAST if BITS == 4 else K // 4
-    ONE_SCALE: tl.constexpr = BITS == 8 and GROUP >= K
+    COUNT: tl.constexpr = 4 * WORDS * LAST if BITS == 4 else (K + 3) // 4
+    # Zeros of integers are subtracted unit by unit.
+    HAS_ZEROS: tl.constexpr = BITS == 4 or zeros_ptr is not None
+    NEEDS_ONES: tl.constexpr = HAS_ZEROS or offsets_ptr is not None
+    ONE_SCALE: tl.constexpr = GROUP >= K and not NEEDS_ONES
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
     # With a gated activation the rows of the ups follow those of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE == 2 else BLOCK_N
@@ -246,17 +256,18 @@ def _grouped_rows_kernel(
     for turn in tl.range((STEPS + AHEAD - 1) // AHEAD, num_stages=1):
         for place in tl.static_range(AHEAD):
             right = columns(xs[place % ROWS_AHEAD], BITS, INTERLEAVED)
-            left = weights(words[place], magic, BITS, KIND)
+            left = weights(words[place], magic, BITS, KIND, INT8)
             if ONE_SCALE:
                 sums = tl.dot(left, right, sums, input_precision="ieee")
             else:
                 part = tl.dot(left, right, input_precision="ieee")
-                if BITS == 4:
+                if NEEDS_ONES:
                     ones_sums = tl.dot(ones, right, input_precision="ieee")[:, None, :, :]
                     ones_sums = tl.broadcast_to(ones_sums, (UNITS, OUTPUTS // 16, 16, ROWS))
-                    zero = BIAS + (zeros[place].to(tl.float32) if zeros_ptr is not None else 8)
                     ones_sums = tl.reshape(ones_sums, part.shape)
-                    part -= zero * ones_sums
+                    if HAS_ZEROS:
+                        zero = BIAS + (zeros[place].to(tl.float32) if zeros_ptr is not None else 8)
+                        part -= zero * ones_sums
                     if offsets_ptr is not None:
                         sums += offsets[place].to(tl.float32) * ones_sums
                 sums += part * scales[place].to(tl.float32)

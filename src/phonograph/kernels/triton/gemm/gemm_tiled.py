@@ -23,7 +23,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_epilogue import read_squares
-from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, numbers
+from phonograph.kernels.triton.gemm.grouped_operands import (
+    BIAS_OF_BFLOAT16,
+    BIAS_OF_FLOAT16,
+    BIAS_OF_INT8,
+    MAGIC,
+    numbers,
+)
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
@@ -51,7 +57,7 @@ def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool, bits: int =
 
 def takes(weight: Grouped, config: LinearConfig) -> bool:
     """Return True if a step has columns of one group."""
-    return weight.group >= weight.columns() or weight.group % config.block_k == 0
+    return weight.scales_OG.shape[1] == 1 or weight.group % config.block_k == 0
 
 
 def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: Grouped | None = None) -> None:
@@ -100,6 +106,7 @@ def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: 
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
+        INT8=weight is not None and weight.is_int8(),
         **pdl_options(),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -170,7 +177,7 @@ def _weight_tile(
         n: rows of the tile.
         k: columns of the tile.
         SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers; True if words are
-            interleaved.
+            interleaved; True for integers of 8 bits.
         KIND: type of the numbers.
     """
     K: tl.constexpr = SHAPE[0]
@@ -199,21 +206,23 @@ def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexp
     BITS: tl.constexpr = SHAPE[2]
     GROUP: tl.constexpr = SHAPE[3]
     INTERLEAVED: tl.constexpr = SHAPE[4]
+    INT8: tl.constexpr = SHAPE[5]
     COUNT: tl.constexpr = 32 // BITS
     word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
     row = row.to(tl.int64)[:, None]
     if BITS == 4 or K % BLOCK_K == 0:
         words = tl.load(words_ptr + row * word_stride + word)
     else:
-        words = tl.load(words_ptr + row * word_stride + word, word < K // COUNT, other=0)
+        words = tl.load(words_ptr + row * word_stride + word, word < (K + COUNT - 1) // COUNT, other=0)
     at = row * output_stride + (start // GROUP).to(tl.int64) * group_stride
     scale = tl.load(scales_ptr + at).to(KIND)
-    BIAS: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    BIAS_OF_INT4: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
+    BIAS: tl.constexpr = BIAS_OF_INT8 if INT8 else BIAS_OF_INT4
     if zeros_ptr is not None:
         zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
-        values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND)
     else:
-        values = numbers(words, magic, BIAS + 8, scale, BITS, INTERLEAVED, KIND)
+        zero = BIAS + 8 if BITS == 4 else None
+    values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND, INT8)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + at).to(KIND)
     return values
@@ -256,6 +265,7 @@ def _rows_kernel(
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
+    INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -289,7 +299,7 @@ def _rows_kernel(
         # Loaded early, used at the end.
         squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED)
+    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)

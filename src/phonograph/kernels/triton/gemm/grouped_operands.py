@@ -3,7 +3,8 @@
 A word of eight weights of 4 bits becomes four pairs of the model's type by one shift and one logical operation each:
 the bits of a weight are put into the mantissa of a constant, which makes the number bias + weight. A word of four
 weights in FP8 becomes two pairs: sign, exponent and mantissa are moved to their places in the model's type, which makes
-the weight times a power of two, by which it is multiplied.
+the weight times a power of two, by which it is multiplied. A word of four integers of 8 bits becomes two pairs of
+differences of such numbers, which are the integers less 128.
 
 Shapes: r rows of eight outputs or of eight rows of the input; a unit has the columns of one product of the tensor
 cores.
@@ -21,6 +22,8 @@ MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x4C004C00}
 """Twice the bits of a type's bias. An argument of kernels, because the compiler would not combine two constants of its
 own with a word in one instruction."""
 BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16 = tl.constexpr(128), tl.constexpr(16)
+BIAS_OF_INT8 = tl.constexpr(-128)
+"""Number that `unpacked` adds to integers of 8 bits."""
 
 
 @triton.jit
@@ -114,6 +117,28 @@ def _fp8_pair(words, at: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _int8_pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
+    """Return weights `at` and `at + 2` of each word in the type KIND, less 128, in a new last dimension."""
+    if tl.bfloat16 == KIND:
+        low, high = bfloat16_terms(words, magic, at)
+        values = _halves(low, KIND) - _halves(high, KIND)
+    else:
+        # The bits of 1024 + weight, where magic has those of 16.
+        values = _halves((words >> (8 * at)) & 0x00FF00FF | (magic + 0x18001800), KIND) - 1152.0
+    return values
+
+
+@triton.jit
+def bfloat16_terms(words, magic, at: tl.constexpr):
+    """Return the bits of two numbers in bfloat16 whose difference is a weight of 8 bits less 128.
+
+    A mantissa has 7 bits, so that these are 128 + the weight's lower 7 bits, and 128 or 256 by its highest bit.
+    """
+    bits = words >> (8 * at)
+    return (bits & 0x007F007F) | magic, (~bits & 0x00800080) | magic
+
+
+@triton.jit
 def _halves(bits, KIND: tl.constexpr):
     """Return the lower and the upper half of each word as numbers, in a new last dimension."""
     low = (bits & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
@@ -122,12 +147,17 @@ def _halves(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Return the weights of each word in order, in new last dimensions of two; those of 4 bits plus the bias."""
+def unpacked(words, magic, BITS: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr = False):
+    """Return the weights of each word in order, in new last dimensions of two; integers plus the bias.
+
+    Weights of 8 bits are FP8, or integers with INT8.
+    """
     if BITS == 4:
         even = tl.join(_pair(words, magic, 0, KIND), _pair(words, magic, 2, KIND))
         odd = tl.join(_pair(words, magic, 1, KIND), _pair(words, magic, 3, KIND))
         values = tl.join(even, odd)
+    elif INT8:
+        values = tl.join(_int8_pair(words, magic, 0, KIND), _int8_pair(words, magic, 1, KIND))
     else:
         values = tl.join(_fp8_pair(words, 0, KIND), _fp8_pair(words, 1, KIND))
     return values
@@ -141,34 +171,44 @@ def in_order(values):
 
 
 @triton.jit
-def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Return words of `read_words` as a left operand [units, 8 r, k]; those of 4 bits plus the bias."""
+def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr = False):
+    """Return words of `read_words`, by `unpacked`, as a left operand [units, 8 r, k]."""
     UNITS: tl.constexpr = words.shape[1]
     R: tl.constexpr = words.shape[2]
     # Eights of columns that a thread has in a row.
     EIGHTS: tl.constexpr = words.shape[3] // BITS
-    values = unpacked(words, magic, BITS, KIND)
+    values = unpacked(words, magic, BITS, KIND, INT8)
     return _left(tl.reshape(values, (8, UNITS, R, 4, EIGHTS, 2, 2, 2)), BITS)
 
 
 @triton.jit
-def numbers(words, magic, zero, scale, BITS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr):
+def numbers(
+    words,
+    magic,
+    zero,
+    scale,
+    BITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    INT8: tl.constexpr = False,
+):
     """Return the weights [n, k] of words [n, w] in the type KIND.
 
     Args:
         words: words of rows, of outputs one after another.
         magic: `MAGIC` of the type.
-        zero: zeros plus the bias [n, 1], in KIND, or one number for all; of 4 bits only.
+        zero: zeros plus the bias [n, 1], in KIND, or one number for all; of integers only, None for 0.
         scale: scales [n, 1] in KIND.
         BITS: of a weight.
         INTERLEAVED: the words are those of `kernels.torch.grouped.interleave`.
         KIND: type of the result.
+        INT8: of `unpacked`.
     """
-    values = unpacked(words, magic, BITS, KIND)
+    values = unpacked(words, magic, BITS, KIND, INT8)
     if INTERLEAVED:
         values = in_order(values)
     values = tl.reshape(values, (words.shape[0], 32 // BITS * words.shape[1]))
-    if BITS == 4:
+    if zero is not None:
         # Differences of such small integers are exact.
         values -= zero
     return values * scale

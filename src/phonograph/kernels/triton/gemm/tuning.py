@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
@@ -153,12 +154,13 @@ def choose_grouped(
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
     With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits
-    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, and blocks of FP8 were not measured.
+    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, groups of 8 bits and
+    integers of 8 bits were not measured.
     """
     key = bits, rows, num_outputs, num_inputs, pairs
     if key in MEASURED_GROUPED:
         return MEASURED_GROUPED[key]
-    if rows > 256:
+    if rows > MAX_GROUPED_ROWS:
         return None
     if interleaved and gluon_usable():
         if rows > 8:
@@ -174,6 +176,10 @@ def choose_grouped(
         return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
     long, narrow = num_inputs >= 8192, _cdiv(num_outputs, 16) <= PROGRAMS
     if bits == 8:
+        if rows > 16 or group < num_inputs:
+            # Sums of more rows, or of groups, leave registers for one product of a warp at a time.
+            ahead = (1 if rows > 16 else 2) if pairs else 4 if long or narrow else 3
+            return GroupedRowsConfig(rows, 16, 8, ahead, 1, 8)
         if pairs:
             return GroupedRowsConfig(rows, 16, 16, 1, 1, 4)
         if long:
