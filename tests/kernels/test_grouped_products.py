@@ -150,21 +150,22 @@ def test_weights_that_the_kernel_does_not_take() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["int4", "fp8", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int4 interleaved reordered", "fp8", "int8"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 32, 100])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(4608, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (6144, 4096), (4096, 14336)]
 )
 def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str, device: torch.device) -> None:
     """As configured for the sizes."""
-    group = 128 if kind == "int4" else inputs
+    group = 128 if "int4" in kind else inputs
     case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
     assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, group, False) is not None
-    linear(case.x, case.grouped, case.bias, case.out)
+    scratch = grouped_scratch(case)
+    linear(case.x, case.grouped, case.bias, case.out, scratch=scratch)
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:
         gated = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind, pairs=True)
-        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out)
+        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
         gated.check(silu_of(gated.product(gated.x, bias=True)))
 
 
