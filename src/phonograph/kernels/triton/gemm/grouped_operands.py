@@ -34,6 +34,9 @@ def read_words(row_ptrs, valid_rows, step, COUNT: tl.constexpr, WORDS: tl.conste
     """
     unit = step * UNITS + tl.arange(0, UNITS)
     word = unit[:, None] * (4 * WORDS) + tl.arange(0, 4 * WORDS)[None, :]
+    if WORDS > 1:
+        # A thread reads no more of a row than it multiplies, instead of 16 bytes that it would pass on.
+        word = tl.max_contiguous(word, [1, WORDS])
     mask = valid_rows[:, None, :, None] & (word < COUNT)[None, :, None, :]
     pointers = row_ptrs[:, None, :, None] + word[None, :, None, :]
     return tl.load(pointers, mask, other=0, eviction_policy="evict_first")
