@@ -154,8 +154,8 @@ def choose_grouped(
     """Return how a product with weights in groups is computed; None: written out, by torch.
 
     With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits
-    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, groups of 8 bits and
-    integers of 8 bits were not measured.
+    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, groups of 8 bits, and integers of 8 bits
+    were not measured.
     """
     key = bits, rows, num_outputs, num_inputs, pairs
     if key in MEASURED_GROUPED:
