@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from grouped_problem import GroupedCase, check_norm_between, check_products, grouped_scratch
 from product_problem import poisoned, silu_of
+from programs import report_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, takes_squares
@@ -36,25 +39,26 @@ KINDS = (
 )
 
 
+SIZES = [
+    (1, 40, 384, 128, "int4"),
+    (7, 37, 200, 32, "int4 with zeros"),
+    (8, 16, 520, 256, "int4 with zeros"),
+    (5, 70, 100, 64, "int4"),
+    (2, 21, 160, 32, "int4 with offsets"),
+    (4, 37, 384, 128, "int4 interleaved"),
+    (8, 40, 500, 256, "int4 interleaved with zeros"),
+    (3, 40, 200, 200, "fp8"),
+    (8, 37, 324, 128, "fp8"),
+    (6, 37, 203, 203, "int8"),
+    (8, 40, 324, 64, "int8 with zeros"),
+    (4, 21, 160, 32, "int8 reordered with offsets"),
+]
+"""rows, outputs, inputs, group, kind"""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "group", "kind"),
-    [
-        (1, 40, 384, 128, "int4"),
-        (7, 37, 200, 32, "int4 with zeros"),
-        (8, 16, 520, 256, "int4 with zeros"),
-        (5, 70, 100, 64, "int4"),
-        (2, 21, 160, 32, "int4 with offsets"),
-        (4, 37, 384, 128, "int4 interleaved"),
-        (8, 40, 500, 256, "int4 interleaved with zeros"),
-        (3, 40, 200, 200, "fp8"),
-        (8, 37, 324, 128, "fp8"),
-        (6, 37, 203, 203, "int8"),
-        (8, 40, 324, 64, "int8 with zeros"),
-        (4, 21, 160, 32, "int8 reordered with offsets"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group", "kind"), SIZES)
 def test_products(
     rows: int,
     outputs: int,
@@ -112,6 +116,11 @@ def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> N
     else:
         linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device))
         case.check(case.product(case.x, bias=True))
+
+
+def test_types_in_bfloat16() -> None:
+    """Kernels of all kinds have operands of one type where the interpreter does not look: in bfloat16."""
+    assert report_of(Path(__file__).with_name("types_of_groups.py")) == {"kernels": 3 * len(SIZES)}
 
 
 def test_every_byte_in_bfloat16() -> None:
