@@ -190,9 +190,9 @@ def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
     """Return x @ weight^T of few rows, in float32.
 
     A product of one row takes as long as one operation on all unpacked weights, so that each operation less counts.
-    Zeros and offsets are multiplied by sums of inputs, one scale an output by the result, and scales of a block of FP8
-    by the inputs. With 4 bits a byte b has the values `low` and (b - low) / 16. Their product with the inputs x and y is
-    low * (x - y / 16) + b * (y / 16), for which nothing is shifted, and the values need not lie side by side.
+    Zeros and offsets are multiplied by sums of inputs, one scale an output by the result. With 4 bits a byte b has the
+    values `low` and (b - low) / 16. Their product with the inputs x and y is low * (x - y / 16) + b * (y / 16), for
+    which nothing is shifted, and the values need not lie side by side.
     """
     outputs, groups = weight.scales_OG.shape
     columns = groups * weight.group
@@ -205,9 +205,6 @@ def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
         second = x_TI[:, 1::2] / 16
         fill, factors = _fill_nibbles, [x_TI[:, 0::2] - second, second]
     width, step = columns // len(factors), min(max(1, TILE // columns), outputs)
-    if weight.is_fp8() and groups > 1:
-        # Tiles that lie within the usual blocks of 128 outputs.
-        step = 1 << min(7, step.bit_length() - 1)
     packed_OB = weight.packed_OW.view(torch.uint8)[:, :width]
     # Allocated once: new pages cost as much as an operation.
     buffer = x_TI.new_empty(len(factors), step, width)
@@ -218,15 +215,11 @@ def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
     for packed, scales, out in tiles:
         values = buffer[:, : packed.shape[0]]
         fill(values, packed, scratch[: packed.shape[0]])
-        inputs = factors
-        if groups > 1 and weight.is_fp8() and bool((scales == scales[:1]).all()):
-            # A block: all outputs have the same scales, which multiply the inputs.
-            inputs = [factors[0].unflatten(1, (groups, -1)).mul(scales[0]).flatten(1)]
-        elif groups > 1:
+        if groups > 1:
             values.view(len(factors), -1, groups, width // groups).mul_(scales)
-        torch.mm(inputs[0], values[0].t(), out=out)
-        if len(inputs) == 2:
-            out.addmm_(inputs[1], values[1].t())
+        torch.mm(factors[0], values[0].t(), out=out)
+        if len(factors) == 2:
+            out.addmm_(factors[1], values[1].t())
     if groups == 1:
         out_TO.mul_(scales_OG[:, 0])
     shifts_OG = _shifts(weight, scales_OG)
