@@ -40,6 +40,8 @@ def test_passes():
 def run(path: Path, *flags: str, **environment: str) -> str:
     """Run the tests of a file under this repository's settings, and return the printed output."""
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(path.parent), "-p", "no:cacheprovider"]
+    # Plugins that these tests do not use take longer to import than the tests take.
+    config += ["-p", "no:hypothesispytest", "-p", "no:anyio"]
     command = [sys.executable, "-m", "pytest", *config, "-p", "suite_rules", str(path), *flags]
     others = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}
     variables = {**others, "PYTHONPATH": str(ROOT / "tests/support"), **environment}

@@ -124,12 +124,12 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
     session, counts = start(tmp_path)
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shared = prompt(0, 33)
     first = session.add(shared + prompt(1, 20), greedy)
     session.step()
     more = [
-        session.add(prompt(2, 2), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+        session.add(prompt(2, 2), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
         session.add(prompt(3, 11), SamplingParams(temperature=0.0, max_tokens=3, logprobs=4, ignore_eos=True)),
         session.add(prompt(4, 50), SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3, ignore_eos=True)),
     ]
@@ -147,7 +147,7 @@ def test_quantized_weights(name: str, tmp_path: Path) -> None:
     reference.load_state_dict(quantize_checkpoint(tmp_path, FORMATS[name]))
     session, _ = start(tmp_path)
     outputs = [
-        session.add(prompt(length, length), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        session.add(prompt(length, length), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         for length in (1, 29)
     ]
     finish(session, *outputs)

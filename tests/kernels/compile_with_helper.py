@@ -20,7 +20,6 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import prefill_problem
 import torch
 import triton
 import triton.backends.nvidia.driver as nvidia
@@ -32,9 +31,9 @@ from triton.runtime.build import platform_key
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+from phonograph.kernels.triton.gemm.tuning import RingConfig
 from phonograph.kernels.triton.launch import compile_helper, precompile
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 
@@ -45,8 +44,6 @@ def attend() -> None:
         torch.device("cpu"),
     )
     problem.run(problem.plan())
-    long = prefill_problem.Case(num_heads=8, head_size=64, block_size=64, dtype=torch.bfloat16)
-    prefill_problem.Batch(long, torch.device("cpu")).attend(prefill_problem.make_plan(long, torch.device("cpu")))
 
 
 def choose_tokens() -> None:
@@ -80,7 +77,6 @@ def main() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = CompiledKernel._init_handles = lambda _: None
     compile_helper.ALONE = 0
-    attention_prefill._HOPPER_TOKENS, attention_prefill.gluon_usable = 0, lambda: True
     told: list[Any] = []
     functions: set[Any] = set()
 
@@ -106,6 +102,9 @@ def main() -> None:
             choose_tokens()
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))
         linear(x, weight, None, out, config=FewRowsConfig(8, 16, 128, 2, 1, 4, 1, programs=4))
+        if "few" not in sys.argv:
+            # In Triton's other language.
+            linear(x, weight, None, out, config=RingConfig(16, 64, 64, 1, 2))
         there = compile_helper.helper(1)
         if there is not None:
             there.send(compile_helper.Job("phonograph.kernels.triton.gemm.gemv", "_no_kernel", "", 90, "{}"), Future())

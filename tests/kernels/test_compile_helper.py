@@ -19,8 +19,7 @@ pytest.importorskip("triton")
 from phonograph.kernels.triton.launch import compile_helper, precompile
 
 KERNELS = {
-    "_plan_kernel", "_attention_kernel", "_prefill_kernel", "_merge_kernel", "_few_rows_kernel", "scan_kernel",
-    "filter_kernel",
+    "_plan_kernel", "_attention_kernel", "_few_rows_kernel", "_ring_kernel", "scan_kernel", "filter_kernel",
 }  # fmt: skip
 
 
