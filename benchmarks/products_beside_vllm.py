@@ -106,12 +106,12 @@ class Cell:
             torch.cuda.synchronize()
 
 
-def captured(run: Run, copies: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Return a graph of products with one copy of the weights after another, and the last one's result."""
+def captured(run: Run, calls: int, copies: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Return a graph of `calls` products with one copy of the weights after another, and the last one's result."""
     graph, result = torch.cuda.CUDAGraph(), None
     graph.capture_begin(capture_error_mode="thread_local")
     try:
-        for call in range(copies * -(-CALLS // copies)):
+        for call in range(calls):
             result = run(call % copies)
     finally:
         graph.capture_end()
@@ -165,7 +165,7 @@ def measure(
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         for name, run in cell.runs(operators).items():
             try:
-                graph, result = captured(run, copies)
+                graph, result = captured(run, calls, copies)
                 graph.replay()
                 cell.check(name, result)
             except Exception as error:  # the others are still measured

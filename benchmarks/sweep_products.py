@@ -210,6 +210,11 @@ class Chain:
         self.model.logits(hidden)
 
 
+def has_fp8_rows(rows: int, weight: Grouped) -> bool:
+    """Return True if products of so many rows with the weights have FP8 activations."""
+    return weight.has_output_scales() and rows > max_16_bit_rows(gluon_usable())
+
+
 @contextmanager
 def applied(settings: Settings, rows_class: int, weight: Grouped | None = None) -> Iterator[None]:
     """Have these chosen, for weights in groups like `weight`, or for those of the model's type."""
@@ -221,8 +226,7 @@ def applied(settings: Settings, rows_class: int, weight: Grouped | None = None) 
     }
     before = {kind: dict(table) for kind, table in tables.items()}
     for (kind, shape), config in settings.items():
-        scaled = weight is not None and weight.has_output_scales()
-        if scaled and rows_class > max_16_bit_rows(gluon_usable()):
+        if weight is not None and has_fp8_rows(rows_class, weight):
             tables["scaled"][rows_class, *shape, kind == "silu"] = config
         elif weight is not None:
             tables["groups"][weight.bits, rows_class, *shape, kind == "silu"] = config
@@ -325,7 +329,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
     """
     outputs, inputs = shape
-    if weight.has_output_scales() and rows > max_16_bit_rows(gluon_usable()):
+    if has_fp8_rows(rows, weight):
         now = product_rules.choose_scaled(rows, outputs, inputs, silu)
         return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
     found: list[ProductConfig | None] = []
@@ -382,8 +386,8 @@ def few_rows_rings(shape: Shape, *, silu: bool) -> list[FewRowsRingConfig]:
     for (block_n, units, warps_n, warps_k), places in itertools.product(tiles_and_warps, (2, 3, 4, 5, 6)):
         tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
         splits = 1 if silu else max(1, min(132 * places // tiles, steps // 4, 8))
-        one = units * (64 * block_n * (1 + silu) + 2048)
-        stages = min((224_000 // places - 6000) // one, -(-steps // splits), 8)
+        room = (224_000 // places - 6000) // step_bytes(8, block_n, 128 * units, silu=silu, bits=4)
+        stages = min(room, -(-steps // splits), 8)
         if stages >= 2:
             found.append(FewRowsRingConfig(8, block_n, units, splits, stages, warps_n, warps_k))
     return list(dict.fromkeys(found))

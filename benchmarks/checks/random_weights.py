@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.grouped import Grouped, dequantize
 
 DTYPE = torch.bfloat16
 """Type of activations, results and scales of groups."""
@@ -48,22 +48,11 @@ def pack(codes_OI: torch.Tensor) -> torch.Tensor:
     return words_OW
 
 
-def numbers(weight: Grouped) -> torch.Tensor:
-    """Return what the weights stand for, [O, I] in float64. The words must not be interleaved."""
-    if weight.is_fp8():
-        values_OI = weight.packed_OW.double()
-    else:
-        values_OI = torch.stack([(weight.packed_OW >> (4 * place)) & 15 for place in range(8)], 2).flatten(1).double()
-        values_OI -= 8
-    groups = weight.scales_OG.shape[1]
-    return values_OI.unflatten(1, (groups, -1)).mul_(weight.scales_OG.double().unsqueeze(2)).flatten(1)
-
-
 def reference(x_MK: torch.Tensor, weight: Grouped, step: int = 4096) -> torch.Tensor:
     """Return x @ weight^T in float64, for which `step` outputs are written out at a time."""
-    wide_MK = x_MK.double()
+    wide_MK, exact = x_MK.double(), weight._replace(scales_OG=weight.scales_OG.double())
     firsts = range(0, weight.packed_OW.shape[0], step)
-    return torch.cat([wide_MK @ numbers(weight.rows(first, first + step)).t() for first in firsts], 1)
+    return torch.cat([wide_MK @ dequantize(exact.rows(first, first + step)).t() for first in firsts], 1)
 
 
 def largest_error(result_MN: torch.Tensor, expected_MN: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ On the CPU the tensors take address space and no memory. On a GPU they take up t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import gluon_on_threads
@@ -107,17 +108,26 @@ def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     return [out, norm.normed_MN, gated]
 
 
-def walk_grouped_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
+def walk_in_groups(
+    place: Place, device: torch.device, group: int, launch: Callable[[Product, Grouped], None], *, interleaved: bool
+) -> list[torch.Tensor]:
+    """Multiply by weights of 4 bits in three groups."""
     (_, _, out), norm = operands(place, device)
     norm = norm._replace(squares=RowSquares(torch.zeros(4, 8, device=device), EPS))
-    x = place(randn(ROWS, 96, device=device))
-    packed = place(torch.randint(-(2**31), 2**31, (128, 12)).to(device, torch.int32))
-    weight = Grouped(packed, place(randn(3, 128, device=device)).t(), None, 4, 32)
-    config = GroupedRowsConfig(8, 16, 2, 1, 1, 2)
+    x = place(randn(ROWS, 3 * group, device=device))
+    packed = place(torch.randint(-(2**31), 2**31, (128, 3 * group // 8)).to(device, torch.int32))
+    scales = place(randn(3, 128, device=device)).t()
+    weight = Grouped(packed, scales, None, 4, group, interleaved=interleaved)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    grouped_rows.launch(Product(x, packed, None, gated, SILU), weight, config)
-    grouped_rows.launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64), config)
+    launch(Product(x, packed, None, gated, SILU), weight)
+    launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64))
     return [out, norm.normed_MN, gated]
+
+
+def walk_grouped_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
+    config = GroupedRowsConfig(8, 16, 2, 1, 1, 2)
+    launch = functools.partial(grouped_rows.launch, config=config)
+    return walk_in_groups(place, device, 32, launch, interleaved=False)
 
 
 def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -146,16 +156,8 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
 def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
     from phonograph.kernels.triton.gemm import gemm_ring_small_m as ring
 
-    (_, _, out), norm = operands(place, device)
-    norm = norm._replace(squares=RowSquares(torch.zeros(4, 8, device=device), EPS))
-    x = place(randn(ROWS, 384, device=device))
-    packed = place(torch.randint(-(2**31), 2**31, (128, 48)).to(device, torch.int32))
-    weight = Grouped(packed, place(randn(3, 128, device=device)).t(), None, 4, 128, interleaved=True)
-    config = FewRowsRingConfig(8, 16, 1, 1, 1, 1, 1)
-    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    ring.launch(Product(x, packed, None, gated, SILU), weight, config, None)
-    ring.launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64), config, None)
-    return [out, norm.normed_MN, gated]
+    launch = functools.partial(ring.launch, config=FewRowsRingConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
+    return walk_in_groups(place, device, 128, launch, interleaved=True)
 
 
 def walk_sampling(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -286,6 +288,11 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "KV writes": (walk_kv_writes, ("rope_and_kv_write._rope_kernel", "rope_and_kv_write._write_kernel")),
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
+IN_GLUON = {
+    "ring": ("gemm.gemm_ring", "_ring_kernel"),
+    "few rows, ring": ("gemm.gemm_ring_small_m", "_few_rows_ring_kernel"),
+}
+"""Module and kernel of the walks that need a Hopper GPU, or run on threads."""
 OTHER_TESTS = {
     "decode._attention_kernel",
     "prefill._attention_kernel",
@@ -314,10 +321,8 @@ def test_every_kernel_is_here() -> None:
 @pytest.mark.parametrize("name", WALKS)
 def test_rows_far_apart(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, _ = WALKS[name]
-    if name == "ring":
-        on_threads("gemm.gemm_ring", "_ring_kernel", device, monkeypatch)
-    if name == "few rows, ring":
-        on_threads("gemm.gemm_ring_small_m", "_few_rows_ring_kernel", device, monkeypatch)
+    if name in IN_GLUON:
+        on_threads(*IN_GLUON[name], device, monkeypatch)
     places = Places()
     torch.manual_seed(1)
     expected = walk(places, device)

@@ -199,10 +199,6 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
         config_only=config_only,
     )
     if config.quantize_lm_head is not None:
-        if is_gguf(model_path(config.model, revision=config.revision, config_only=config_only)):
-            raise ConfigError(
-                "quantize_lm_head", config.quantize_lm_head, "does not work with GGUF files; leave it out"
-            )
         spec = replace(spec, lm_head_scheme=Fp8Head(origin="FP8, made at load", scales="channel"))
     quantization = choose_quantization(spec.quantization, config.quantization)
     if quantization is spec.quantization:

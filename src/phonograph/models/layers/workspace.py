@@ -24,8 +24,8 @@ class Workspace:
     """Intermediates of a step of T tokens with N rows of logits. Sampling reads `logits_NV`.
 
     `dequantized` has what a product with quantized weights makes for itself: the numbers of the matrix, or its input in
-    the order of the weights. `fp8_rows` and `fp8_scales_T`
-    have one product's activations in FP8, with room for none if the device or the weights have no such products.
+    the order of the weights. `fp8_rows` and `fp8_scales_T` have one product's activations in FP8, with room for none if
+    the device or the weights have no such products.
     """
 
     hidden_TE: torch.Tensor

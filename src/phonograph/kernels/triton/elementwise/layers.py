@@ -11,6 +11,8 @@ the model, so they are compiled in; the number of rows is the grid.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -54,36 +56,21 @@ def gather_and_norm(
 
 def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
     """Compute out = source[rows]; rows int64, any strides between rows."""
-    num_rows, width = out_NX.shape
-    block = min(_PIECE, triton.next_power_of_2(width))
-    _gather_kernel[(num_rows, triton.cdiv(width, block))](
-        source_TX,
-        rows_N,
-        out_NX,
-        source_TX.stride(0),
-        out_NX.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        **pdl_options(),
-        num_warps=max(1, block // 256),
-    )
+    _gather(_gather_kernel, source_TX, rows_N, out_NX)
 
 
 def gather_columns(source_TX: torch.Tensor, columns_I: torch.Tensor, out_TI: torch.Tensor) -> None:
     """Compute out = source[:, columns]; columns int64, a constant of the model; any strides between rows."""
-    num_rows, width = out_TI.shape
+    _gather(_gather_columns_kernel, source_TX, columns_I, out_TI)
+
+
+def _gather(kernel: Any, source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    num_rows, width = out.shape
     block = min(_PIECE, triton.next_power_of_2(width))
-    _gather_columns_kernel[(num_rows, triton.cdiv(width, block))](
-        source_TX,
-        columns_I,
-        out_TI,
-        source_TX.stride(0),
-        out_TI.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        **pdl_options(),
+    kernel[(num_rows, triton.cdiv(width, block))](
+        source, index, out, source.stride(0), out.stride(0), WIDTH=width, BLOCK=block, **pdl_options(),
         num_warps=max(1, block // 256),
-    )
+    )  # fmt: skip
 
 
 def _norm(

@@ -38,10 +38,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+    add_parts,
     ask_for_rows,
     ask_for_weights,
     deferred_factor,
     finish,
+    leave_part,
     read_squares,
 )
 from phonograph.kernels.triton.gemm.grouped_operands import (
@@ -277,6 +279,7 @@ def _ring_kernel(
     m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
+    residual = None
     if MODE == 1:
         # Loaded early, used at the end.
         residual = gl.load(out_ptrs, mask=mask, other=0.0)
@@ -324,35 +327,22 @@ def _ring_kernel(
         within_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
         within = within_n[:, None] * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         base = partial_ptr + tile * (SPLITS * SIZE) + within
-        gl.store(base + split * SIZE, sums)
-        # All of the program's stores come before its one arrival.
-        gl.thread_barrier()
-        arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived < SPLITS - 1:
+        if leave_part(base, sums, split, SIZE, arrived_ptr, tile) < SPLITS - 1:
             return
-        sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-        for other in gl.static_range(SPLITS):
-            # Bypasses the L1 cache, which may hold older values.
-            sums += gl.load(base + other * SIZE, cache_modifier=".cg")
-        gl.store(arrived_ptr + tile, 0)
+        sums = add_parts(base, gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT), SIZE, SPLITS, arrived_ptr, tile)
 
     result = gl.convert_layout(sums, OUT)
-    if MODE == 2:
-        up = gl.convert_layout(ups, OUT)
+    up = gl.convert_layout(ups, OUT) if MODE == 2 else None
     if row_scales_ptr is not None:
         row_scale = gl.load(row_scales_ptr + m, mask=m < M, other=0.0)[None, :]
         result *= gl.load(scales_ptr + n * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
         if MODE == 2:
             up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
-    if SQUARE_TILES > 0:
-        factor = deferred_factor(squares, eps, K, OUT)
-        result *= factor
-        if MODE == 2:
-            up *= factor
     finish(
         result,
-        up if MODE == 2 else None,
-        residual if MODE == 1 else None,
+        up,
+        deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
+        residual,
         bias_ptr,
         norm_ptr,
         normed_ptr,

@@ -56,9 +56,39 @@ def deferred_factor(squares, eps, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def leave_part(base, part, split, SIZE: gl.constexpr, arrived_ptr, tile):
+    """Store a program's part of split inputs, and return how many programs of the tile had arrived before.
+
+    Args:
+        base: places of the tile's first part.
+        part: sums of this program.
+        split: number of its part.
+        SIZE: elements of a part.
+        arrived_ptr: counters of the tiles.
+        tile: number of the tile.
+    """
+    gl.store(base + split * SIZE, part)
+    # All of the program's stores come before its one arrival.
+    gl.thread_barrier()
+    return gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
+def add_parts(base, zeros, SIZE: gl.constexpr, SPLITS: gl.constexpr, arrived_ptr, tile):
+    """Return the sum of a tile's parts, all of which are there, in a fixed order; its counter is 0 again."""
+    total = zeros
+    for part in gl.static_range(SPLITS):
+        # Bypasses the L1 cache, which may hold older values.
+        total += gl.load(base + part * SIZE, cache_modifier=".cg")
+    gl.store(arrived_ptr + tile, 0)
+    return total
+
+
+@gluon.jit
 def finish(
     result,
     up,
+    factor,
     residual,
     bias_ptr,
     norm_ptr,
@@ -73,11 +103,12 @@ def finish(
     N: gl.constexpr,
     MODE: gl.constexpr,
 ):
-    """Add the bias and the residual or apply the activation, store the result, and begin the norm behind it.
+    """Finish the sums of a product: factor, bias, residual or activation; store them, and begin the norm behind them.
 
     Args:
         result: sums [n, m], of gates if `up` has those of ups.
         up: see `result`.
+        factor: deferred division of the rows [1, m], or None.
         residual: what is added to the result (`ADD`).
         bias_ptr: bias, or None.
         norm_ptr: weights of the norm behind the product, or None.
@@ -92,6 +123,10 @@ def finish(
         N: outputs of the product.
         MODE: of the product.
     """
+    if factor is not None:
+        result *= factor
+        if MODE == 2:
+            up *= factor
     if bias_ptr is not None:
         result += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         if MODE == 2:

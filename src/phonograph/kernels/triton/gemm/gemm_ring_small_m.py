@@ -31,10 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+    add_parts,
     ask_for_rows,
     ask_for_weights,
     deferred_factor,
     finish,
+    leave_part,
     read_squares,
 )
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
@@ -343,25 +345,13 @@ def _few_rows_ring_kernel(
         within_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
         within = within_n[:, None] + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :] * BLOCK_N
         base = partial_ptr + tile * (SPLITS * SIZE) + within
-        gl.store(base + split * SIZE, result)
-        # All of the program's stores come before its one arrival.
-        gl.thread_barrier()
-        arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived < SPLITS - 1:
+        if leave_part(base, result, split, SIZE, arrived_ptr, tile) < SPLITS - 1:
             return
-        result = gl.zeros([BLOCK_N, ROWS], gl.float32, OUT)
-        for other in gl.static_range(SPLITS):
-            # Bypasses the L1 cache, which may hold older values.
-            result += gl.load(base + other * SIZE, cache_modifier=".cg")
-        gl.store(arrived_ptr + tile, 0)
-    if SQUARE_TILES > 0:
-        factor = deferred_factor(squares, eps, K, OUT)
-        result *= factor
-        if MODE == 2:
-            up *= factor
+        result = add_parts(base, gl.zeros([BLOCK_N, ROWS], gl.float32, OUT), SIZE, SPLITS, arrived_ptr, tile)
     finish(
         result,
         up,
+        deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
         residual,
         bias_ptr,
         norm_ptr,

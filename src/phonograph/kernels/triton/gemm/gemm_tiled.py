@@ -221,11 +221,9 @@ def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexp
     if zeros_ptr is not None:
         zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
         values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND, INT8)
-    elif BITS == 4:
-        # A constant: a variable would make the numbers float32.
-        values = numbers(words, magic, BIAS + 8, scale, BITS, INTERLEAVED, KIND, INT8)
     else:
-        values = numbers(words, magic, None, scale, BITS, INTERLEAVED, KIND, INT8)
+        # A constant: a variable would make the numbers float32.
+        values = numbers(words, magic, BIAS + 8 if BITS == 4 else None, scale, BITS, INTERLEAVED, KIND, INT8)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + at).to(KIND)
     return values

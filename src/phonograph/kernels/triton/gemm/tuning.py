@@ -36,7 +36,7 @@ class RingConfig(NamedTuple):
 class FewRowsRingConfig(NamedTuple):
     """Tiles of the kernel for few rows on Hopper (`gemm_ring_small_m`): `rows` padded rows, a multiple of 8.
 
-    units: products of 128 columns (64 in FP8) of a step, a multiple of warps_k
+    units: products of 128 columns of a step, a multiple of warps_k
     stages: steps of a program that have a place in its ring
     warps_n, warps_k: warps among which a program's outputs, 16 at a time, and its columns are dealt
     """
@@ -243,7 +243,7 @@ def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: b
     # A program keeps its scales and zeros, in a number of steps rounded up to a power of two.
     kept = 3 * block_n * (1 + pairs) * units << (_cdiv(steps, splits) - 1).bit_length()
     places = min(6, max(4, _cdiv(tiles * splits, processors)))
-    stages = (SHARED_BYTES // places - 1280 - kept) // (units * (64 * block_n * (1 + pairs) + 2048))
+    stages = (SHARED_BYTES // places - 1280 - kept) // step_bytes(8, block_n, 128 * units, silu=pairs, bits=4)
     warps = (2, 2) if pairs else (1, 2 if block_n == 32 else 4)
     return FewRowsRingConfig(8, block_n, units, splits, max(2, min(8, stages, _cdiv(steps, splits))), *warps)
 
