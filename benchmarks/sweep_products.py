@@ -77,7 +77,7 @@ class Chain:
             cudagraph_mode="NONE",
             num_kv_blocks=64,
             max_num_seqs=rows,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=max(256, rows),
             max_model_len=512,
         )
         self.model = llm.engine.core.runner._program.model

@@ -90,13 +90,24 @@ def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, devi
 def test_products_of_real_sizes(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
     case = case_of(2048, outputs, inputs, dtype, device)
     scratch = scratch_of(2048, outputs, inputs, dtype, device)
-    for rows in (1, 8, 13, 33, 64, 128, 250, 2048):
+    for rows in (1, 8, 13, 33, 64, 128, 250, 500, 2048):
         x, out = case.x[:rows], torch.full((rows, outputs), torch.nan, dtype=dtype, device=device)
         linear(x, case.grouped, case.bias, out, scratch=scratch)
         for exact, limit in ((rounded(scratch, x), 1e-2), (x, 5e-2)):
             wanted = case.product(exact, bias=True)
             error = ((out.double() - wanted).norm() / wanted.norm()).item()
             assert error <= limit, (rows, limit, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_gated_products_of_real_sizes(device: torch.device) -> None:
+    for rows in (1, 13, 33, 100, 250):
+        gated = case_of(rows, 14336, 4096, torch.bfloat16, device, pairs=True)
+        scratch = scratch_of(rows, 28672, 4096, torch.bfloat16, device)
+        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
+        wanted = silu_of(gated.product(rounded(scratch, gated.x), bias=True))
+        check(gated, wanted, silu_of(gated.product(gated.x, bias=True)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -86,7 +86,7 @@ def grouped_scratch(case: GroupedCase) -> LinearScratch:
 
 def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LinearScratch:
     scaled = ScaledScratch(
-        torch.full((rows * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
+        torch.full(((rows + rows % 2 * 16) * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
         torch.full((rows,), torch.nan, device=device),
         torch.full((rows * outputs,), torch.nan, dtype=dtype, device=device),
     )

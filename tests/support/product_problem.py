@@ -31,7 +31,9 @@ class Case:
     ) -> None:
         weight_rows = 2 * outputs if pairs else outputs
         self.dtype = dtype
-        self.x = random_tensor(rows, inputs, dtype=dtype, device=device, seed=1)
+        # Of an odd number of rows, others lie behind them, which a kernel may load but not use.
+        memory = torch.full((rows + rows % 2 * 16, inputs), float("nan"), dtype=dtype, device=device)
+        self.x = memory[:rows].copy_(random_tensor(rows, inputs, dtype=dtype, device=device, seed=1))
         self.weight = random_tensor(weight_rows, inputs, dtype=dtype, device=device, seed=2) / inputs**0.5
         self.bias = random_tensor(weight_rows, dtype=dtype, device=device, seed=3)
         self.norm = random_tensor(inputs, dtype=dtype, device=device, seed=4) * 0.1 + 1
@@ -47,12 +49,17 @@ class Case:
         return x.double() @ self.weight.double().t() + (self.bias.double() if bias else 0)
 
     def check(self, reference: torch.Tensor, limit: float | None = None) -> None:
-        """Check the output, within the limit of the type or another relative error."""
+        """Check the output, within the limit of the type or another relative error.
+
+        A single element may be near zero where an output's others are large, as behind an activation. Its error is
+        compared with the size of its output.
+        """
         out = self.out.double()
         if limit is None:
             limit = 1e-2 if self.dtype is torch.bfloat16 else 2e-3 if self.dtype is torch.float16 else 1e-5
         assert (out - reference).norm() <= limit * reference.norm()
-        assert torch.allclose(out, reference, rtol=0.05, atol=4 * limit)
+        size_N = reference.square().mean(0).sqrt().clamp(min=1)
+        assert ((out - reference).abs() <= 0.05 * reference.abs() + 4 * limit * size_N).all()
         outside = self._around.clone()
         outside[1:-1, 8:-8] = float("nan")
         assert outside.isnan().all()

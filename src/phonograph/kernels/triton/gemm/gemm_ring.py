@@ -45,6 +45,7 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     finish,
     leave_part,
     read_squares,
+    rows_descriptor,
 )
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
@@ -102,7 +103,7 @@ def launch(
         tile, weights_kind = [block_n, block_k // 8], gl.int32
     weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
     _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
-        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], [rows, block_k], rows_layout),
+        rows_descriptor(x_MK, [rows, block_k], rows_layout),
         TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
         *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
         row_scales_M1,

@@ -1,4 +1,4 @@
-"""Parts that kernels of products through a ring share: requests to the copy engine, and the end of a product.
+"""Parts that kernels of products through a ring share: the rows' descriptor, requests to the copy engine, and the end.
 
 Shapes are those of `product`.
 """
@@ -8,10 +8,28 @@ Shapes are those of `product`.
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def rows_descriptor(x_MK: torch.Tensor, tile: list[int], layout: Any) -> TensorDescriptor:
+    """Describe rows that the copy engine loads in tiles, and those behind them as far as their memory goes.
+
+    The copy engine takes 1 to 2 us more of a kernel for a tile with rows that do not exist. A row has no influence on
+    the results of others, so that any memory serves, whatever it holds.
+    """
+    num_rows, num_inputs = x_MK.shape
+    stride = x_MK.stride(0)
+    elements = x_MK.untyped_storage().nbytes() // x_MK.element_size() - x_MK.storage_offset()
+    in_memory = (elements - num_inputs) // stride + 1
+    in_tiles = triton.cdiv(num_rows, tile[0]) * tile[0]
+    return TensorDescriptor(x_MK, [max(num_rows, min(in_memory, in_tiles)), num_inputs], [stride, 1], tile, layout)
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     finish,
     leave_part,
     read_squares,
+    rows_descriptor,
 )
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
@@ -83,7 +84,7 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
     rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
     _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
-        TensorDescriptor(x_MK, [num_rows, num_inputs], [x_MK.stride(0), 1], rows_tile, rows_layout),
+        rows_descriptor(x_MK, rows_tile, rows_layout),
         TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
         weight.scales_OG,
         weight.zeros_OG,

@@ -103,8 +103,10 @@ MEASURED_SILU: dict[tuple[int, int, int], ProductConfig | None] = {
 """Exceptions from `choose_silu`'s rule, by (rows class, I, K); None: as a product and a kernel of its own."""
 
 
-MEASURED_SCALED: dict[tuple[int, int, int, bool], RingConfig | None] = {}
-"""Products of rows and weights in FP8 that are faster through a ring than by torch, by (rows class, N, K, pairs)."""
+MEASURED_SCALED: dict[tuple[int, int, int, bool], RingConfig | None] = {
+    (512, 6144, 4096, False): RingConfig(128, 128, 256, 1, 3, 1),
+}
+"""Exceptions from `choose_scaled`'s rule, by (rows class, N, K, pairs); None: torch is as fast."""
 
 MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
 """Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
@@ -196,24 +198,25 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
     """Return how a product of rows and weights in FP8 is computed; None: by torch.
 
     With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Llama-3.1-8B: one
-    program of a multiprocessor, or two if there are tiles for so many. At 128 rows torch is as fast with pairs, and
-    beyond with all layers.
+    program of a multiprocessor, or two if there are tiles for so many. From 257 rows on torch is as fast.
     """
     key = rows, num_outputs, num_inputs, pairs
     if key in MEASURED_SCALED:
         return MEASURED_SCALED[key] if gluon_usable() else None
-    if rows > (64 if pairs else 128) or not gluon_usable():
+    if rows > 256 or not gluon_usable():
         return None
-    tiles, block_k = _cdiv(num_outputs, 64), 128 if pairs and rows == 16 else 256
-    rows_tile = rows if rows <= 64 or tiles > PROCESSORS // 2 else 64
+    tiles, block_n, block_k = _cdiv(num_outputs, 64), 64, 128 if pairs and rows in (16, 128, 256) else 256
+    rows_tile = 64 if rows == 128 and tiles <= PROCESSORS // 2 else min(rows, 128)
+    if rows > 128 and not pairs and tiles * _cdiv(rows, rows_tile) > PROCESSORS:
+        block_n = 128
     steps, splits = _cdiv(num_inputs, block_k), 1
     if not pairs:
-        programs = tiles * _cdiv(rows, rows_tile)
+        programs = _cdiv(num_outputs, block_n) * _cdiv(rows, rows_tile)
         splits = max(1, min(8, PROCESSORS // (programs if rows == 8 else 2 * programs), steps // 4))
     room = RING_BYTES // (2 if tiles > PROCESSORS else 1)
-    stages = room // step_bytes(rows_tile, 64, block_k, silu=pairs, bits=8)
+    stages = room // step_bytes(rows_tile, block_n, block_k, silu=pairs, bits=8)
     stages = max(2, min(8, stages, _cdiv(steps, splits)))
-    return RingConfig(rows_tile, 64, block_k, splits, stages, int(not pairs or rows == 32))
+    return RingConfig(rows_tile, block_n, block_k, splits, stages, int(not pairs or rows == 32 or rows > 64))
 
 
 def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> FewRowsRingConfig | None:
