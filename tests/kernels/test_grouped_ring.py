@@ -26,6 +26,12 @@ SIZES = [
 ]
 """rows, outputs, inputs, config"""
 
+LARGE = [
+    (250, 264, 640, RingConfig(128, 128, 128, 1, 3, 1)),
+    (130, 200, 1024, RingConfig(128, 64, 128, 1, 3, 1)),
+    (200, 1024, 4096, RingConfig(128, 64, 256, 1, 4, 1)),
+]
+"""The same for rows in FP8, of tiles with eight warps."""
 
 FEW = [
     (1, 72, 256, FewRowsRingConfig(8, 32, 1, 1, 2, 1, 1)),
@@ -125,7 +131,7 @@ def test_fp8_on_threads(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("case", [*SIZES, *LARGE])
 def test_fp8_on_the_gpu(
     case: tuple[int, int, int, RingConfig],
     dtype: torch.dtype,

@@ -322,6 +322,8 @@ def _ring_kernel(
         place, turn = behind(place, turn, STAGES)
     if LAG > 0:
         sums, ups = _wait_for_products(0, sums, ups, PAIR)
+        # The ring's memory serves from here on to exchange sums, while other warps may still multiply.
+        gl.thread_barrier()
 
     if SPLITS > 1:
         SIZE: gl.constexpr = BLOCK_N * ROWS
