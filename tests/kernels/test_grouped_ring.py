@@ -29,7 +29,7 @@ SIZES = [
 LARGE = [
     (250, 264, 640, RingConfig(128, 128, 128, 1, 3, 1)),
     (130, 200, 1024, RingConfig(128, 64, 128, 1, 3, 1)),
-    (200, 1024, 4096, RingConfig(128, 64, 256, 1, 4, 1)),
+    (200, 1024, 1280, RingConfig(128, 64, 256, 1, 2, 1)),
 ]
 """The same for rows in FP8, of tiles with eight warps."""
 
