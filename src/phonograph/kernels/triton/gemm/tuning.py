@@ -198,12 +198,14 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
     """Return how a product of rows and weights in FP8 is computed; None: by torch.
 
     With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Llama-3.1-8B: one
-    program of a multiprocessor, or two if there are tiles for so many. From 257 rows on torch is as fast.
+    program of a multiprocessor, or two if there are tiles for so many. From 257 rows on torch is as fast, and from 65
+    on if there are many outputs without an activation.
     """
     key = rows, num_outputs, num_inputs, pairs
     if key in MEASURED_SCALED:
         return MEASURED_SCALED[key] if gluon_usable() else None
-    if rows > 256 or not gluon_usable():
+    wide = not pairs and rows > 64 and num_outputs > 64 * PROCESSORS
+    if rows > 256 or wide or not gluon_usable():
         return None
     tiles, block_n, block_k = _cdiv(num_outputs, 64), 64, 128 if pairs and rows in (16, 128, 256) else 256
     rows_tile = 64 if rows == 128 and tiles <= PROCESSORS // 2 else min(rows, 128)
@@ -261,7 +263,7 @@ def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
     rows_tile = min(rows, 128 if rows > 128 or (steps > 64 and not pairs) else 64)
     tiles = _cdiv(num_outputs, 64) * _cdiv(rows, rows_tile)
     processors, splits = PROGRAMS // 2, 1
-    if pairs:
+    if pairs or (rows <= 128 and tiles > 2 * processors):
         places = max(2, min(4, _cdiv(tiles, processors)))
     else:
         places = 3 if rows_tile <= 32 and steps > 64 else 2
