@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +15,32 @@ from transformers import AutoModelForCausalLM
 import phonograph.demo
 from phonograph import LLM, SamplingParams
 from phonograph.engine.outputs import RequestOutput
+from phonograph.errors import BackendError
 
 PROMPTS = [*(f"{number} + {3 * number} =" for number in range(6)), "Once upon a time " * 9]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, ignore_eos=True)
+FAMILIES = "gptq", "packed zeros", "int8 channel", "fp8", "fp8 blocks"
+"""A format of each family of kernels."""
 NEAR = {"cpu": 1e-3, "cuda": 0.06}
 """By how much a token may be less likely than the best, by torch's model of the dequantized weights in float32."""
 NEAR_FP8 = 0.15
 """The same where activations are FP8, for the nearer of two models: with activations rounded to FP8, and without."""
 
 
-def answers(folder: Path, mode: str, device: str) -> list[RequestOutput]:
-    llm = LLM(
+def make_llm(folder: Path, device: str, **settings: Any) -> LLM:
+    return LLM(
         model=str(folder),
         device=device,
         dtype="float16" if device == "cuda" else "float32",
-        cudagraph_mode=mode,
         max_num_seqs=4,
         max_model_len=256,
         num_kv_blocks=200,
+        **settings,
     )
-    return llm.generate(PROMPTS, PARAMS)
+
+
+def answers(folder: Path, mode: str, device: str) -> list[RequestOutput]:
+    return make_llm(folder, device, cudagraph_mode=mode).generate(PROMPTS, PARAMS)
 
 
 def round_to_fp8(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -43,8 +50,7 @@ def round_to_fp8(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tenso
 
 
 def check(folder: Path, name: str, device: str) -> None:
-    shutil.copytree(Path(phonograph.demo.__file__).parent / "model", folder)
-    meant = quantize_checkpoint(folder, FORMATS[name])
+    meant = make_checkpoint(folder, name)
     references = [model_of(meant)]
     if device == "cuda" and name in ("fp8", "float tensor", "float channel"):
         references.append(model_of(meant))
@@ -58,6 +64,12 @@ def check(folder: Path, name: str, device: str) -> None:
         # Rounding activations moves some of these log-probabilities by 0.5, and other sums round others.
         less = torch.stack([less_likely(reference, prompt, tokens) for reference in references]).amin(0)
         assert float(less.max()) <= (NEAR_FP8 if len(references) > 1 else NEAR[device])
+
+
+def make_checkpoint(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Write the demo model in a format, and return the weights that the file means."""
+    shutil.copytree(Path(phonograph.demo.__file__).parent / "model", folder)
+    return quantize_checkpoint(folder, FORMATS[name])
 
 
 def model_of(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -84,3 +96,35 @@ def test_on_a_cpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_a_gpu(name: str, tmp_path: Path) -> None:
     check(tmp_path / "model", name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_modes(name: str, tmp_path: Path) -> None:
+    """All modes give the same tokens, and each replay of a full graph is equal to eager."""
+    make_checkpoint(tmp_path / "model", name)
+    llm = make_llm(tmp_path / "model", "cuda", cudagraph_mode="FULL")
+    wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"):
+        found = [output.outputs[0].token_ids for output in answers(tmp_path / "model", mode, "cuda")]
+        assert found == wanted, mode
+    report = llm.verify(num_replays=100)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "flash_attn", "flashinfer"])
+def test_backends(backend: str, tmp_path: Path) -> None:
+    """Problems have the same answers with all backends."""
+    asked = [f"{number} + {3 * number} =" for number in range(12)]
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    for name in FAMILIES:
+        make_checkpoint(folder := tmp_path / name, name)
+        try:
+            other = make_llm(folder, "cuda", attention_backend=backend)
+        except BackendError as error:
+            pytest.skip(str(error))
+        texts = [
+            [one.outputs[0].text for one in llm.generate(asked, params)] for llm in (make_llm(folder, "cuda"), other)
+        ]
+        assert texts[0] == texts[1], name
