@@ -341,7 +341,7 @@ def test_a_folder_with_a_configuration_only_serves_token_ids(folder: str, tmp_pa
 
 
 def test_a_conversation_that_the_template_refuses_does_not_keep_the_others_from_being_answered() -> None:
-    llm = LLM(model="demo", max_num_seqs=2)
+    llm = LLM(model="demo", max_num_seqs=2, cudagraph_capture_sizes=[1, 2, 64])
     good = [{"role": "user", "content": "Hello!"}]
     params = SamplingParams(temperature=0.0, max_tokens=8)
     expected = llm.chat(good, params)[0]

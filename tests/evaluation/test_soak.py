@@ -91,6 +91,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
     command = [sys.executable, str(SCRIPT), "--minutes", "0.05", "--streams", "12", "--abort-share", "0.5"]
     served = ["--", "demo", "--max-num-seqs", "4", "--num-kv-blocks", "128", "--max-model-len", "1024"]
+    served += ["--cudagraph-capture-sizes", "1,2,4,64"]
     done = subprocess.run(
         [*command, "--output", str(output), *served], capture_output=True, text=True, timeout=300, check=False
     )
