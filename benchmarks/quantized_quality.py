@@ -11,7 +11,6 @@ float64, whose weights are the dequantized ones in float64. The scores may diffe
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from phonograph.bench.records.record import provenance, write_result
 from phonograph.demo import MODEL_DIRECTORY, tasks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from quantized_checkpoints import FORMATS, quantize_checkpoint
+from quantized_checkpoints import quantized_demo
 
 STANDARD_ERRORS = 2
 AT_LOAD = "fp8 at load"
@@ -45,9 +44,8 @@ def measure(name: str, num_problems: int) -> dict[str, Any]:
     """Return the scores of the engine and of the simulation in a format, and their paired difference."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
-        shutil.copytree(MODEL_DIRECTORY, folder)
         # FP8 that is made at load has the scales of this format.
-        meant = quantize_checkpoint(folder, FORMATS["float channel" if name == AT_LOAD else name])
+        meant = quantized_demo(folder, "float channel" if name == AT_LOAD else name)
         model, quantization = (str(MODEL_DIRECTORY), "fp8") if name == AT_LOAD else (str(folder), None)
         # Graphs give the same answers (tests/engine/test_quantized_engine.py).
         llm = LLM(

@@ -32,11 +32,11 @@ import torch
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.scaled_products import max_16_bit_rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.gemm import tuning as product_rules
+from phonograph.kernels.triton.gemm.gemm_dispatch import has_fp8_rows
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
@@ -208,11 +208,6 @@ class Chain:
         plan_decode(self._plan, self._starts, self._lens, max_query_len=1, window=(-1, -1))
         hidden = self.model.forward(self.ids, self._positions, self)
         self.model.logits(hidden)
-
-
-def has_fp8_rows(rows: int, weight: Grouped) -> bool:
-    """Return True if products of so many rows with the weights have FP8 activations."""
-    return weight.has_output_scales() and rows > max_16_bit_rows(gluon_usable())
 
 
 @contextmanager

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, quantize_checkpoint
+from quantized_checkpoints import FORMATS, quantized_demo
 from transformers import AutoModelForCausalLM
 
-import phonograph.demo
 from phonograph import LLM, SamplingParams
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.outputs import RequestOutput
 from phonograph.errors import BackendError
 
@@ -44,6 +43,10 @@ def answers(folder: Path, mode: str, device: str) -> list[RequestOutput]:
     return make_llm(folder, device, cudagraph_mode=mode).generate(PROMPTS, PARAMS)
 
 
+def tokens_of(outputs: list[RequestOutput]) -> list[Sequence[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def round_to_fp8(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
     """Return a layer's rows as FP8 with one scale each means them."""
     scales = inputs[0].abs().amax(-1, keepdim=True) / 448
@@ -51,7 +54,7 @@ def round_to_fp8(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tenso
 
 
 def check(folder: Path, name: str, device: str) -> None:
-    meant = make_checkpoint(folder, name)
+    meant = quantized_demo(folder, name)
     references = [model_of(meant)]
     if device == "cuda" and name in ("fp8", "float tensor", "float channel"):
         references.append(model_of(meant))
@@ -67,15 +70,9 @@ def check(folder: Path, name: str, device: str) -> None:
         assert float(less.max()) <= (NEAR_FP8 if len(references) > 1 else NEAR[device])
 
 
-def make_checkpoint(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Write the demo model in a format, and return the weights that the file means."""
-    shutil.copytree(Path(phonograph.demo.__file__).parent / "model", folder)
-    return quantize_checkpoint(folder, FORMATS[name])
-
-
 def model_of(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     """Return torch's demo model with the weights, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(Path(phonograph.demo.__file__).parent / "model").float().eval()
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY).float().eval()
     model.load_state_dict({key: value.float() for key, value in weights.items()}, strict=False)
     return model
 
@@ -103,12 +100,11 @@ def test_on_a_gpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_modes(name: str, tmp_path: Path) -> None:
     """All modes give the same tokens, and each replay of a full graph is equal to eager."""
-    make_checkpoint(tmp_path / "model", name)
+    quantized_demo(tmp_path / "model", name)
     llm = make_llm(tmp_path / "model", "cuda", cudagraph_mode="FULL")
-    wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    wanted = tokens_of(llm.generate(PROMPTS, PARAMS))
     for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"):
-        found = [output.outputs[0].token_ids for output in answers(tmp_path / "model", mode, "cuda")]
-        assert found == wanted, mode
+        assert tokens_of(answers(tmp_path / "model", mode, "cuda")) == wanted, mode
     report = llm.verify(num_replays=100)
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
 
@@ -120,7 +116,7 @@ def test_backends(backend: str, tmp_path: Path) -> None:
     asked = [f"{number} + {3 * number} =" for number in range(12)]
     params = SamplingParams(max_tokens=12, temperature=0.0)
     for name in FAMILIES:
-        make_checkpoint(folder := tmp_path / name, name)
+        quantized_demo(folder := tmp_path / name, name)
         try:
             other = make_llm(folder, "cuda", attention_backend=backend)
         except BackendError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from product_problem import EPS, Case, poisoned, random_tensor, silu_of
+from product_problem import EPS, Case, poisoned, random_tensor, rows_in_memory, silu_of
 
 from phonograph.kernels.scaled_products import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
@@ -86,7 +86,7 @@ def grouped_scratch(case: GroupedCase) -> LinearScratch:
 
 def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LinearScratch:
     scaled = ScaledScratch(
-        torch.full(((rows + rows % 2 * 16) * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
+        torch.full((rows_in_memory(rows) * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
         torch.full((rows,), torch.nan, device=device),
         torch.full((rows * outputs,), torch.nan, dtype=dtype, device=device),
     )

@@ -23,6 +23,11 @@ def random_tensor(*shape: int, dtype: torch.dtype, device: torch.device, seed: i
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
 
+def rows_in_memory(rows: int) -> int:
+    """Return how many rows lie where `rows` are: behind an odd number are others, to be loaded perhaps, not used."""
+    return rows + rows % 2 * 16
+
+
 class Case:
     """Operands of one product, and an output inside a larger poisoned tensor, so that stray writes show."""
 
@@ -31,8 +36,7 @@ class Case:
     ) -> None:
         weight_rows = 2 * outputs if pairs else outputs
         self.dtype = dtype
-        # Of an odd number of rows, others lie behind them, which a kernel may load but not use.
-        memory = torch.full((rows + rows % 2 * 16, inputs), float("nan"), dtype=dtype, device=device)
+        memory = torch.full((rows_in_memory(rows), inputs), float("nan"), dtype=dtype, device=device)
         self.x = memory[:rows].copy_(random_tensor(rows, inputs, dtype=dtype, device=device, seed=1))
         self.weight = random_tensor(weight_rows, inputs, dtype=dtype, device=device, seed=2) / inputs**0.5
         self.bias = random_tensor(weight_rows, dtype=dtype, device=device, seed=3)

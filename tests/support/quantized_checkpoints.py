@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from phonograph.demo import MODEL_DIRECTORY
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -203,3 +206,9 @@ def quantize_checkpoint(folder: Path, kind: Format) -> dict[str, torch.Tensor]:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind.config}))
     return dense
+
+
+def quantized_demo(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Write the demo model to a new folder in the format of this name. Returns what `quantize_checkpoint` does."""
+    shutil.copytree(MODEL_DIRECTORY, folder)
+    return quantize_checkpoint(folder, FORMATS[name])

@@ -230,9 +230,14 @@ def takes_squares(num_rows: int, num_outputs: int, num_inputs: int, weight: Matr
 
 def takes_fp8_rows(num_rows: int, weight: Matrix, scratch: LinearScratch | None) -> bool:
     """Return True if products of so many rows with `weight` have FP8 activations. They take `Fp8Rows` as well."""
-    if scratch is None or scratch.scaled is None or num_rows <= max_16_bit_rows(gluon_usable()):
+    if scratch is None or scratch.scaled is None or not isinstance(weight, Grouped):
         return False
-    return isinstance(weight, Grouped) and gemm_scaled.takes(weight)
+    return has_fp8_rows(num_rows, weight)
+
+
+def has_fp8_rows(num_rows: int, weight: Grouped) -> bool:
+    """Return True if so many rows times `weight` are rounded to FP8, where there is room for that."""
+    return num_rows > max_16_bit_rows(gluon_usable()) and gemm_scaled.takes(weight)
 
 
 def _scaled(

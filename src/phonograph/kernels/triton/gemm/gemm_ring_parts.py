@@ -29,7 +29,7 @@ def rows_descriptor(x_MK: torch.Tensor, tile: list[int], layout: Any) -> TensorD
     elements = x_MK.untyped_storage().nbytes() // x_MK.element_size() - x_MK.storage_offset()
     in_memory = (elements - num_inputs) // stride + 1
     in_tiles = triton.cdiv(num_rows, tile[0]) * tile[0]
-    return TensorDescriptor(x_MK, [max(num_rows, min(in_memory, in_tiles)), num_inputs], [stride, 1], tile, layout)
+    return TensorDescriptor(x_MK, [min(in_memory, in_tiles), num_inputs], [stride, 1], tile, layout)
 
 
 @gluon.jit

@@ -204,10 +204,10 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
     key = rows, num_outputs, num_inputs, pairs
     if key in MEASURED_SCALED:
         return MEASURED_SCALED[key] if gluon_usable() else None
-    wide = not pairs and rows > 64 and num_outputs > 64 * PROCESSORS
-    if rows > 256 or wide or not gluon_usable():
+    tiles = _cdiv(num_outputs, 64)
+    if rows > 256 or (rows > 64 and not pairs and tiles > PROCESSORS) or not gluon_usable():
         return None
-    tiles, block_n, block_k = _cdiv(num_outputs, 64), 64, 128 if pairs and rows in (16, 128, 256) else 256
+    block_n, block_k = 64, 128 if pairs and rows in (16, 128, 256) else 256
     rows_tile = 64 if rows == 128 and tiles <= PROCESSORS // 2 else min(rows, 128)
     if rows > 128 and not pairs and tiles * _cdiv(rows, rows_tile) > PROCESSORS:
         block_n = 128
