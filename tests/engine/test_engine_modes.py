@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from invariants import check_scheduler
 
+from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import (
     BackendError,
+    CaptureError,
     ConfigError,
     MemoryLimitError,
     PhonographError,
@@ -65,6 +68,33 @@ def test_five_modes_give_the_same_tokens(folder: str) -> None:
         results[mode] = tokens_of(llm.generate(prompts, params))
         assert set(llm.step_counts) == LABELS[mode], "each mode must run what it says"
     assert all(result == results[GraphMode.NONE] for result in results.values())
+
+
+@pytest.mark.parametrize("method", ["schedule", "write_kv"])
+def test_pieces_leave_out_what_reads_on_the_host(folder: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = random_prompts(6, 9, 40, 3)
+    expected = tokens_of(make_llm(folder, cudagraph_mode="NONE").generate(prompts, GREEDY))
+    original = getattr(ReferenceBackend, method)
+
+    def read_and_run(self: ReferenceBackend, *arguments: Any) -> None:
+        metadata = arguments[0] if method == "schedule" else arguments[-1].metadata
+        metadata.common.seq_lens.tolist()
+        original(self, *arguments)
+
+    monkeypatch.setattr(ReferenceBackend, method, read_and_run)
+    settings = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 32]}
+    with pytest.raises(CaptureError):
+        make_llm(folder, **settings)
+    start = ReferenceBackend.__init__
+
+    def start_as_on_a_gpu(self: ReferenceBackend, *arguments: Any) -> None:
+        start(self, *arguments)
+        self.reads_on_host = True
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", start_as_on_a_gpu)
+    llm = make_llm(folder, **settings)
+    assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    assert set(llm.step_counts) == {"piecewise piecewise"}
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

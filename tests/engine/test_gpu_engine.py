@@ -61,6 +61,16 @@ def test_answers_agree_with_the_cpu_and_between_modes(full: LLM) -> None:
         assert same >= 37, f"{mode}: {same} of 40 answers as on the CPU in float32"
 
 
+def test_reference_runs_between_pieces() -> None:
+    """The reference reads the batch on the host, so that its schedule, too, stays outside of graphs."""
+    cpu = LLM(model="demo", device="cpu", cudagraph_mode="NONE", max_num_seqs=16)
+    llm = make_llm(attention_backend="reference", cudagraph_capture_sizes=[1, 8, 64, 128])
+    same = same_beginnings(llm.generate(questions(llm), GREEDY), cpu.generate(questions(cpu), GREEDY), 12)
+    assert same >= 38
+    assert set(llm.step_counts) <= {"piecewise piecewise", "eager"} and llm.step_counts["piecewise piecewise"] > 20
+    assert llm.verify(num_replays=20).ok
+
+
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_every_graph_equals_eager_bit_by_bit(mode: str, full: LLM) -> None:
     llm = full if mode == "FULL" else make_llm(cudagraph_mode=mode)

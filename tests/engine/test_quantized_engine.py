@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, quantized_demo
+from quantized_checkpoints import FAMILIES, FORMATS, quantized_demo
 from transformers import AutoModelForCausalLM
 
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.outputs import RequestOutput
-from phonograph.errors import BackendError
 
 PROMPTS = [*(f"{number} + {3 * number} =" for number in range(6)), "Once upon a time " * 9]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, ignore_eos=True)
-FAMILIES = "gptq", "packed zeros", "int8 channel", "fp8", "fp8 blocks"
-"""A format of each family of kernels."""
 NEAR = {"cpu": 1e-3, "cuda": 0.06}
 """By how much a token may be less likely than the best, by torch's model of the dequantized weights in float32."""
 NEAR_FP8 = 0.15
@@ -107,21 +104,3 @@ def test_modes(name: str, tmp_path: Path) -> None:
         assert tokens_of(answers(tmp_path / "model", mode, "cuda")) == wanted, mode
     report = llm.verify(num_replays=100)
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["reference", "flash_attn", "flashinfer"])
-def test_backends(backend: str, tmp_path: Path) -> None:
-    """Problems have the same answers with all backends."""
-    asked = [f"{number} + {3 * number} =" for number in range(12)]
-    params = SamplingParams(max_tokens=12, temperature=0.0)
-    for name in FAMILIES:
-        quantized_demo(folder := tmp_path / name, name)
-        try:
-            other = make_llm(folder, "cuda", attention_backend=backend)
-        except BackendError as error:
-            pytest.skip(str(error))
-        texts = [
-            [one.outputs[0].text for one in llm.generate(asked, params)] for llm in (make_llm(folder, "cuda"), other)
-        ]
-        assert texts[0] == texts[1], name

@@ -176,6 +176,8 @@ FORMATS = {
     "float blocks": Format(method="compressed-tensors", scales="block"),
     "packed order": Format(method="compressed-tensors", order=True, symmetric=False, group=16),
 }
+FAMILIES = "gptq", "packed zeros", "int8 channel", "fp8", "fp8 blocks"
+"""A format of each family of kernels."""
 
 
 def words(values: np.ndarray, bits: int, axis: int) -> np.ndarray:

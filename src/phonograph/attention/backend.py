@@ -226,6 +226,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             FP8 cache, because its kernels take queries, keys and values of one dtype.
         only_triton: True if it launches Triton kernels only. A run without launches then finds all kernels to
             compile, and the conformance suite compiles them in parallel.
+        reads_on_host: True if `schedule` or `write_kv` copies the batch's numbers to the host, which no capture allows.
+            Piecewise graphs then contain neither, as they never contain `forward`. Full graphs need `NEVER`.
 
     A complete backend of 230 lines is `examples/out_of_tree_backend`.
 
@@ -279,6 +281,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
     clears_padding: bool = True
     quantizes_queries: bool = False
     only_triton: bool = False
+    reads_on_host: bool = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
         self.spec = spec
@@ -300,7 +303,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
     def schedule(self, metadata: MetadataT) -> None:
         """Compute what all layers of a step share, from the contents of the batch's tensors.
 
-        The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`.
+        The runner calls it once at the head of every step, inside the graph, so it must be as capturable as `forward`
+        (but see `reads_on_host`).
 
         Args:
             metadata: of the step, from the builder.
@@ -318,7 +322,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         """Write new keys and values to their slots (block id * block size + offset). Slot -1 writes nothing.
 
         The slot mapping may be shorter than the keys; the rows behind it are padding. Piecewise graphs contain this
-        call, but not `forward`.
+        call (but see `reads_on_host`), and not `forward`.
 
         Args:
             key_TKD: rotated keys.

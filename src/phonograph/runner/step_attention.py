@@ -39,8 +39,10 @@ class StepAttention:
 
     def schedule(self) -> None:
         """Compute the attention schedule that all layers of the step share."""
-        assert self.metadata is not None, "the step's attention metadata is built before it runs"
-        self._backend.schedule(self.metadata)
+        if self.pieces and self._backend.reads_on_host:
+            self._runtime.eager_call(self._schedule)
+        else:
+            self._schedule()
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Write keys and values to the cache and attend. Return a new, contiguous [T, H, D].
@@ -54,7 +56,10 @@ class StepAttention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if not self._backend.clears_padding:
             out_THD.zero_()
-        self._backend.write_kv(k_TKD, v_TKD, self._call(layer))
+        if self.pieces and self._backend.reads_on_host:
+            self._runtime.eager_call(functools.partial(self._write, layer), k_TKD, v_TKD)
+        else:
+            self._write(layer, k_TKD, v_TKD)
         self.read(q_THD, layer, out_THD)
         return out_THD
 
@@ -75,6 +80,13 @@ class StepAttention:
             self._runtime.eager_call(functools.partial(self._read, layer), q_THD, out_THD)
         else:
             self._read(layer, q_THD, out_THD)
+
+    def _schedule(self) -> None:
+        assert self.metadata is not None, "the step's attention metadata is built before it runs"
+        self._backend.schedule(self.metadata)
+
+    def _write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        self._backend.write_kv(k_TKD, v_TKD, self._call(layer))
 
     def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
         self._backend.forward(q_THD, self._call(layer), out_THD)

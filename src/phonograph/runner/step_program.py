@@ -73,8 +73,8 @@ class StepProgram:
         inputs, model = self._inputs, self.model
         num_logits = min(num_tokens, num_reqs)
         inputs.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
-        self.attention.schedule()
         self.attention.pieces = pieces
+        self.attention.schedule()
         input_ids_T, positions_T = inputs.input_ids[:num_tokens], inputs.positions[:num_tokens]
         if model.kernels.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.

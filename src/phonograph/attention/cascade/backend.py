@@ -122,6 +122,7 @@ class CascadeBackend(AttentionBackend[AttentionMetadata]):
         self.capabilities = self._suffix.capabilities
         self.clears_padding = self._ordinary.clears_padding and self._suffix.clears_padding
         self.quantizes_queries = self._ordinary.quantizes_queries
+        self.reads_on_host = self._ordinary.reads_on_host or self._suffix.reads_on_host
         self._cut = PrefixCut.make(limits.max_num_seqs, -(-limits.max_model_len // spec.block_size), device)
         shape = for_suffixes.max_num_tokens, spec.num_query_heads, spec.head_size
         self._prefix_out = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)

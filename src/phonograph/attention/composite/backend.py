@@ -135,6 +135,7 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
         self.capabilities = SplitCapabilities(self.decode.capabilities, self.prefill.capabilities)
         # Each part clears only the rows after its own sequences.
         self.clears_padding = self.decode.clears_padding and self.prefill.clears_padding
+        self.reads_on_host = self.decode.reads_on_host or self.prefill.reads_on_host
         self._query_len = 1 + spec.speculative_tokens
         self._split = SplitBatch.make(limits.max_num_seqs, device)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionCall
+from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.core.device import DeviceSpec
@@ -64,6 +64,10 @@ class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
 
 class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
     capabilities = ReferenceCapabilities()
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+        super().__init__(spec, device, limits)
+        self.reads_on_host = device.type != "cpu"
 
     def make_builder(self) -> ReferenceMetadataBuilder:
         return ReferenceMetadataBuilder(self.device)
