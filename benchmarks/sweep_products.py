@@ -36,6 +36,7 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.gemm import tuning as product_rules
+from phonograph.kernels.triton.gemm import tuning_grouped
 from phonograph.kernels.triton.gemm.gemm_dispatch import has_fp8_rows
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
@@ -216,7 +217,7 @@ def applied(settings: Settings, rows_class: int, weight: Grouped | None = None) 
     tables: dict[str, dict[Any, ProductConfig | None]] = {
         "product": product_rules.MEASURED,
         "silu": product_rules.MEASURED_SILU,
-        "groups": product_rules.MEASURED_GROUPED,
+        "groups": tuning_grouped.MEASURED_GROUPED,
         "scaled": product_rules.MEASURED_SCALED,
     }
     before = {kind: dict(table) for kind, table in tables.items()}
@@ -348,7 +349,7 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     rings: list[ProductConfig] = []
     if weight.interleaved and gluon_usable():
         rings += few_rows_rings(shape, silu=silu) if rows == 8 else light_rings(rows, shape, 4, silu=silu)
-    now = product_rules.choose_grouped(
+    now = tuning_grouped.choose_grouped(
         rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
     )
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))

@@ -15,7 +15,8 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, ta
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC, bfloat16_terms
-from phonograph.kernels.triton.gemm.tuning import choose_grouped, rows_class
+from phonograph.kernels.triton.gemm.tuning import rows_class
+from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -22,6 +22,7 @@ KERNEL_PARTS = {
     "_gather_columns_kernel": "products",
     "_gemv_kernel": "products",
     "_grouped_rows_kernel": "products",
+    "_integer_row_kernel": "products",
     "_ring_kernel": "products",
     "_rows_kernel": "products",
     "_append_kernel": "rest",

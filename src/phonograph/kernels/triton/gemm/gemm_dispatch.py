@@ -34,14 +34,15 @@ from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, NextNorm, P
 from phonograph.kernels.triton.gemm.tuning import (
     HEAD,
     FewRowsRingConfig,
+    IntegerRowConfig,
     ProductConfig,
     RingConfig,
     choose,
-    choose_grouped,
     choose_scaled,
     choose_silu,
     rows_class,
 )
+from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 Matrix = torch.Tensor | Grouped
@@ -277,7 +278,9 @@ def _scaled(
 def _choose_for(
     x_MK: torch.Tensor, weight_NK: Matrix, out_MN: torch.Tensor, *, silu: bool = False
 ) -> ProductConfig | None:
-    return _choose(weight_NK, rows_class(len(x_MK)), out_MN.shape[1], x_MK.shape[1], x_MK.dtype, silu=silu)
+    one = len(x_MK) == 1 and isinstance(weight_NK, Grouped)
+    rows = 1 if one else rows_class(len(x_MK))
+    return _choose(weight_NK, rows, out_MN.shape[1], x_MK.shape[1], x_MK.dtype, silu=silu)
 
 
 def _choose(
@@ -326,7 +329,7 @@ def _launch(
     grouped = weight if isinstance(weight, Grouped) else None
     if grouped is not None and grouped.order_I is not None:
         product = product._replace(x_MK=_in_order(product.x_MK, grouped.order_I, scratch))
-    if isinstance(config, FewRowsRingConfig) and not rows_aligned(product.x_MK):
+    if isinstance(config, FewRowsRingConfig | IntegerRowConfig) and not rows_aligned(product.x_MK):
         config = GroupedRowsConfig(config.rows, 16, 8, 1, 1, 4)
     if isinstance(config, GroupedRowsConfig):
         assert grouped is not None
@@ -349,6 +352,12 @@ def _launch(
         from phonograph.kernels.triton.gemm import gemm_ring_small_m
 
         gemm_ring_small_m.launch(product, grouped, config._replace(splits=splits), parts)
+        return
+    if isinstance(config, IntegerRowConfig):
+        assert grouped is not None
+        from phonograph.kernels.triton.gemm import gemv_integer
+
+        gemv_integer.launch(product, grouped, config._replace(splits=splits), parts)
         return
     if isinstance(config, RingConfig):
         if rows_aligned(weight_NK) and rows_aligned(x_MK):

@@ -44,6 +44,7 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     deferred_factor,
     finish,
     leave_part,
+    of_outputs,
     read_squares,
     rows_descriptor,
 )
@@ -272,11 +273,18 @@ def _ring_kernel(
         scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
         if MODE == 2:
             up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+    bias, up_bias, norm = None, None, None
+    if bias_ptr is not None:
+        bias = of_outputs(bias_ptr, n, N)
+        if MODE == 2:
+            up_bias = of_outputs(bias_ptr + N, n, N)
+    if norm_ptr is not None:
+        norm = of_outputs(norm_ptr, n, N)
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
         ask_for_rows(rows, place, x_desc, full, first_row, begin + place, end)
-    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
@@ -346,8 +354,9 @@ def _ring_kernel(
         up,
         deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
         residual,
-        bias_ptr,
-        norm_ptr,
+        bias,
+        up_bias,
+        norm,
         normed_ptr,
         new_squares_ptr,
         out_ptrs,
@@ -356,6 +365,5 @@ def _ring_kernel(
         n,
         mask,
         first // BLOCK_N * ROWS,
-        N,
         MODE,
     )

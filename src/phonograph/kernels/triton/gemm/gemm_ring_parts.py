@@ -74,6 +74,12 @@ def deferred_factor(squares, eps, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def of_outputs(pointer, n, N: gl.constexpr):
+    """Load values of the outputs n, constants of the model. Kernels do so early: they come from memory, not a cache."""
+    return gl.load(pointer + n, mask=n < N, other=0.0)
+
+
+@gluon.jit
 def leave_part(base, part, split, SIZE: gl.constexpr, arrived_ptr, tile):
     """Store a program's part of split inputs, and return how many programs of the tile had arrived before.
 
@@ -108,8 +114,9 @@ def finish(
     up,
     factor,
     residual,
-    bias_ptr,
-    norm_ptr,
+    bias,
+    up_bias,
+    norm,
     normed_ptr,
     new_squares_ptr,
     out_ptrs,
@@ -118,7 +125,6 @@ def finish(
     n,
     mask,
     tile_squares,
-    N: gl.constexpr,
     MODE: gl.constexpr,
 ):
     """Finish the sums of a product: factor, bias, residual or activation; store them, and begin the norm behind them.
@@ -128,8 +134,9 @@ def finish(
         up: see `result`.
         factor: deferred division of the rows [1, m], or None.
         residual: what is added to the result (`ADD`).
-        bias_ptr: bias, or None.
-        norm_ptr: weights of the norm behind the product, or None.
+        bias: of the outputs [n], or None.
+        up_bias: that of the ups.
+        norm: weights of the norm behind the product [n], or None.
         normed_ptr: rows times those weights.
         new_squares_ptr: sums of squares of the results.
         out_ptrs: places of the results.
@@ -138,26 +145,25 @@ def finish(
         n: outputs.
         mask: which of the results exist.
         tile_squares: place of the first row's sum of squares.
-        N: outputs of the product.
         MODE: of the product.
     """
     if factor is not None:
         result *= factor
         if MODE == 2:
             up *= factor
-    if bias_ptr is not None:
-        result += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if bias is not None:
+        result += bias.to(gl.float32)[:, None]
         if MODE == 2:
-            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+            up += up_bias.to(gl.float32)[:, None]
     if MODE == 1:
         result += residual.to(gl.float32)
     elif MODE == 2:
         result = result / (1 + gl.exp(-result)) * up
     rounded = result.to(out_ptrs.dtype.element_ty)
     gl.store(out_ptrs, rounded, mask=mask)
-    if norm_ptr is not None:
+    if norm is not None:
         value = gl.where(mask, rounded.to(gl.float32), 0.0)
         gl.store(new_squares_ptr + tile_squares + m, gl.sum(value * value, 0))
-        value *= gl.load(norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        value *= norm.to(gl.float32)[:, None]
         normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
         gl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask=mask)

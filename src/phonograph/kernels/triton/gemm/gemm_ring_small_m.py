@@ -37,6 +37,7 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     deferred_factor,
     finish,
     leave_part,
+    of_outputs,
     read_squares,
     rows_descriptor,
 )
@@ -47,12 +48,13 @@ from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
     make_barriers,
+    powers,
     wait_for_kernel_before,
 )
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _UNIT = gl.constexpr(128)
-_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def takes(weight: Grouped, config: FewRowsRingConfig) -> bool:
@@ -82,7 +84,7 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
     words_OW = weight.packed_OW
     words_tile, rows_tile = [block_n, 16 * units], [rows, _UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
-    rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
+    rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, KINDS[x_MK.dtype])
     _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
         rows_descriptor(x_MK, rows_tile, rows_layout),
         TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
@@ -115,17 +117,7 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
 
 
 @gluon.constexpr_function
-def _powers(first, end):
-    """Return `first` times the powers of two, up to `end`."""
-    found = []
-    while first < end:
-        found.append(first)
-        first *= 2
-    return found
-
-
-@gluon.constexpr_function
-def _turns(steps, splits, block_k, group):
+def turns(steps, splits, block_k, group):
     """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
     most = -(-steps // splits)
     if group > _UNIT.value:
@@ -136,20 +128,20 @@ def _turns(steps, splits, block_k, group):
 @gluon.constexpr_function
 def _words_layout(warps_n, warps_k, outputs, words):
     """Return the layout of a tile's words: four words of a unit a thread, of two outputs eight apart."""
-    registers = [[0, 1], [0, 2], [8, 0], *([one, 0] for one in _powers(16 * warps_n, outputs))]
-    registers += [[0, one] for one in _powers(16 * warps_k, words)]
+    registers = [[0, 1], [0, 2], [8, 0], *([one, 0] for one in powers(16 * warps_n, outputs))]
+    registers += [[0, one] for one in powers(16 * warps_k, words)]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    warps = [[one, 0] for one in _powers(16, 16 * warps_n)] + [[0, one] for one in _powers(16, 16 * warps_k)]
+    warps = [[one, 0] for one in powers(16, 16 * warps_n)] + [[0, one] for one in powers(16, 16 * warps_k)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, words])
 
 
 @gluon.constexpr_function
 def _rows_layout(warps_n, warps_k, rows, columns):
     """Return the layout of a tile's rows: 32 columns of a unit of one row a thread."""
-    registers = [[0, one] for one in _powers(1, 32)] + [[one, 0] for one in _powers(8, rows)]
-    registers += [[0, one] for one in _powers(128 * warps_k, columns)]
+    registers = [[0, one] for one in powers(1, 32)] + [[one, 0] for one in powers(8, rows)]
+    registers += [[0, one] for one in powers(128 * warps_k, columns)]
     lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, 0] for _ in _powers(16, 16 * warps_n)] + [[0, one] for one in _powers(128, 128 * warps_k)]
+    warps = [[0, 0] for _ in powers(16, 16 * warps_n)] + [[0, one] for one in powers(128, 128 * warps_k)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, columns])
 
 
@@ -188,7 +180,7 @@ def _multiply(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _keep(pointer, output, group, output_stride, group_stride, TURNS: gl.constexpr):
+def keep(pointer, output, group, output_stride, group_stride, TURNS: gl.constexpr):
     """Copy the scales or zeros of groups and outputs to shared memory, and return them, [turns, groups, outputs]."""
     values = gl.load(
         pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
@@ -284,7 +276,7 @@ def _few_rows_ring_kernel(
     # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
         ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
-    TURNS: gl.constexpr = _turns(STEPS, SPLITS, BLOCK_K, GROUP)
+    TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
     GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == _UNIT else 1)
     # Eight outputs of a group a thread.
     OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
@@ -293,15 +285,22 @@ def _few_rows_ring_kernel(
     group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
     at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
     output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
-    scales = _keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
+    scales = keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
     zeros = None
     if zeros_ptr is not None:
-        zeros = _keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+        zeros = keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+    bias, up_bias, norm = None, None, None
+    if bias_ptr is not None:
+        bias = of_outputs(bias_ptr, n, N)
+        if MODE == 2:
+            up_bias = of_outputs(bias_ptr + N, n, N)
+    if norm_ptr is not None:
+        norm = of_outputs(norm_ptr, n, N)
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
         ask_for_rows(rows, place, x_desc, full, 0, begin + place, end)
-    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
@@ -354,8 +353,9 @@ def _few_rows_ring_kernel(
         up,
         deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
         residual,
-        bias_ptr,
-        norm_ptr,
+        bias,
+        up_bias,
+        norm,
         normed_ptr,
         new_squares_ptr,
         out_ptrs,
@@ -364,6 +364,5 @@ def _few_rows_ring_kernel(
         n,
         mask,
         tile * ROWS,
-        N,
         MODE,
     )

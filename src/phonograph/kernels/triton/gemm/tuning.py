@@ -1,5 +1,7 @@
 """Choice of the kernel of a matrix product and of its tiles: rules by its sizes, and exceptions, measured on an H200.
 
+The rules of weights in groups are in `tuning_grouped`.
+
 Shapes: M rows, N outputs, K inputs, I intermediate size.
 """
 
@@ -8,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
@@ -50,7 +51,22 @@ class FewRowsRingConfig(NamedTuple):
     warps_k: int
 
 
-ProductConfig = LinearConfig | FewRowsConfig | RingConfig | GroupedRowsConfig | FewRowsRingConfig
+class IntegerRowConfig(NamedTuple):
+    """Tiles of the kernel for one row by products of integers (`gemv_integer`), with fields of `FewRowsRingConfig`.
+
+    rows: rows class of the sums of squares
+    """
+
+    rows: int
+    block_n: int
+    units: int
+    splits: int
+    stages: int
+    warps_n: int
+    warps_k: int
+
+
+ProductConfig = LinearConfig | FewRowsConfig | RingConfig | GroupedRowsConfig | FewRowsRingConfig | IntegerRowConfig
 """Kernel of a product, with its tiles."""
 
 
@@ -70,9 +86,6 @@ PROCESSORS = PROGRAMS // 2 + 8
 
 RING_BYTES = 208 << 10
 """Bytes of shared memory of a ring whose program has a multiprocessor to itself."""
-
-_MANY = 1 << 25
-"""Weights of 4 bits from which a product of up to 8 rows is faster in large tiles of a ring."""
 
 SHARED_BYTES = 228 << 10
 """Bytes of shared memory of a multiprocessor, of which a program has a KiB more than it asks for."""
@@ -108,11 +121,8 @@ MEASURED_SCALED: dict[tuple[int, int, int, bool], RingConfig | None] = {
 }
 """Exceptions from `choose_scaled`'s rule, by (rows class, N, K, pairs); None: torch is as fast."""
 
-MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
-"""Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
 
-
-def _cdiv(one: int, other: int) -> int:
+def cdiv(one: int, other: int) -> int:
     return -(-one // other)
 
 
@@ -140,58 +150,14 @@ def choose_silu(rows: int, num_outputs: int, num_inputs: int) -> ProductConfig |
         configs = [MEASURED_SILU[key]]
     elif ahead := _through_ring(*key, pairs=True) or _through_registers(*key, pairs=True):
         configs = [ahead]
-    elif _cdiv(num_outputs, 64) >= PROGRAMS // 2:
+    elif cdiv(num_outputs, 64) >= PROGRAMS // 2:
         if rows == 64:
             configs = [LinearConfig(64, 64, 64, 1, 4, 4, 128)]
         elif rows == 32:
             configs = [LinearConfig(32, 64, 128, 1, 4, 3, 256)]
-            if _cdiv(num_outputs, 128) <= PROGRAMS // 2:
+            if cdiv(num_outputs, 128) <= PROGRAMS // 2:
                 configs.insert(0, LinearConfig(32, 128, 128, 1, 4, 3, 256))
     return _first_that_fits(configs, silu=True)
-
-
-def choose_grouped(
-    rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool, *, interleaved: bool = False
-) -> ProductConfig | None:
-    """Return how a product with weights in groups is computed; None: written out, by torch.
-
-    With `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits
-    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, groups of 8 bits, and integers of 8 bits
-    were not measured.
-    """
-    key = bits, rows, num_outputs, num_inputs, pairs
-    if key in MEASURED_GROUPED:
-        return MEASURED_GROUPED[key]
-    if rows > MAX_GROUPED_ROWS:
-        return None
-    if interleaved and gluon_usable():
-        if rows > 8:
-            return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
-        few = _grouped_few_ring(num_outputs, num_inputs, group, pairs=pairs)
-        if few is not None:
-            return few
-    if rows > 32:
-        # A step has columns of one group.
-        block_k = 128 if group >= num_inputs else min(128, group & -group)
-        tiles, steps = _cdiv(num_outputs, 128) * _cdiv(rows, 128), _cdiv(num_inputs, block_k)
-        splits = 1 if pairs else max(1, min(8, PROCESSORS // tiles, steps // 3))
-        return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
-    long, narrow = num_inputs >= 8192, _cdiv(num_outputs, 16) <= PROGRAMS
-    if bits == 8:
-        if rows > 16 or group < num_inputs:
-            # Sums of more rows, or of groups, leave registers for one product of a warp at a time.
-            ahead = (1 if rows > 16 else 2) if pairs else 4 if long or narrow else 3
-            return GroupedRowsConfig(rows, 16, 8, ahead, 1, 8)
-        if pairs:
-            return GroupedRowsConfig(rows, 16, 16, 1, 1, 4)
-        if long:
-            return GroupedRowsConfig(rows, 16, 32, 1, 1, 8)
-        return GroupedRowsConfig(rows, 16, 16, 4, 1, 8) if narrow else GroupedRowsConfig(rows, 16, 8, 3, 1, 8)
-    if pairs:
-        return GroupedRowsConfig(rows, 16, 8, 1, 1, 4)
-    if long:
-        return GroupedRowsConfig(rows, 16, 8, 2, 1, 8)
-    return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
 
 
 def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> RingConfig | None:
@@ -204,72 +170,21 @@ def choose_scaled(rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> 
     key = rows, num_outputs, num_inputs, pairs
     if key in MEASURED_SCALED:
         return MEASURED_SCALED[key] if gluon_usable() else None
-    tiles = _cdiv(num_outputs, 64)
+    tiles = cdiv(num_outputs, 64)
     if rows > 256 or (rows > 64 and not pairs and tiles > PROCESSORS) or not gluon_usable():
         return None
     block_n, block_k = 64, 128 if pairs and rows in (16, 128, 256) else 256
     rows_tile = 64 if rows == 128 and tiles <= PROCESSORS // 2 else min(rows, 128)
-    if rows > 128 and not pairs and tiles * _cdiv(rows, rows_tile) > PROCESSORS:
+    if rows > 128 and not pairs and tiles * cdiv(rows, rows_tile) > PROCESSORS:
         block_n = 128
-    steps, splits = _cdiv(num_inputs, block_k), 1
+    steps, splits = cdiv(num_inputs, block_k), 1
     if not pairs:
-        programs = _cdiv(num_outputs, block_n) * _cdiv(rows, rows_tile)
+        programs = cdiv(num_outputs, block_n) * cdiv(rows, rows_tile)
         splits = max(1, min(8, PROCESSORS // (programs if rows == 8 else 2 * programs), steps // 4))
     room = RING_BYTES // (2 if tiles > PROCESSORS else 1)
     stages = room // step_bytes(rows_tile, block_n, block_k, silu=pairs, bits=8)
-    stages = max(2, min(8, stages, _cdiv(steps, splits)))
+    stages = max(2, min(8, stages, cdiv(steps, splits)))
     return RingConfig(rows_tile, block_n, block_k, splits, stages, int(not pairs or rows == 32 or rows > 64))
-
-
-def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> FewRowsRingConfig | None:
-    """Return the ring of up to 8 rows with weights of 4 bits; None for layers that are faster through registers.
-
-    All programs have a place from the start, about five of a multiprocessor. Inputs of large layers are split so that
-    each multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is
-    lost. Layers of fewer weights pay if there are two programs of 16 outputs for each multiprocessor.
-    """
-    units, block_n, processors = 2 if pairs else 4, 32, PROGRAMS // 2
-    if group != 128 and group % (128 * units):
-        return None
-    if num_outputs * num_inputs * (1 + pairs) < _MANY:
-        if pairs or _cdiv(num_outputs, 16) < PROGRAMS:
-            return None
-        block_n = 16
-    tiles, steps = _cdiv(num_outputs, block_n), _cdiv(num_inputs, 128 * units)
-    splits = 1
-    if not pairs and block_n == 32:
-        few = [one for one in range(1, 9) if steps >= 4 * one and tiles * one <= 6 * processors] or [1]
-
-        def idle(one: int) -> tuple[float, int]:
-            places = _cdiv(tiles * one, processors)
-            return round(places * processors / (tiles * one), 2), abs(places - 5)
-
-        splits = min([one for one in few if tiles * one > 2 * processors] or few[-1:], key=idle)
-    # A program keeps its scales and zeros, in a number of steps rounded up to a power of two.
-    kept = 3 * block_n * (1 + pairs) * units << (_cdiv(steps, splits) - 1).bit_length()
-    places = min(6, max(4, _cdiv(tiles * splits, processors)))
-    stages = (SHARED_BYTES // places - 1280 - kept) // step_bytes(8, block_n, 128 * units, silu=pairs, bits=4)
-    warps = (2, 2) if pairs else (1, 2 if block_n == 32 else 4)
-    return FewRowsRingConfig(8, block_n, units, splits, max(2, min(8, stages, _cdiv(steps, splits))), *warps)
-
-
-def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
-    """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are tiles for so many.
-
-    Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
-    rows, unless inputs are long.
-    """
-    steps = _cdiv(num_inputs, 128)
-    rows_tile = min(rows, 128 if rows > 128 or (steps > 64 and not pairs) else 64)
-    tiles = _cdiv(num_outputs, 64) * _cdiv(rows, rows_tile)
-    processors, splits = PROGRAMS // 2, 1
-    if pairs or (rows <= 128 and tiles > 2 * processors):
-        places = max(2, min(4, _cdiv(tiles, processors)))
-    else:
-        places = 3 if rows_tile <= 32 and steps > 64 else 2
-        splits = max(1, min(8, places * processors // tiles, steps // 4))
-    stages = RING_BYTES // places // step_bytes(rows_tile, 64, 128, silu=pairs, bits=4)
-    return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, _cdiv(steps, splits))))
 
 
 def _first_that_fits(configs: list[ProductConfig | None], *, silu: bool) -> ProductConfig | None:
@@ -292,7 +207,7 @@ def _tiles(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
     tiles of 32 weight rows do the same without a sum at the end, unless the inputs are long. Torch is as fast at all
     but small layers from 65 rows, and at everything beyond 128 that was not measured.
     """
-    tiles = _cdiv(num_outputs, 64)
+    tiles = cdiv(num_outputs, 64)
     narrow, medium, head = tiles < 96, 96 <= tiles < PROGRAMS, num_outputs >= HEAD
     if rows > 16:
         config = _one_each(rows, num_outputs, num_inputs)
@@ -307,8 +222,8 @@ def _tiles(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | None:
         block_n, block_k, num_warps, prefetch = 32, 256, 2, 512
     splits = 1
     if narrow:
-        steps = _cdiv(num_inputs, block_k)
-        splits = max(1, min(8, PROGRAMS // _cdiv(num_outputs, block_n), steps // 3))
+        steps = cdiv(num_inputs, block_k)
+        splits = max(1, min(8, PROGRAMS // cdiv(num_outputs, block_n), steps // 3))
     return LinearConfig(rows, block_n, block_k, splits, num_warps, 4, prefetch)
 
 
@@ -322,7 +237,7 @@ def _through_registers(rows: int, num_outputs: int, num_inputs: int, *, pairs: b
     """
     if num_outputs >= HEAD:
         return None
-    programs = _cdiv(num_outputs, 16)
+    programs = cdiv(num_outputs, 16)
     if num_outputs * num_inputs * (1 + pairs) >= LARGE:
         if rows > 8:
             return None
@@ -360,17 +275,17 @@ def _through_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) 
     small, least = weights < LARGE, 16 if weights < _SMALLEST else 8
     if not least < rows <= (128 if small else 64) or num_outputs >= HEAD or num_inputs % 8 or not gluon_usable():
         return None
-    tiles, steps, rows_tile = _cdiv(num_outputs, 64), _cdiv(num_inputs, 128), rows
+    tiles, steps, rows_tile = cdiv(num_outputs, 64), cdiv(num_inputs, 128), rows
     if small:
         rows_tile = min(rows, 32 if rows <= 64 or tiles * rows <= PROCESSORS * 32 else 64)
     places = RING_BYTES // step_bytes(rows_tile, 64, 128, silu=pairs)
     if pairs:
         splits, stages = 1, 5 if tiles <= PROCESSORS else {16: 4, 64: 2}.get(rows_tile, 3)
     else:
-        programs = tiles * _cdiv(rows, rows_tile)
+        programs = tiles * cdiv(rows, rows_tile)
         splits = max(1, min(PROCESSORS // max(programs, 2 * tiles * small), num_inputs // 1024))
         stages = places if tiles <= PROCESSORS else places // 2
-    stages = min(stages, places, _cdiv(steps, splits))
+    stages = min(stages, places, cdiv(steps, splits))
     lag = small and (rows > 16 or not pairs) and stages > 1
     return RingConfig(rows_tile, 64, 128, splits, stages, int(lag))
 
@@ -385,12 +300,12 @@ def _one_each(rows: int, num_outputs: int, num_inputs: int) -> LinearConfig | No
     weights = num_outputs * num_inputs
     if rows > (64 if weights > _SMALL else 128):
         return None
-    tiles = _cdiv(num_outputs, 64)
+    tiles = cdiv(num_outputs, 64)
     for rows_tile in (32, 64) if weights <= 1 << 24 else (rows,):
-        programs = tiles * _cdiv(rows, rows_tile)
+        programs = tiles * cdiv(rows, rows_tile)
         if rows_tile <= rows and programs <= PROCESSORS:
-            splits = max(1, min(8, PROCESSORS // programs, _cdiv(num_inputs, 128) // 2))
+            splits = max(1, min(8, PROCESSORS // programs, cdiv(num_inputs, 128) // 2))
             return LinearConfig(rows_tile, 64, 128, splits, 4, 6, 256)
-    if rows == 128 and 2 * _cdiv(num_outputs, 128) <= PROCESSORS:
+    if rows == 128 and 2 * cdiv(num_outputs, 128) <= PROCESSORS:
         return LinearConfig(64, 128, 128, 1, 8, 4, 256)
     return None

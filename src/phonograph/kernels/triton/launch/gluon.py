@@ -34,6 +34,16 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
+@gluon.constexpr_function
+def powers(first, end):
+    """Return `first` times the powers of two, up to `end`: bases of a linear layout."""
+    found = []
+    while first < end:
+        found.append(first)
+        first *= 2
+    return found
+
+
 @gluon.jit
 def behind(at, turn, STAGES: gl.constexpr):
     """Return the next place in a ring, and the parity of its turn."""

@@ -1,0 +1,283 @@
+"""Products of one row with weights of 4 bits on Hopper, by the tensor cores' products of integers.
+
+With one row, `gemm_ring_small_m` waits for its instructions more than for memory: seven of them make numbers in 16 bits
+of the eight weights of a word, which is one product of the tensor cores. Here the weights become bytes, by three
+instructions, and a product takes two words. The row becomes integers of 16 bits, which are two bytes each
+(`integer_operands`). Each program makes those of its columns itself, when the kernel before has ended.
+
+Words come through a ring in shared memory, as in `gemm_ring_small_m`: gates and ups by one request. The outputs and the
+columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs are split over
+programs; the last one to arrive adds the parts in a fixed order.
+
+More rows would each take as many bytes of shared memory again, which programs of the next kernel then do not find. With
+two, the kernel is slower than `gemm_ring_small_m`.
+
+Shapes are those of `product`. A unit has 128 columns.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.gemm_ring_parts import add_parts, leave_part, of_outputs
+from phonograph.kernels.triton.gemm.gemm_ring_small_m import KINDS, keep, turns
+from phonograph.kernels.triton.gemm.integer_operands import (
+    BESIDE,
+    UNIT,
+    left,
+    multiply,
+    put_row,
+    right,
+    sums_layout,
+    words_layout,
+)
+from phonograph.kernels.triton.gemm.product import SILU, Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig
+from phonograph.kernels.triton.launch.gluon import (
+    behind,
+    let_next_kernel_start,
+    make_barriers,
+    wait_for_kernel_before,
+)
+from phonograph.kernels.triton.launch.pdl import pdl_options
+
+
+def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: Parts | None) -> None:
+    """Compute a product of one row, which begins at a multiple of 16 bytes.
+
+    Args:
+        product: the product.
+        weight: interleaved weights of 4 bits, in place of the product's.
+        config: the tiles.
+        parts: scratch, needed if inputs are split.
+    """
+    x_MK, _, bias_N, out_MN, mode, squares, norm = product
+    num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
+    rows, block_n, units, splits, stages, warps_n, warps_k = config
+    assert len(x_MK) == 1 and (splits == 1 or (parts is not None and mode != SILU))
+    assert weight.interleaved and weight.has_equal_strides()
+    assert weight.group == UNIT.value or weight.group % (UNIT.value * units) == 0
+    assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
+    assert all(one is None or one.sums.shape[1] == rows for one in (squares, norm and norm.squares))
+    partials, arrived = parts or (None, None)
+    norm_pointers, eps, _, square_tiles = norm_arguments(product)
+    words_OW, pair = weight.packed_OW, 1 + (mode == SILU)
+    stride, tile = words_OW.stride(0), [pair, block_n, 16 * units]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
+    shape, strides = [pair, num_outputs, words_OW.shape[1]], [num_outputs * stride, stride, 1]
+    _integer_row_kernel[(triton.cdiv(num_outputs, block_n), splits)](
+        # Pairs of columns.
+        x_MK.view(torch.int32),
+        TensorDescriptor(words_OW, shape, strides, tile, layout),
+        weight.scales_OG,
+        weight.zeros_OG,
+        bias_N,
+        out_MN,
+        partials,
+        arrived,
+        *norm_pointers,
+        eps,
+        *weight.scales_OG.stride(),
+        N=num_outputs,
+        K=num_inputs,
+        ROWS=rows,
+        SPLITS=splits,
+        STAGES=stages,
+        SQUARE_TILES=square_tiles,
+        MODE=mode,
+        UNITS=units,
+        WARPS_N=warps_n,
+        WARPS_K=warps_k,
+        GROUP=weight.group,
+        KIND=KINDS[x_MK.dtype],
+        **pdl_options(),
+        num_warps=warps_n * warps_k,
+    )
+
+
+@gluon.jit
+def _ask_for_words(ring, place, desc, full, first, step, end):
+    """Load a step's words into a place in the ring, if the step exists."""
+    there = step < end
+    mbarrier.expect(full.index(place), desc.block_type.nbytes, pred=there)
+    column = step * desc.block_type.shape[2]
+    tma.async_copy_global_to_shared(desc, [0, first, column], full.index(place), ring.index(place), pred=there)
+
+
+@gluon.jit
+def _of_outputs(values, turn, SUMS: gl.constexpr):
+    """Return a step's scales or zeros of weights, [units, n, 1], or one for all units."""
+    return values.index(turn).load(gl.SliceLayout(2, SUMS)).to(gl.float32)[:, :, None]
+
+
+@gluon.jit
+def _of_row(values, turn, SUMS: gl.constexpr):
+    """Return a step's scales or sums of the row, [units, 1, 1]."""
+    return values.index(turn).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None][:, :, None]
+
+
+@gluon.jit
+def _integer_row_kernel(
+    x_ptr,
+    words_desc,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    squares_ptr,
+    norm_ptr,
+    normed_ptr,
+    new_squares_ptr,
+    eps,
+    output_stride,
+    group_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SQUARE_TILES: gl.constexpr,
+    MODE: gl.constexpr,
+    UNITS: gl.constexpr,
+    WARPS_N: gl.constexpr,
+    WARPS_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    KIND: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        let_next_kernel_start()
+    PAIR: gl.constexpr = words_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = words_desc.block_type.shape[1]
+    # Outputs of a program: gates, and ups behind them.
+    BOTH_N: gl.constexpr = PAIR * BLOCK_N
+    BLOCK_K: gl.constexpr = UNITS * UNIT
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    WARPS: gl.constexpr = WARPS_N * WARPS_K
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WARPS_K, WARPS_N, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=LAYOUT, k_width=4)
+    WORDS: gl.constexpr = words_layout(WARPS_N, WARPS_K, BOTH_N, 16 * UNITS)
+    SUMS: gl.constexpr = sums_layout(WARPS_N, WARPS_K, UNITS, BOTH_N)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOTH_N, 16 * UNITS], gl.int32)
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, PAIR, BLOCK_N, 16 * UNITS], words_desc.layout)
+    full = make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first = tile * BLOCK_N
+    begin = split * STEPS // SPLITS
+    end = (split + 1) * STEPS // SPLITS
+    # Constants of the model, requested before the wait.
+    for place in gl.static_range(STAGES):
+        _ask_for_words(ring, place, words_desc, full, first, begin + place, end)
+    TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
+    GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == UNIT else 1)
+    # Eight outputs of a group a thread.
+    OF_GROUP: gl.constexpr = min(32, BOTH_N // 8)
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
+    first_group = begin * BLOCK_K // GROUP
+    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
+    at = gl.arange(0, BOTH_N, layout=gl.SliceLayout(0, READ))
+    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
+    scales = keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
+    zeros = None
+    if zeros_ptr is not None:
+        zeros = keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+    n = first + gl.arange(0, BLOCK_N, layout=OUT)
+    mask = n < N
+    bias, up_bias, norm = None, None, None
+    if bias_ptr is not None:
+        bias = of_outputs(bias_ptr, n, N).to(gl.float32)
+        if MODE == 2:
+            up_bias = of_outputs(bias_ptr + N, n, N).to(gl.float32)
+    if norm_ptr is not None:
+        norm = of_outputs(norm_ptr, n, N).to(gl.float32)
+    # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
+    ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PIECE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # What is read behind the last piece must be memory of the program.
+    pieces = gl.allocate_shared_memory(gl.int8, [2 * ROW_TURNS * UNITS + BESIDE, 2, 64], PIECE)
+    row_scales = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
+    row_sums = None
+    if zeros_ptr is not None:
+        row_sums = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
+    if PDL:
+        wait_for_kernel_before()
+    residual = None
+    if MODE == 1:
+        # Loaded early, used at the end.
+        residual = gl.load(out_ptr + n, mask=mask, other=0.0)
+    if SQUARE_TILES > 0:
+        square = gl.arange(0, triton.next_power_of_2(SQUARE_TILES), layout=OUT)
+        squares = gl.load(squares_ptr + square * ROWS, mask=square < SQUARE_TILES, other=0.0)
+    pairs_end = gl.minimum(end * BLOCK_K, K) // 2
+    put_row(pieces, row_scales, row_sums, x_ptr, begin * (BLOCK_K // 2), pairs_end, WARPS, KIND)
+
+    sums = gl.zeros([UNITS, BOTH_N, 4], gl.float32, SUMS)
+    place, phase = 0, 0
+    for step in range(begin, end):
+        turn = step - begin
+        mbarrier.wait(full.index(place), phase)
+        words = ring.index(place)._reinterpret(gl.int32, [BOTH_N, 16 * UNITS], TILE).load(gl.SliceLayout(2, WORDS))
+        # All warps have read this place.
+        gl.thread_barrier()
+        _ask_for_words(ring, place, words_desc, full, first, step + STAGES, end)
+        place, phase = behind(place, phase, STAGES)
+        row = right(pieces, turn, UNITS, WARPS_N, WARPS_K, RIGHT)
+        part = multiply(left(words, UNITS, LEFT), row, SUMS, LAYOUT)
+        kept = turn if GROUP == UNIT else step * BLOCK_K // GROUP - first_group
+        if zeros_ptr is not None:
+            part -= (_of_outputs(zeros, kept, SUMS) - 8) * _of_row(row_sums, turn, SUMS)
+        sums += part * (_of_outputs(scales, kept, SUMS) * _of_row(row_scales, turn, SUMS))
+
+    SUM: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUMS))
+    total = gl.sum(sums, 0)
+    result = gl.sum(gl.where(gl.arange(0, 4, layout=SUM)[None, :] == 0, total, 0.0), 1)
+    up = None
+    if MODE == 2:
+        result, up = gl.split(result.reshape((2, BLOCK_N)).permute((1, 0)))
+        up = gl.convert_layout(up, OUT)
+    result = gl.convert_layout(result, OUT)
+    if SPLITS > 1:
+        base = partial_ptr + tile * (SPLITS * BLOCK_N) + gl.arange(0, BLOCK_N, layout=OUT)
+        if leave_part(base, result, split, BLOCK_N, arrived_ptr, tile) < SPLITS - 1:
+            return
+        result = add_parts(base, gl.zeros([BLOCK_N], gl.float32, OUT), BLOCK_N, SPLITS, arrived_ptr, tile)
+
+    if SQUARE_TILES > 0:
+        factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    if bias is not None:
+        result += bias
+        if MODE == 2:
+            up += up_bias
+    if MODE == 1:
+        result += residual.to(gl.float32)
+    elif MODE == 2:
+        result = result / (1 + gl.exp(-result)) * up
+    rounded = result.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + n, rounded, mask=mask)
+    if norm is not None:
+        value = gl.where(mask, rounded.to(gl.float32), 0.0)
+        gl.store(new_squares_ptr + tile * ROWS, gl.sum(value * value, 0))
+        gl.store(normed_ptr + n, (value * norm).to(normed_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,154 @@
+"""Choice of the kernel of a product with weights in groups, and of its tiles: rules by its sizes, measured on an H200.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.gemm.tuning import (
+    PROCESSORS,
+    PROGRAMS,
+    RING_BYTES,
+    SHARED_BYTES,
+    FewRowsRingConfig,
+    IntegerRowConfig,
+    ProductConfig,
+    RingConfig,
+    cdiv,
+    rows_class,
+)
+from phonograph.kernels.triton.launch.pdl import gluon_usable
+
+_MANY = 1 << 25
+"""Weights of 4 bits from which a product of up to 8 rows is faster in large tiles of a ring."""
+
+MEASURED_GROUPED: dict[tuple[int, int, int, int, bool], ProductConfig | None] = {}
+"""Exceptions from `choose_grouped`'s rule, by (bits, rows class, N, K, pairs)."""
+
+
+def choose_grouped(
+    rows: int, num_outputs: int, num_inputs: int, bits: int, group: int, pairs: bool, *, interleaved: bool = False
+) -> ProductConfig | None:
+    """Return how a product with weights in groups is computed; None: written out, by torch.
+
+    `rows` is a rows class, or 1 for one row, for which interleaved weights of 4 bits have a kernel of their own. With
+    `pairs`, weights are of gates and ups. The rule is what won on an H200 with the layers of Qwen2.5-7B in 4 bits
+    and of Llama-3.1-8B in FP8. Other groups of 4 bits, which have no ring, groups of 8 bits, and integers of 8 bits
+    were not measured.
+    """
+    key = bits, rows, num_outputs, num_inputs, pairs
+    if key in MEASURED_GROUPED:
+        return MEASURED_GROUPED[key]
+    if rows == 1:
+        one = _integer_row(num_outputs, num_inputs, group, pairs=pairs) if interleaved and gluon_usable() else None
+        rows = rows_class(1)
+        return one or choose_grouped(rows, num_outputs, num_inputs, bits, group, pairs, interleaved=interleaved)
+    if rows > MAX_GROUPED_ROWS:
+        return None
+    if interleaved and gluon_usable():
+        if rows > 8:
+            return _grouped_ring(rows, num_outputs, num_inputs, pairs=pairs)
+        few = _grouped_few_ring(num_outputs, num_inputs, group, pairs=pairs)
+        if few is not None:
+            return few
+    if rows > 32:
+        # A step has columns of one group.
+        block_k = 128 if group >= num_inputs else min(128, group & -group)
+        tiles, steps = cdiv(num_outputs, 128) * cdiv(rows, 128), cdiv(num_inputs, block_k)
+        splits = 1 if pairs else max(1, min(8, PROCESSORS // tiles, steps // 3))
+        return LinearConfig(min(rows, 128), 64 if pairs else 128, block_k, splits, 8, 3, 0)
+    long, narrow = num_inputs >= 8192, cdiv(num_outputs, 16) <= PROGRAMS
+    if bits == 8:
+        if rows > 16 or group < num_inputs:
+            # Sums of more rows, or of groups, leave registers for one product of a warp at a time.
+            ahead = (1 if rows > 16 else 2) if pairs else 4 if long or narrow else 3
+            return GroupedRowsConfig(rows, 16, 8, ahead, 1, 8)
+        if pairs:
+            return GroupedRowsConfig(rows, 16, 16, 1, 1, 4)
+        if long:
+            return GroupedRowsConfig(rows, 16, 32, 1, 1, 8)
+        return GroupedRowsConfig(rows, 16, 16, 4, 1, 8) if narrow else GroupedRowsConfig(rows, 16, 8, 3, 1, 8)
+    if pairs:
+        return GroupedRowsConfig(rows, 16, 8, 1, 1, 4)
+    if long:
+        return GroupedRowsConfig(rows, 16, 8, 2, 1, 8)
+    return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
+
+
+def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> IntegerRowConfig | None:
+    """Return the tiles of one row with weights of 4 bits; None for groups that its kernel does not take.
+
+    Large layers have programs of 64 outputs, three of a multiprocessor, small ones of 16. Rings take all shared memory
+    of the programs that run at the same time, but at most 6 steps: the next kernel's programs begin where they
+    find room, and load their first weights while this one ends.
+    """
+    processors, large = PROGRAMS // 2, num_outputs * num_inputs * (1 + pairs) >= _MANY
+    block_n, units, warps = (64, 4, (2, 1)) if large else (16, 4, (1, 2))
+    if pairs:
+        units, warps = 1, (4, 1) if large else (1, 1)
+    if group != 128 and group % (128 * units):
+        return None
+    tiles, steps, splits = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units), 1
+    if not pairs and tiles < (3 if large else 1) * processors:
+        splits = max(1, min(8, (3 if large else 2) * processors // tiles, steps // 4))
+    turns = 1 << (cdiv(steps, splits) - 1).bit_length()
+    step = 64 * block_n * (1 + pairs) * units
+    # The row's bytes, and the scales of the weights.
+    kept = 256 * units * max(2, turns) + 2 * block_n * (1 + pairs) * units * turns
+    places = max(2, cdiv(tiles * splits, processors))
+    stages = min(6, (SHARED_BYTES // places - 2048 - kept) // step, cdiv(steps, splits))
+    return IntegerRowConfig(rows_class(1), block_n, units, splits, stages, *warps) if stages >= 1 else None
+
+
+def _grouped_few_ring(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> FewRowsRingConfig | None:
+    """Return the ring of up to 8 rows with weights of 4 bits; None for layers that are faster through registers.
+
+    All programs have a place from the start, about five of a multiprocessor. Inputs of large layers are split so that
+    each multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is
+    lost. Layers of fewer weights pay if there are two programs of 16 outputs for each multiprocessor.
+    """
+    units, block_n, processors = 2 if pairs else 4, 32, PROGRAMS // 2
+    if group != 128 and group % (128 * units):
+        return None
+    if num_outputs * num_inputs * (1 + pairs) < _MANY:
+        if pairs or cdiv(num_outputs, 16) < PROGRAMS:
+            return None
+        block_n = 16
+    tiles, steps = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units)
+    splits = 1
+    if not pairs and block_n == 32:
+        few = [one for one in range(1, 9) if steps >= 4 * one and tiles * one <= 6 * processors] or [1]
+
+        def idle(one: int) -> tuple[float, int]:
+            places = cdiv(tiles * one, processors)
+            return round(places * processors / (tiles * one), 2), abs(places - 5)
+
+        splits = min([one for one in few if tiles * one > 2 * processors] or few[-1:], key=idle)
+    # A program keeps its scales and zeros, in a number of steps rounded up to a power of two.
+    kept = 3 * block_n * (1 + pairs) * units << (cdiv(steps, splits) - 1).bit_length()
+    places = min(6, max(4, cdiv(tiles * splits, processors)))
+    stages = (SHARED_BYTES // places - 1280 - kept) // step_bytes(8, block_n, 128 * units, silu=pairs, bits=4)
+    warps = (2, 2) if pairs else (1, 2 if block_n == 32 else 4)
+    return FewRowsRingConfig(8, block_n, units, splits, max(2, min(8, stages, cdiv(steps, splits))), *warps)
+
+
+def _grouped_ring(rows: int, num_outputs: int, num_inputs: int, *, pairs: bool) -> RingConfig:
+    """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are tiles for so many.
+
+    Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
+    rows, unless inputs are long.
+    """
+    steps = cdiv(num_inputs, 128)
+    rows_tile = min(rows, 128 if rows > 128 or (steps > 64 and not pairs) else 64)
+    tiles = cdiv(num_outputs, 64) * cdiv(rows, rows_tile)
+    processors, splits = PROGRAMS // 2, 1
+    if pairs or (rows <= 128 and tiles > 2 * processors):
+        places = max(2, min(4, cdiv(tiles, processors)))
+    else:
+        places = 3 if rows_tile <= 32 and steps > 64 else 2
+        splits = max(1, min(8, places * processors // tiles, steps // 4))
+    stages = RING_BYTES // places // step_bytes(rows_tile, 64, 128, silu=pairs, bits=4)
+    return RingConfig(rows_tile, 64, 128, splits, max(2, min(8, stages, cdiv(steps, splits))))
