@@ -33,6 +33,7 @@ import test_dequantize as dequantized
 import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
 import test_grouped_ring
+import test_integer_row
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -55,6 +56,7 @@ FOR_HOPPER = (
     "prefill_hopper._prefill_kernel",
     "gemm_ring._ring_kernel",
     "gemm_ring_small_m._few_rows_ring_kernel",
+    "gemv_integer._integer_row_kernel",
 )
 
 
@@ -129,6 +131,8 @@ def run_all(device: torch.device) -> None:
         check_warps_apart(device)
         for case in (*test_grouped_ring.SIZES[1:4:2], *test_grouped_ring.FEW[1:4]):
             test_grouped_ring.check(case, "int4 interleaved with zeros", torch.float16, device)
+        for size in test_integer_row.SIZES[1:4]:
+            test_integer_row.check(size, "int4 interleaved with zeros", torch.float16, device)
         for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
             check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)

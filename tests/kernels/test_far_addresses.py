@@ -38,7 +38,7 @@ from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfi
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, RingConfig
+from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, IntegerRowConfig, RingConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
@@ -160,6 +160,17 @@ def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 
 
+def walk_integer_row(place: Place, device: torch.device) -> list[torch.Tensor]:
+    from phonograph.kernels.triton.gemm import gemv_integer
+
+    def launch(product: Product, weight: Grouped) -> None:
+        norm = product.norm and product.norm._replace(normed_MN=product.norm.normed_MN[:1])
+        one = product._replace(x_MK=product.x_MK[:1], out_MN=product.out_MN[:1], norm=norm)
+        gemv_integer.launch(one, weight, IntegerRowConfig(8, 16, 1, 1, 1, 1, 1), None)
+
+    return walk_in_groups(place, device, 128, launch, interleaved=True)
+
+
 def walk_sampling(place: Place, device: torch.device) -> list[torch.Tensor]:
     logits = place(randn(ROWS, 3000, device=device))
     mask = torch.full((1, 94), -2, dtype=torch.int32, device=device)
@@ -274,6 +285,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "row tiles": (walk_row_tiles, ("gemm_tiled._rows_kernel",)),
     "ring": (walk_ring, ("gemm_ring._ring_kernel",)),
     "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._few_rows_ring_kernel",)),
+    "one row, integers": (walk_integer_row, ("gemv_integer._integer_row_kernel",)),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
@@ -291,6 +303,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
 IN_GLUON = {
     "ring": ("gemm.gemm_ring", "_ring_kernel"),
     "few rows, ring": ("gemm.gemm_ring_small_m", "_few_rows_ring_kernel"),
+    "one row, integers": ("gemm.gemv_integer", "_integer_row_kernel"),
 }
 """Module and kernel of the walks that need a Hopper GPU, or run on threads."""
 OTHER_TESTS = {

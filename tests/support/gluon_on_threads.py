@@ -7,7 +7,9 @@ here: layouts, and the order in which writes become visible. Threads change plac
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
 import threading
 import time
@@ -66,7 +68,7 @@ class Shared:
     """A tensor in shared memory, poisoned."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+        self.values, self.shape = values, list(values.shape)
         self.type = types.SimpleNamespace(shape=list(values.shape))
 
     def index(self, at: Any) -> Shared:
@@ -79,7 +81,14 @@ class Shared:
         return Shared(self.values.narrow(axis, first, length))
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared | Boxes:
-        return Shared(self.values.view(shape)) if len(shape) == 2 else Boxes(self.values, *shape[1:])
+        same_size = math.prod(shape) == self.values.numel()
+        if len(shape) == 3 and same_size:
+            return Boxes(self.values, *shape[1:])
+        if dtype == self.values.dtype and same_size:
+            return Shared(self.values.view(shape))
+        # More or less of the memory that begins here, which must not end before.
+        first = self.values.storage_offset() * self.values.element_size() // dtype.itemsize
+        return Shared(torch.empty(0, dtype=dtype).set_(self.values.untyped_storage(), first, shape))
 
     def load(self, layout: Any) -> torch.Tensor:
         return self.values.clone()
@@ -155,7 +164,7 @@ class Descriptor:
     def __init__(self, given: Any) -> None:
         self.tensor = torch.as_strided(given.base, given.shape, given.strides)
         self.layout, self.dtype = given.layout, given.base.dtype
-        size = given.block_shape[0] * given.block_shape[1] * given.base.element_size()
+        size = math.prod(given.block_shape) * given.base.element_size()
         self.block_type = types.SimpleNamespace(shape=given.block_shape, nbytes=size)
 
 
@@ -169,15 +178,14 @@ class _Tma:
     ) -> None:
         """Copy some time later, while other threads continue."""
         failed = _here.failed
-        row, column = map(int, place)
-        height, width = descriptor.block_type.shape
+        box = tuple(slice(int(at), int(at) + size) for at, size in zip(place, descriptor.block_type.shape, strict=True))
 
         def bring() -> None:
             time.sleep(random.uniform(*_DELAY))
             try:
                 to.values.zero_()
-                found = descriptor.tensor[row : row + height, column : column + width]
-                to.values[: found.shape[0], : found.shape[1]] = found
+                found = descriptor.tensor[box]
+                to.values[tuple(map(slice, found.shape))] = found
                 barrier.arrive(bytes_come=descriptor.block_type.nbytes)
             except BaseException as error:
                 failed.append(error)
@@ -189,11 +197,13 @@ class _Tma:
 class _Language:
     """Stands for `triton.experimental.gluon.language`."""
 
-    int32, int64, float32, bfloat16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+    int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
+    float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
     reshape, permute = staticmethod(torch.reshape), staticmethod(torch.permute)
     static_range = range
     NVMMADistributedLayout = BlockedLayout = SliceLayout = staticmethod(lambda *args, **keywords: None)
     DotOperandLayout = SwizzledSharedLayout = staticmethod(lambda *args, **keywords: None)
+    NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *args: None)
     to_tensor = staticmethod(torch.as_tensor)
     convert_layout = staticmethod(lambda values, layout, **_: values)
     exp, exp2, log2 = staticmethod(torch.exp), staticmethod(torch.exp2), staticmethod(torch.log2)
@@ -206,6 +216,14 @@ class _Language:
     @staticmethod
     def program_id(axis: int) -> int:
         return _here.program[axis]
+
+    @staticmethod
+    def join(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.stack((one, other), -1)
+
+    @staticmethod
+    def reduce(values: torch.Tensor, axis: int, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(combine, values.unbind(axis))
 
     @staticmethod
     def split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -233,7 +251,9 @@ class _Language:
 
     @staticmethod
     def maximum(left: Any, right: Any) -> Any:
-        return torch.maximum(left, right) if isinstance(left, torch.Tensor) and left.dim() else max(left, right)
+        if isinstance(left, torch.Tensor) and left.dim():
+            return torch.maximum(left, torch.as_tensor(right, dtype=left.dtype))
+        return max(left, right)
 
     @staticmethod
     def minimum(left: Any, right: Any) -> Any:
@@ -324,6 +344,39 @@ def _unpacked(words: torch.Tensor, magic: int, bits: int, kind: torch.dtype) -> 
     return values.unflatten(-1, (2, 2, 2)).to(kind) + bias
 
 
+def _multiply_in_registers(left: torch.Tensor, right: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    if sums.dtype == torch.int32:
+        return sums + (left.double() @ right.double()).to(torch.int32)
+    return sums + left.float() @ right.float()
+
+
+def _larger_halves(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    low, high = (torch.maximum(one >> at & 0xFFFF, other >> at & 0xFFFF) for at in (0, 16))
+    return low | high << 16
+
+
+def _bytes_of(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def words(bits: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(bits, -1).to(torch.int8).view(torch.int32).squeeze(-1)
+
+    return words([one + 128 >> 8 for one in values]), words(list(values))
+
+
+def _signed_bytes(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = words[..., 0].contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).int()
+    return tuple((16 * (half - 8)).to(torch.int8) for half in (values & 15, values >> 4))
+
+
+_IN_ASSEMBLY = {
+    "unpacked": _unpacked,
+    "_reinterpreted": torch.Tensor.view,
+    "_larger_halves": _larger_halves,
+    "_bytes_of": _bytes_of,
+    "_signed_bytes": _signed_bytes,
+}
+"""Stand for functions that torch has no cast of bits for, or that are inline assembly."""
+
+
 def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return the globals of a module's kernels as plain Python; imported modules have their own."""
     if id(given) in known:
@@ -337,9 +390,9 @@ def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> di
             names[key] = types.FunctionType(value.fn.__code__, around, key, value.fn.__defaults__)
     # What kernels of both languages call is in Triton's.
     names |= {"gl": _Language, "tl": _Language, "mbarrier": _Mbarrier, "tma": _Tma, "fence_async_shared": lambda: None}
-    names |= {"unpacked": _unpacked} if "unpacked" in names else {}
+    names |= {key: value for key, value in _IN_ASSEMBLY.items() if key in names}
     names["warpgroup_mma"] = _multiply
-    names["mma_v2"] = lambda left, right, sums: sums + left.float() @ right.float()
+    names["mma_v2"] = _multiply_in_registers
     names["warpgroup_mma_init"] = lambda sums: sums
     names["warpgroup_mma_wait"] = lambda number, *, deps: deps[0] if len(deps) == 1 else deps
     return names

@@ -54,7 +54,7 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _UNIT = gl.constexpr(128)
-KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def takes(weight: Grouped, config: FewRowsRingConfig) -> bool:
@@ -84,7 +84,7 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
     words_OW = weight.packed_OW
     words_tile, rows_tile = [block_n, 16 * units], [rows, _UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
-    rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, KINDS[x_MK.dtype])
+    rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
     _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
         rows_descriptor(x_MK, rows_tile, rows_layout),
         TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),

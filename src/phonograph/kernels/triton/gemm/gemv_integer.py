@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.gemm_ring_parts import add_parts, leave_part, of_outputs
-from phonograph.kernels.triton.gemm.gemm_ring_small_m import KINDS, keep, turns
+from phonograph.kernels.triton.gemm.gemm_ring_small_m import keep, turns
 from phonograph.kernels.triton.gemm.integer_operands import (
     BESIDE,
     UNIT,
@@ -63,7 +63,7 @@ def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: P
     x_MK, _, bias_N, out_MN, mode, squares, norm = product
     num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
     rows, block_n, units, splits, stages, warps_n, warps_k = config
-    assert len(x_MK) == 1 and (splits == 1 or (parts is not None and mode != SILU))
+    assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode != SILU))
     assert weight.interleaved and weight.has_equal_strides()
     assert weight.group == UNIT.value or weight.group % (UNIT.value * units) == 0
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
@@ -98,7 +98,6 @@ def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: P
         WARPS_N=warps_n,
         WARPS_K=warps_k,
         GROUP=weight.group,
-        KIND=KINDS[x_MK.dtype],
         **pdl_options(),
         num_warps=warps_n * warps_k,
     )
@@ -153,7 +152,6 @@ def _integer_row_kernel(
     WARPS_N: gl.constexpr,
     WARPS_K: gl.constexpr,
     GROUP: gl.constexpr,
-    KIND: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
@@ -165,6 +163,8 @@ def _integer_row_kernel(
     BLOCK_K: gl.constexpr = UNITS * UNIT
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WARPS: gl.constexpr = WARPS_N * WARPS_K
+    # The row's type as well.
+    KIND: gl.constexpr = out_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS_K, WARPS_N, 1], instr_shape=[1, 16, 8]
     )
@@ -275,9 +275,9 @@ def _integer_row_kernel(
         result += residual.to(gl.float32)
     elif MODE == 2:
         result = result / (1 + gl.exp(-result)) * up
-    rounded = result.to(out_ptr.dtype.element_ty)
+    rounded = result.to(KIND)
     gl.store(out_ptr + n, rounded, mask=mask)
     if norm is not None:
         value = gl.where(mask, rounded.to(gl.float32), 0.0)
         gl.store(new_squares_ptr + tile * ROWS, gl.sum(value * value, 0))
-        gl.store(normed_ptr + n, (value * norm).to(normed_ptr.dtype.element_ty), mask=mask)
+        gl.store(normed_ptr + n, (value * norm).to(KIND), mask=mask)

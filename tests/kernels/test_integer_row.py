@@ -1,0 +1,142 @@
+"""Products of one row with weights of 4 bits by products of integers, against float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import gluon_on_threads
+import pytest
+import torch
+from grouped_problem import GroupedCase, check_norm_between, check_products
+from product_problem import poisoned
+
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear
+from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig
+from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
+
+gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.gemv_integer")
+
+SIZES = [
+    (72, 256, 128, IntegerRowConfig(8, 32, 1, 1, 2, 1, 1)),
+    (136, 328, 128, IntegerRowConfig(8, 16, 2, 2, 1, 1, 2)),
+    (200, 1000, 512, IntegerRowConfig(8, 64, 4, 2, 2, 2, 4)),
+    (40, 1160, 128, IntegerRowConfig(8, 32, 2, 1, 3, 2, 1)),
+    (256, 640, 640, IntegerRowConfig(8, 128, 1, 1, 1, 4, 1)),
+]
+"""outputs, inputs, group, config"""
+KINDS = "int4 interleaved", "int4 interleaved with zeros"
+Size = tuple[int, int, int, IntegerRowConfig]
+
+
+def check(size: Size, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    outputs, inputs, group, config = size
+
+    def made(*, pairs: bool = False) -> GroupedCase:
+        return GroupedCase(1, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
+
+    check_products(made, config, poisoned(device))
+
+
+def check_unlike(dtype: torch.dtype, device: torch.device) -> None:
+    """Check columns of very unlike sizes, and zeros: each 128 columns have a scale of their own."""
+    case = GroupedCase(1, 72, 640, dtype, device, group=128, kind="int4 interleaved with zeros")
+    case.x[0, :128] *= 1e-6
+    case.x[0, 128:256] = 0
+    case.x[0, 300] = 1000
+    config = IntegerRowConfig(8, 16, 1, 2, 2, 1, 1)
+    linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
+    case.check(case.product(case.x, bias=False))
+    small = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
+    small.x[0, 128:] = 0
+    small.x *= 1e-4
+    linear(small.x, small.grouped, None, small.out, scratch=poisoned(device), config=config)
+    wanted = small.product(small.x, bias=False)
+    assert (small.out.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def check_not_finite(dtype: torch.dtype, device: torch.device) -> None:
+    """Check that no number is made up where the row has none."""
+    for value in (math.nan, math.inf, -math.inf):
+        case = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
+        case.x[0, 200] = value
+        config = IntegerRowConfig(8, 16, 1, 1, 2, 1, 1)
+        linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
+        assert not case.out.isfinite().any()
+
+
+def check_norm(dtype: torch.dtype, device: torch.device) -> None:
+    first = GroupedCase(1, 128, 384, dtype, device, group=128, kind=KINDS[0])
+    second = GroupedCase(1, 72, 128, dtype, device, group=128, kind=KINDS[1])
+    check_norm_between(first, second, IntegerRowConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
+
+
+@pytest.fixture
+def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cpu":
+        pytest.skip("the kernel itself is tried here")
+    name = "_integer_row_kernel"
+    monkeypatch.setattr(gemv_integer, name, gluon_on_threads.launcher(gemv_integer, name))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_on_threads(size: Size, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(size, kind, dtype, device)
+
+
+@pytest.mark.usefixtures("threads")
+def test_norm_on_threads(device: torch.device) -> None:
+    check_norm(torch.float16, device)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_on_threads(dtype: torch.dtype, device: torch.device) -> None:
+    check_unlike(dtype, device)
+    check_not_finite(dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_on_the_gpu(size: Size, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(size, kind, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_on_the_gpu(dtype: torch.dtype, device: torch.device) -> None:
+    check_norm(dtype, device)
+    check_unlike(dtype, device)
+    check_not_finite(dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+    block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
+    config = IntegerRowConfig(8, block_n, units, rng.randint(1, 4), rng.randint(1, 5), warps_n, warps_k)
+    inputs = rng.randint(config.splits * units * 16, 600) * 8
+    size = rng.randint(1, 60) * 8, inputs, rng.choice([128, 128 * units]), config
+    check(size, KINDS[seed % 2], torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(3584, 18944), (4608, 3584), (3584, 3584), (18944, 3584), (896, 4864), (152, 896)]
+)
+def test_chosen_tiles_on_the_gpu(outputs: int, inputs: int, pairs: bool, device: torch.device) -> None:
+    config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
+    assert isinstance(config, IntegerRowConfig)
+    check((outputs, inputs, 128, config), KINDS[0], torch.bfloat16, device)
