@@ -12,7 +12,7 @@ long enough each, there and back, since the last ones run on a warmer chip. Up t
 products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
 is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
 found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
-kernels/triton/gemm/tuning.py, for a model with quantized weights those for `MEASURED_GROUPED`.
+kernels/triton/gemm/tuning.py, for a model with quantized weights those for `MEASURED_GROUPED` in tuning_grouped.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from phonograph.kernels.triton.gemm.tuning import (
     PROCESSORS,
     RING_BYTES,
     FewRowsRingConfig,
+    IntegerRowConfig,
     ProductConfig,
     RingConfig,
 )
@@ -328,7 +329,12 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     if has_fp8_rows(rows, weight):
         now = product_rules.choose_scaled(rows, outputs, inputs, silu)
         return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
-    found: list[ProductConfig | None] = []
+    now = tuning_grouped.choose_grouped(
+        rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
+    )
+    if rows == 1 and weight.interleaved and gluon_usable():
+        return list(dict.fromkeys([now, *integer_rows(shape, silu=silu)]))
+    rows, found = max(rows, 8), list[ProductConfig | None]()
     if rows <= 16 or (rows == 32 and not weight.interleaved):
         columns = min(64 if weight.bits == 8 else 128, weight.group)
         for block_n, warps, each, ahead, rows_ahead in itertools.product(
@@ -349,9 +355,6 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
     rings: list[ProductConfig] = []
     if weight.interleaved and gluon_usable():
         rings += few_rows_rings(shape, silu=silu) if rows == 8 else light_rings(rows, shape, 4, silu=silu)
-    now = tuning_grouped.choose_grouped(
-        rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
-    )
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))
 
 
@@ -389,6 +392,29 @@ def few_rows_rings(shape: Shape, *, silu: bool) -> list[FewRowsRingConfig]:
     return list(dict.fromkeys(found))
 
 
+def integer_rows(shape: Shape, *, silu: bool) -> list[IntegerRowConfig]:
+    """Tiles of one row with weights of 4 bits in groups of 128, two to seven programs of a multiprocessor."""
+    (outputs, inputs), found = shape, list[IntegerRowConfig]()
+    warps = (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)
+    for block_n, units, (warps_n, warps_k) in itertools.product((16, 32, 64), (1, 2, 4), warps):
+        words = block_n * (1 + silu) * units // (2 * warps_n * warps_k)
+        if units % warps_k or block_n % (16 * warps_n) or not 8 <= words <= 64:
+            continue
+        tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
+        for splits in (1,) if silu else range(1, 9):
+            places, turns = -(-tiles * splits // 132), 1 << (-(-steps // splits) - 1).bit_length()
+            kept = 2048 + 256 * units * max(2, turns) + 2 * block_n * (1 + silu) * units * turns
+            room = (233_000 // places - kept) // (64 * block_n * (1 + silu) * units)
+            most = min(room, -(-steps // splits), 8)
+            if 2 <= places <= 7 and steps >= 2 * splits:
+                found += [
+                    IntegerRowConfig(8, block_n, units, splits, stages, warps_n, warps_k)
+                    for stages in (2, 3, 4, 6, 8)
+                    if stages <= most
+                ]
+    return list(dict.fromkeys(found))
+
+
 Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
 """Name, key and configurations of each product."""
 
@@ -423,7 +449,9 @@ def search(
 
 def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """One number of rows: the products in the order of the chain, then the activation."""
-    chain, rows_class = Chain(model, rows, options.context), product_rules.rows_class(rows)
+    chain = Chain(model, rows, options.context)
+    alone = rows == 1 and chain.grouped is not None and not has_fp8_rows(1, chain.grouped)
+    rows_class = 1 if alone else product_rules.rows_class(rows)
     keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
     keys["activation"] = "silu", chain.silu_shape
     if chain.grouped is not None:

@@ -68,7 +68,7 @@ class Shared:
     """A tensor in shared memory, poisoned."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values, self.shape = values, list(values.shape)
+        self.values, self.shape, self.dtype = values, list(values.shape), values.dtype
         self.type = types.SimpleNamespace(shape=list(values.shape))
 
     def index(self, at: Any) -> Shared:
