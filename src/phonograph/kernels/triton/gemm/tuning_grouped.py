@@ -81,25 +81,29 @@ def choose_grouped(
 def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> IntegerRowConfig | None:
     """Return the tiles of one row with weights of 4 bits; None for groups that its kernel does not take.
 
-    Large layers have programs of 64 outputs, three of a multiprocessor, small ones of 16. Rings take all shared memory
-    of the programs that run at the same time, but at most 6 steps: the next kernel's programs begin where they
-    find room, and load their first weights while this one ends.
+    There are two or three programs of a multiprocessor. Their rings leave it room where they can: programs of the next
+    kernel begin early, and load their first weights while this one ends. So does a layer with no more outputs than
+    inputs. It is the one behind attention, and begins beside its programs with tiles of 16 outputs and two stages.
     """
-    processors, large = PROGRAMS // 2, num_outputs * num_inputs * (1 + pairs) >= _MANY
-    block_n, units, warps = (64, 4, (2, 1)) if large else (16, 4, (1, 2))
+    processors, weights = PROGRAMS // 2, num_outputs * num_inputs * (1 + pairs)
+    block_n, units, splits, most, warps = 64, 4 if weights >= _MANY else 2, 1, 3, (2, 1)
     if pairs:
-        units, warps = 1, (4, 1) if large else (1, 1)
+        block_n, units, most = 64 if weights >= _MANY else 16, 1, 6
+        warps = (2, 1) if block_n == 64 else (1, 1)
+    elif weights < _MANY and num_outputs <= num_inputs:
+        block_n, units, most, warps = 16, 4, 2, (1, 4)
     if group != 128 and group % (128 * units):
         return None
-    tiles, steps, splits = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units), 1
-    if not pairs and tiles < (3 if large else 1) * processors:
-        splits = max(1, min(8, (3 if large else 2) * processors // tiles, steps // 4))
+    tiles, steps = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units)
+    if not pairs:
+        programs = 3 * processors if weights >= _MANY else 5 * processors // 2 if block_n == 64 else 2 * processors
+        splits = max(1, min(8, programs // tiles, steps // 3))
     turns = 1 << (cdiv(steps, splits) - 1).bit_length()
     step = 64 * block_n * (1 + pairs) * units
     # The row's bytes, and the scales of the weights.
     kept = 256 * units * max(2, turns) + 2 * block_n * (1 + pairs) * units * turns
     places = max(2, cdiv(tiles * splits, processors))
-    stages = min(6, (SHARED_BYTES // places - 2048 - kept) // step, cdiv(steps, splits))
+    stages = min(most, (SHARED_BYTES // places - 2048 - kept) // step, cdiv(steps, splits))
     return IntegerRowConfig(rows_class(1), block_n, units, splits, stages, *warps) if stages >= 1 else None
 
 
