@@ -79,7 +79,8 @@ def choose_grouped(
 
 
 def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> IntegerRowConfig | None:
-    """Return the tiles of one row with weights of 4 bits; None for groups that its kernel does not take.
+    """Return the tiles of one row with weights of 4 bits; None for groups that its kernel does not take, and for layers
+    of so many outputs without an activation, a head's for one, that the kernel of few rows is as fast.
 
     There are two or three programs of a multiprocessor. Their rings leave it room where they can: programs of the next
     kernel begin early, and load their first weights while this one ends. So does a layer with no more outputs than
@@ -95,6 +96,8 @@ def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) 
     if group != 128 and group % (128 * units):
         return None
     tiles, steps = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units)
+    if not pairs and tiles > 3 * processors:
+        return None
     if not pairs:
         programs = 3 * processors if weights >= _MANY else 5 * processors // 2 if block_n == 64 else 2 * processors
         splits = max(1, min(8, programs // tiles, steps // 3))
