@@ -79,12 +79,12 @@ def choose_grouped(
 
 
 def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> IntegerRowConfig | None:
-    """Return the tiles of one row with weights of 4 bits; None for groups that its kernel does not take, and for layers
-    of so many outputs without an activation, a head's for one, that the kernel of few rows is as fast.
+    """Return the tiles of one row with weights of 4 bits; None where the kernel of few rows is to multiply it.
 
-    There are two or three programs of a multiprocessor. Their rings leave it room where they can: programs of the next
-    kernel begin early, and load their first weights while this one ends. So does a layer with no more outputs than
-    inputs. It is the one behind attention, and begins beside its programs with tiles of 16 outputs and two stages.
+    That is for groups that the kernel does not take, and for layers of so many outputs without an activation, such as a
+    head, that it is not faster. There are two or three programs of a multiprocessor. Their rings leave it room where
+    they can: programs of the next kernel begin early, and load their first weights while this one ends. A layer with no
+    more outputs than inputs stands behind attention, beside whose programs it begins if its rings are short.
     """
     processors, weights = PROGRAMS // 2, num_outputs * num_inputs * (1 + pairs)
     block_n, units, splits, most, warps = 64, 4 if weights >= _MANY else 2, 1, 3, (2, 1)
