@@ -44,6 +44,17 @@ def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
+    """Those of two steps before the wait, gates and ups at once, and of one more in the loop.
+
+    An exchange between threads, where operands are not in the order of registers, would double the instructions.
+    """
+    for mode in range(3):
+        count, _, launches = report[f"_integer_row_kernel mode {mode}"]
+        assert launches == ["let", "ask", "ask", "wait", "ask"] and count < 1500
+
+
+@pytest.mark.long
 def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) -> None:
     """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
     heads of 64 are half as long, and less need to run beside them."""
