@@ -45,7 +45,7 @@ def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
 
 @pytest.mark.long
 def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
-    """Those of two steps before the wait, gates and ups at once, and of one more in the loop.
+    """Words of two steps are asked for before the wait, gates and ups at once, and those of one more in the loop.
 
     An exchange between threads, where operands are not in the order of registers, would double the instructions.
     """
