@@ -11,8 +11,10 @@ import torch
 from grouped_problem import GroupedCase, check_norm_between, check_products
 from product_problem import poisoned
 
+from phonograph.kernels.triton.gemm import tuning_grouped
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig
+from phonograph.kernels.triton.gemm.product import MAX_SQUARE_TILES
+from phonograph.kernels.triton.gemm.tuning import SHARED_BYTES, IntegerRowConfig
 from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 
 gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.gemv_integer")
@@ -97,6 +99,25 @@ def test_norm_on_threads(device: torch.device) -> None:
 def test_numbers_on_threads(dtype: torch.dtype, device: torch.device) -> None:
     check_unlike(dtype, device)
     check_not_finite(dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"), [(896, 4864), (2048, 5632), (3584, 18944), (4096, 14336), (5120, 27648), (8192, 28672)]
+)
+def test_chosen_tiles_fit(hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has shared memory for its ring, the row and the scales. A hidden state has a norm behind it, which
+    takes the sums of squares of so many tiles."""
+    monkeypatch.setattr(tuning_grouped, "gluon_usable", lambda: True)
+    layers = (2 * hidden, hidden, False), (hidden, hidden, False), (intermediate, hidden, True)
+    for outputs, inputs, pairs in (*layers, (hidden, intermediate, False)):
+        config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
+        assert isinstance(config, IntegerRowConfig)
+        _, block_n, units, splits, stages, _, _ = config
+        both, steps = block_n * (1 + pairs), -(-inputs // (128 * units * splits))
+        turns = 1 << (steps - 1).bit_length()
+        used = 64 * both * units * stages + 256 * units * max(2, turns) + 3 * both * units * turns + 2048
+        assert used <= SHARED_BYTES - 1024 and 1 <= stages <= steps
+        assert outputs != hidden or outputs <= block_n * MAX_SQUARE_TILES
 
 
 @pytest.mark.gpu

@@ -30,7 +30,15 @@ from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfi
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, rows_aligned
 from phonograph.kernels.triton.gemm.gemv import gemv
-from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, NextNorm, Product, RowSquares
+from phonograph.kernels.triton.gemm.product import (
+    ADD,
+    MAX_SQUARE_TILES,
+    SILU,
+    STORE,
+    NextNorm,
+    Product,
+    RowSquares,
+)
 from phonograph.kernels.triton.gemm.tuning import (
     HEAD,
     FewRowsRingConfig,
@@ -51,8 +59,6 @@ Matrix = torch.Tensor | Grouped
 _MAX_TILES = 16384
 MAX_PARTIALS = 1 << 22
 _MAX_SQUARES = 1 << 16
-_MAX_SQUARE_TILES = 256
-"""Sums of squares of a row, all of which each program that takes the row reads."""
 
 
 class LinearScratch(NamedTuple):
@@ -179,7 +185,7 @@ def linear_add_norm(
         config = _choose_for(x_MK, weight_NK, hidden_MN)
     if defer and config is not None and scratch is not None:
         tiles = -(-num_outputs // config.block_n)
-        if num_rows <= config.rows and tiles <= _MAX_SQUARE_TILES:
+        if num_rows <= config.rows and tiles <= MAX_SQUARE_TILES:
             assert isinstance(normed_MN, torch.Tensor)
             sums = scratch.squares[: tiles * config.rows].view(tiles, config.rows)
             squares = RowSquares(sums, eps)

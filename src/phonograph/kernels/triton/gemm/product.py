@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 STORE, ADD, SILU = 0, 1, 2
+MAX_SQUARE_TILES = 256
+"""Sums of squares of a row, all of which each program that takes the row reads."""
 Parts = tuple[torch.Tensor, torch.Tensor]
 """Partial sums of programs that share a tile, float32, and how many have arrived, int32, zero between products."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.gemm.product import MAX_SQUARE_TILES
 from phonograph.kernels.triton.gemm.tuning import (
     PROCESSORS,
     PROGRAMS,
@@ -84,14 +85,15 @@ def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) 
     That is for groups that the kernel does not take, and for layers of so many outputs without an activation, such as a
     head, that it is not faster. There are two or three programs of a multiprocessor. Their rings leave it room where
     they can: programs of the next kernel begin early, and load their first weights while this one ends. A layer with no
-    more outputs than inputs stands behind attention, beside whose programs it begins if its rings are short.
+    more outputs than inputs stands behind attention, beside whose programs it begins if its rings are short, and leaves
+    a sum of squares for each tile to the norm behind it.
     """
     processors, weights = PROGRAMS // 2, num_outputs * num_inputs * (1 + pairs)
     block_n, units, splits, most, warps = 64, 4 if weights >= _MANY else 2, 1, 3, (2, 1)
     if pairs:
         block_n, units, most = 64 if weights >= _MANY else 16, 1, 6
         warps = (2, 1) if block_n == 64 else (1, 1)
-    elif weights < _MANY and num_outputs <= num_inputs:
+    elif weights < _MANY and num_outputs <= min(num_inputs, 16 * MAX_SQUARE_TILES):
         block_n, units, most, warps = 16, 4, 2, (1, 4)
     if group != 128 and group % (128 * units):
         return None
