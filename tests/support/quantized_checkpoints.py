@@ -156,6 +156,7 @@ FORMATS = {
     "gptq v2": Format(method="gptq", version=2, symmetric=False),
     "gptq zeros": Format(method="gptq", symmetric=False),
     "gptq order": Format(method="gptq", order=True),
+    "gptq 128": Format(method="gptq", group=128),
     "gptq one group": Format(method="gptq", group=-1),
     "gptq 8 bits": Format(method="gptq", bits=8, symmetric=False, group=64),
     "gptq uneven": Format(method="gptq", group=48),
@@ -176,7 +177,7 @@ FORMATS = {
     "float blocks": Format(method="compressed-tensors", scales="block"),
     "packed order": Format(method="compressed-tensors", order=True, symmetric=False, group=16),
 }
-FAMILIES = "gptq", "packed zeros", "int8 channel", "fp8", "fp8 blocks"
+FAMILIES = "gptq", "gptq 128", "packed zeros", "int8 channel", "fp8", "fp8 blocks"
 """A format of each family of kernels."""
 
 
