@@ -36,9 +36,9 @@ from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
-from phonograph.kernels.triton.gemm import gemm_ring as ring
-from phonograph.kernels.triton.gemm import gemv_integer
 from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
+from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
+from phonograph.kernels.triton.gemm.hopper import gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig, RingConfig
 

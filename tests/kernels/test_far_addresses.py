@@ -143,7 +143,7 @@ def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 
 def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton.gemm import gemm_ring as ring
+    from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
 
     (x, weight, out), norm = operands(place, device)
     config = RingConfig(16, 64, 64, 1, 2)
@@ -154,14 +154,14 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 
 def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton.gemm import gemm_ring_small_m as ring
+    from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m as ring
 
     launch = functools.partial(ring.launch, config=FewRowsRingConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 
 
 def walk_integer_row(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton.gemm import gemv_integer
+    from phonograph.kernels.triton.gemm.hopper import gemv_integer
 
     def launch(product: Product, weight: Grouped) -> None:
         norm = product.norm and product.norm._replace(normed_MN=product.norm.normed_MN[:1])
@@ -301,9 +301,9 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 IN_GLUON = {
-    "ring": ("gemm.gemm_ring", "_ring_kernel"),
-    "few rows, ring": ("gemm.gemm_ring_small_m", "_few_rows_ring_kernel"),
-    "one row, integers": ("gemm.gemv_integer", "_integer_row_kernel"),
+    "ring": ("gemm.hopper.gemm_ring", "_ring_kernel"),
+    "few rows, ring": ("gemm.hopper.gemm_ring_small_m", "_few_rows_ring_kernel"),
+    "one row, integers": ("gemm.hopper.gemv_integer", "_integer_row_kernel"),
 }
 """Module and kernel of the walks that need a Hopper GPU, or run on threads."""
 OTHER_TESTS = {

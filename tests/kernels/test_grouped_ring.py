@@ -14,8 +14,8 @@ from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
 from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, RingConfig
 
-ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
-few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring_small_m")
+ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
+few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m")
 
 SIZES = [
     (9, 72, 256, RingConfig(16, 64, 128, 1, 2)),

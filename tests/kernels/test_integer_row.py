@@ -17,7 +17,7 @@ from phonograph.kernels.triton.gemm.product import MAX_SQUARE_TILES
 from phonograph.kernels.triton.gemm.tuning import SHARED_BYTES, IntegerRowConfig
 from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 
-gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.gemv_integer")
+gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemv_integer")
 
 SIZES = [
     (72, 256, 128, IntegerRowConfig(8, 32, 1, 1, 2, 1, 1)),

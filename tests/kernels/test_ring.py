@@ -12,7 +12,7 @@ from product_problem import Case, check_linear, poisoned, random_tensor
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
 from phonograph.kernels.triton.gemm.tuning import RingConfig
 
-ring = pytest.importorskip("phonograph.kernels.triton.gemm.gemm_ring")
+ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 
 SIZES = [
     (9, 128, 256, RingConfig(16, 64, 64, 1, 2)),

@@ -355,19 +355,19 @@ def _launch(
     if isinstance(config, FewRowsRingConfig):
         assert grouped is not None
         # Gluon is experimental: imported only where it is to run.
-        from phonograph.kernels.triton.gemm import gemm_ring_small_m
+        from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m
 
         gemm_ring_small_m.launch(product, grouped, config._replace(splits=splits), parts)
         return
     if isinstance(config, IntegerRowConfig):
         assert grouped is not None
-        from phonograph.kernels.triton.gemm import gemv_integer
+        from phonograph.kernels.triton.gemm.hopper import gemv_integer
 
         gemv_integer.launch(product, grouped, config._replace(splits=splits), parts)
         return
     if isinstance(config, RingConfig):
         if rows_aligned(weight_NK) and rows_aligned(x_MK):
-            from phonograph.kernels.triton.gemm import gemm_ring
+            from phonograph.kernels.triton.gemm.hopper import gemm_ring
 
             gemm_ring.launch(product, config._replace(splits=splits), parts, grouped, row_scales_M1)
             return

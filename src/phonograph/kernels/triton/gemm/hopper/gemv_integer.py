@@ -28,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_ring_parts import add_parts, leave_part, of_outputs
-from phonograph.kernels.triton.gemm.gemm_ring_small_m import keep, turns
-from phonograph.kernels.triton.gemm.integer_operands import (
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import add_parts, leave_part, of_outputs
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m import keep, turns
+from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     BESIDE,
     UNIT,
     left,

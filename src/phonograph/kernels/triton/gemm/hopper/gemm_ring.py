@@ -37,7 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+from phonograph.kernels.triton.gemm.grouped_operands import (
+    BIAS_OF_BFLOAT16,
+    BIAS_OF_FLOAT16,
+    MAGIC,
+    in_order,
+    unpacked,
+)
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     add_parts,
     ask_for_rows,
     ask_for_weights,
@@ -47,13 +54,6 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     of_outputs,
     read_squares,
     rows_descriptor,
-)
-from phonograph.kernels.triton.gemm.grouped_operands import (
-    BIAS_OF_BFLOAT16,
-    BIAS_OF_FLOAT16,
-    MAGIC,
-    in_order,
-    unpacked,
 )
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.gemm.tuning import RingConfig

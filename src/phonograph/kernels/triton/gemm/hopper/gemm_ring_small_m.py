@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_ring_parts import (
+from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     add_parts,
     ask_for_rows,
     ask_for_weights,
@@ -41,7 +42,6 @@ from phonograph.kernels.triton.gemm.gemm_ring_parts import (
     read_squares,
     rows_descriptor,
 )
-from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig
 from phonograph.kernels.triton.launch.gluon import (
