@@ -180,15 +180,48 @@ def _multiply(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def keep(pointer, output, group, output_stride, group_stride, TURNS: gl.constexpr):
-    """Copy the scales or zeros of groups and outputs to shared memory, and return them, [turns, groups, outputs]."""
+def keep(
+    pointer,
+    first,
+    first_group,
+    output_stride,
+    group_stride,
+    N: gl.constexpr,
+    PAIR: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LAST_GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TURNS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Copy scales or zeros of a program's outputs to shared memory, and return them, [turns, groups, outputs].
+
+    Args:
+        pointer: of the first output and group.
+        first: first output of the program, of BLOCK_N; with PAIR == 2, the ups N behind them follow.
+        first_group: first group of GROUPS. Behind LAST_GROUP its values are repeated.
+        output_stride: from one output to the next.
+        group_stride: from one group to the next.
+        N: outputs.
+        PAIR: see `first`.
+        BLOCK_N: see `first`.
+        LAST_GROUP: see `first_group`.
+        GROUPS: see `first_group`.
+        TURNS: steps, or groups if they are larger than steps, as a power of two.
+        WARPS: of the program.
+    """
+    # Eight outputs of a group a thread.
+    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
+    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), LAST_GROUP)
+    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
+    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
     values = gl.load(
         pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
     )
-    SHAPE: gl.constexpr = values.shape
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    kept = gl.allocate_shared_memory(values.dtype, [TURNS, SHAPE[0] // TURNS, SHAPE[1]], LAYOUT)
-    kept._reinterpret(values.dtype, [SHAPE[0], SHAPE[1]], LAYOUT).store(values)
+    kept = gl.allocate_shared_memory(values.dtype, [TURNS, GROUPS // TURNS, PAIR * BLOCK_N], LAYOUT)
+    kept._reinterpret(values.dtype, [GROUPS, PAIR * BLOCK_N], LAYOUT).store(values)
     return kept
 
 
@@ -278,17 +311,12 @@ def _few_rows_ring_kernel(
         ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
     TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
     GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == _UNIT else 1)
-    # Eight outputs of a group a thread.
-    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
-    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
     first_group = begin * BLOCK_K // GROUP
-    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
-    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
-    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
-    scales = keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
+    strides = output_stride, group_stride
+    scales = keep(scales_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
     zeros = None
     if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+        zeros = keep(zeros_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias, up_bias, norm = None, None, None
     if bias_ptr is not None:

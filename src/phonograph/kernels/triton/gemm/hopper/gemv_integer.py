@@ -189,17 +189,12 @@ def _integer_row_kernel(
         _ask_for_words(ring, place, words_desc, full, first, begin + place, end)
     TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
     GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == UNIT else 1)
-    # Eight outputs of a group a thread.
-    OF_GROUP: gl.constexpr = min(32, BOTH_N // 8)
-    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
     first_group = begin * BLOCK_K // GROUP
-    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
-    at = gl.arange(0, BOTH_N, layout=gl.SliceLayout(0, READ))
-    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
-    scales = keep(scales_ptr, output, group, output_stride, group_stride, TURNS)
+    strides = output_stride, group_stride
+    scales = keep(scales_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
     zeros = None
     if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, output, group, output_stride, group_stride, TURNS)
+        zeros = keep(zeros_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
     bias, up_bias, norm = None, None, None
