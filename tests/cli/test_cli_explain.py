@@ -86,6 +86,16 @@ def test_memory_is_that_of_the_model(run_json: Any, llama: list[str]) -> None:
     used = memory["weights"] + memory["graphs"] + memory["attention"] + memory["kv_cache"]
     assert 0.89 * 141 * GIB < used <= 0.9 * 141 * GIB
     assert facts["captures"]["decode"][-1] == 100 == facts["limits"]["max_num_seqs"]
+    embedding_and_norms = 2 * (128256 * 4096 + (2 * 32 + 1) * 4096)
+    assert sum(one["nbytes"] for one in facts["products"]) + embedding_and_norms == memory["weights"]
+
+
+def test_products_name_format_bytes_and_kernels(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *llama, "--quantization", "fp8"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "FP8" in shown and "gate and up 32 x 28672 x 4096 (3.5 GiB)" in shown
+    assert "to 256 rows by gemm_ring or torch._scaled_mm; more by torch._scaled_mm" in shown
+    assert "bfloat16: lm_head 128256 x 4096 (1002.0 MiB)" in shown
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import BatchShape, Decision
     from phonograph.graphs.modes import GraphKey
+    from phonograph.models.layer_weights import Kernels, LayerWeights
 
 
 @takes_engine_config
@@ -123,6 +124,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
         "device": asdict(plan.device),
+        "products": [asdict(one) for one in _layer_weights(plan)],
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.attention.kv_cache_dtype,
         "limits": asdict(plan.limits),
@@ -189,6 +191,7 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
     return [
         ("model", [_model_line(plan)]),
         ("device", [_device_line(plan.device)]),
+        ("products", _product_lines(plan)),
         ("limits", [", ".join(f"{name} {size}" for name, size in asdict(plan.limits).items())]),
         ("attention", [plan.selection.capabilities.label, *(f"- {reason}" for reason in plan.selection.reasons)]),
         ("support", [support.level.name, f"- {support.reason}"]),
@@ -213,6 +216,28 @@ def _model_line(plan: EnginePlan) -> str:
         + f"; {_bytes(model.weight_bytes(plan.dtype))} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
+
+
+def _layer_weights(plan: EnginePlan) -> list[LayerWeights]:
+    # Needs torch, which --help must not load.
+    from phonograph.models.layer_weights import layer_weights
+
+    return layer_weights(plan.model, plan.dtype, plan.device)
+
+
+def _product_lines(plan: EnginePlan) -> list[str]:
+    """Return the matrices of each format with their bytes, and what multiplies so many rows."""
+    alike: dict[tuple[str, Kernels], list[str]] = {}
+    for one in _layer_weights(plan):
+        times = f"{one.count} x " if one.count > 1 else ""
+        text = f"{one.layer} {times}{one.outputs} x {one.inputs} ({_bytes(one.nbytes)})"
+        alike.setdefault((one.format, one.kernels), []).append(text)
+    lines: list[str] = []
+    for (name, kernels), matrices in alike.items():
+        rows = {None: "more" if len(kernels) > 1 else "all rows", 1: "1 row"}
+        by_rows = (f"{rows.get(most, f'to {most} rows')} by {kernel}" for most, kernel in kernels)
+        lines += [f"{name}: {', '.join(matrices)}", f"- {'; '.join(by_rows)}"]
+    return lines
 
 
 def _device_line(device: DeviceSpec) -> str:
