@@ -402,10 +402,8 @@ def integer_rows(shape: Shape, *, silu: bool) -> list[IntegerRowConfig]:
             continue
         tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
         for splits in (1,) if silu else range(1, 9):
-            places, turns = -(-tiles * splits // 132), 1 << (-(-steps // splits) - 1).bit_length()
-            kept = 2048 + 256 * units * max(2, turns) + 2 * block_n * (1 + silu) * units * turns
-            room = (233_000 // places - kept) // (64 * block_n * (1 + silu) * units)
-            most = min(room, -(-steps // splits), 8)
+            places, each = -(-tiles * splits // 132), -(-steps // splits)
+            most = min(tuning_grouped.integer_stages(block_n, units, each, places, pairs=silu), each, 8)
             if 2 <= places <= 7 and steps >= 2 * splits:
                 found += [
                     IntegerRowConfig(8, block_n, units, splits, stages, warps_n, warps_k)

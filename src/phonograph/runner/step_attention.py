@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,10 +39,7 @@ class StepAttention:
 
     def schedule(self) -> None:
         """Compute the attention schedule that all layers of the step share."""
-        if self.pieces and self._backend.reads_on_host:
-            self._runtime.eager_call(self._schedule)
-        else:
-            self._schedule()
+        self._run_in_piece(self._schedule)
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Write keys and values to the cache and attend. Return a new, contiguous [T, H, D].
@@ -56,10 +53,7 @@ class StepAttention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if not self._backend.clears_padding:
             out_THD.zero_()
-        if self.pieces and self._backend.reads_on_host:
-            self._runtime.eager_call(functools.partial(self._write, layer), k_TKD, v_TKD)
-        else:
-            self._write(layer, k_TKD, v_TKD)
+        self._run_in_piece(functools.partial(self._write, layer), k_TKD, v_TKD)
         self.read(q_THD, layer, out_THD)
         return out_THD
 
@@ -80,6 +74,13 @@ class StepAttention:
             self._runtime.eager_call(functools.partial(self._read, layer), q_THD, out_THD)
         else:
             self._read(layer, q_THD, out_THD)
+
+    def _run_in_piece(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Run what pieces of graphs contain, unless the backend reads on the host there."""
+        if self.pieces and self._backend.reads_on_host:
+            self._runtime.eager_call(function, *tensors)
+        else:
+            function(*tensors)
 
     def _schedule(self) -> None:
         assert self.metadata is not None, "the step's attention metadata is built before it runs"

@@ -23,10 +23,10 @@ from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
     from phonograph.cli.attention_matrix import BackendRows
+    from phonograph.cli.layer_weights import Kernels, LayerWeights
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import BatchShape, Decision
     from phonograph.graphs.modes import GraphKey
-    from phonograph.models.layer_weights import Kernels, LayerWeights
 
 
 @takes_engine_config
@@ -220,7 +220,7 @@ def _model_line(plan: EnginePlan) -> str:
 
 def _layer_weights(plan: EnginePlan) -> list[LayerWeights]:
     # Needs torch, which --help must not load.
-    from phonograph.models.layer_weights import layer_weights
+    from phonograph.cli.layer_weights import layer_weights
 
     return layer_weights(plan.model, plan.dtype, plan.device)
 

@@ -79,6 +79,22 @@ def choose_grouped(
     return GroupedRowsConfig(rows, 16, 16, 2, 1, 4) if narrow else GroupedRowsConfig(rows, 16, 4, 4, 2, 4)
 
 
+def integer_stages(block_n: int, units: int, steps: int, places: int, *, pairs: bool) -> int:
+    """Return the stages of `gemv_integer` for which `places` programs of a multiprocessor have shared memory.
+
+    Args:
+        block_n: outputs of a program.
+        units: of 128 columns, of a step.
+        steps: of a program.
+        places: programs of a multiprocessor.
+        pairs: weights are of gates and ups.
+    """
+    turns, both = 1 << (steps - 1).bit_length(), block_n * (1 + pairs)
+    # The row's bytes, and the scales of the weights.
+    kept = 256 * units * max(2, turns) + 2 * both * units * turns
+    return (SHARED_BYTES // places - 2048 - kept) // (64 * both * units)
+
+
 def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) -> IntegerRowConfig | None:
     """Return the tiles of one row with weights of 4 bits; None where the kernel of few rows is to multiply it.
 
@@ -103,12 +119,8 @@ def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) 
     if not pairs:
         programs = 3 * processors if weights >= _MANY else 5 * processors // 2 if block_n == 64 else 2 * processors
         splits = max(1, min(8, programs // tiles, steps // 3))
-    turns = 1 << (cdiv(steps, splits) - 1).bit_length()
-    step = 64 * block_n * (1 + pairs) * units
-    # The row's bytes, and the scales of the weights.
-    kept = 256 * units * max(2, turns) + 2 * block_n * (1 + pairs) * units * turns
-    places = max(2, cdiv(tiles * splits, processors))
-    stages = min(most, (SHARED_BYTES // places - 2048 - kept) // step, cdiv(steps, splits))
+    each, places = cdiv(steps, splits), max(2, cdiv(tiles * splits, processors))
+    stages = min(most, each, integer_stages(block_n, units, each, places, pairs=pairs))
     return IntegerRowConfig(rows_class(1), block_n, units, splits, stages, *warps) if stages >= 1 else None
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from phonograph.cli.layer_weights import layer_weights, product_kernels
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import KNOWN_DEVICES
-from phonograph.models.layer_weights import layer_weights, product_kernels
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Scheme
