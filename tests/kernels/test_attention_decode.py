@@ -162,6 +162,15 @@ def test_no_program_has_much_more_than_its_share(batch: list[tuple[int, int]], d
     assert busiest <= fair + min(UNIT_COST.value, -(-fair // 2))
 
 
+@pytest.mark.parametrize(("keys", "tiles"), [(40, 1), (512, 1), (513, 2), (1100, 2), (4224, 2), (4225, 3)])
+def test_long_units_are_cut_into_two_tiles_at_least(keys: int, tiles: int, device: torch.device) -> None:
+    """The results of at most eight programs are merged, or of half as many as there are tiles."""
+    plan = decodes_on_132([keys], device)
+    assert (plan.records[:, 2] == tiles * plan.block_n).all()
+    each, more = divmod(8 * -(-keys // (tiles * plan.block_n)), plan.programs)
+    assert (plan.records[:, 3] == 1024 * each + more).all()
+
+
 def test_ranges_of_short_sequences_have_fewer_keys(device: torch.device) -> None:
     """Every unit is read once and whole, and no program has more tiles and units than others, each unit as 2 tiles."""
     generator = torch.Generator().manual_seed(5)

@@ -9,7 +9,8 @@ A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows
 KV head), heads innermost. A range holds whole units, except for its first and last. Between two units a program has no
 loads in flight, so where many short sequences meet, equal keys take longer. In a batch of many units a chunk is one
 tile of keys, and a unit is that many chunks behind some empty ones, which count in the ranges. In a batch of few units
-a chunk is as many tiles as give every program at most one chunk.
+a chunk is as many tiles as give every program at most one chunk, and two at least if a unit has many: the more programs
+have keys of a unit, the longer the last of them merges their results.
 
 Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
 ranges are cut for the programs that fit on the others.
@@ -50,6 +51,9 @@ _PIECE = tl.constexpr(SHORTEST_PIECE)
 # Cost of beginning a unit, in tiles of keys: the last tiles of the unit before, then block ids and queries, must have
 # arrived before the first keys are requested.
 UNIT_COST = tl.constexpr(2)
+# Tiles of a unit from which on a chunk has two at least. Results are merged about as many at a time, which takes longer
+# than a second tile.
+_MERGED = tl.constexpr(8)
 # More than UNIT_COST; divides the keys of any chunk. A smaller number shares a word with a multiple of this.
 PACKED = tl.constexpr(8)
 
@@ -298,7 +302,8 @@ def _plan_kernel(
             tl.store(multiprocessors, tl.where(divided, used, SMS))
     # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a unit's end
     # and a second one's begin cost a program.
-    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), 1)
+    least = tl.where(tl.max(tl.where(served_R, tiles_R, 0)) > _MERGED, 2, 1)
+    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), least)
     size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
     chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
     size = tl.min(tl.where(chunks_C <= programs, size_C, _FAR))
