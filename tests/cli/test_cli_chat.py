@@ -53,7 +53,7 @@ def test_answers_go_to_stdout_and_the_rest_to_stderr(
     mode, steps, unknown, _ = captured.err.splitlines()
     assert mode == "mode FULL (default)"
     assert "full decode, 1 full mixed" in steps
-    assert unknown.startswith("/shout is no command; /clear ")
+    assert unknown.startswith("/shout is not a command; /clear ")
 
 
 def test_a_conversation_that_overflows_goes_on_after_clear(

@@ -282,7 +282,7 @@ def test_a_mistake_is_one_line_and_nothing_is_sent(
     ("lines", "problem"),
     [
         ("", "no line with a prompt"),
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not JSON"),
         ('\n{"text": "a"}', "line 2 must be an object"),
         ('{"prompt": "a", "messages": [{}]}', "line 1 must be an object"),
         ('{"prompt": [1, "a"]}', "neither a text nor a list of token ids"),

@@ -287,7 +287,7 @@ Q_NAME = b"blk.1.attn_q.weight"
         (lambda content: content.replace(b"blk.1.attn_k.weight", Q_NAME), "duplicated"),
         (lambda content: content.replace(b"blk.1.attn_q.bias", b"blk.1.attn_r.bias"), "attn_r.bias.*not part"),
         (behind(b"blk.1.attn_k.weight", 12, struct.pack("<Q", 16)), r"attn_k.weight in .* has shape \[16, 64\]"),
-        (behind(b"output_norm.weight", 12, struct.pack("<I", 8)), "output_norm.weight in .* no matrix.*Q8_0"),
+        (behind(b"output_norm.weight", 12, struct.pack("<I", 8)), "output_norm.weight in .* not a matrix.*Q8_0"),
     ],
 )
 def test_damaged_files(change: Callable[[bytes], bytes], words: str, content: bytes, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _INSIDE = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 class Fault(NamedTuple):
     """Reason why a text is not valid.
 
-    keyword: keyword that fails; `JSON` if the text is no JSON
+    keyword: keyword that fails; `JSON` if the text is not JSON
     message: the validator's words, shortened
     """
 
@@ -83,7 +83,7 @@ class _Number(float):
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _fraction(number: Any) -> Fraction:

@@ -224,7 +224,7 @@ def _work(family: Family, numbers: tuple[int, ...]) -> tuple[str, int]:
                 result = left * right
             case _:
                 result, remainder = divmod(left, right)
-                assert remainder == 0, f"{family.name}: {left} is no multiple of {right}"
+                assert remainder == 0, f"{family.name}: {left} is not a multiple of {right}"
         known[f"#{index}"] = result
         lines.append(f"{left} {operator} {right} = {result}.")
     return f"{' '.join(lines)} #### {result}", result

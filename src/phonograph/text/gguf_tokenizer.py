@@ -144,7 +144,7 @@ def _byte_level(header: _Header) -> tuple[Tokenizer, bool]:
     vocabulary = {text: token for token, text in enumerate(header.tokens)}
     missing = next((pair for pair in merges if not vocabulary.keys() >= {*pair, "".join(pair)}), None)
     if missing is not None:
-        raise header.error(f"tokenizer.ggml.merges joins {missing}, of which one, or the result, is no token")
+        raise header.error(f"tokenizer.ggml.merges joins {missing}, of which one, or the result, is not a token")
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()

@@ -193,5 +193,5 @@ def _sampling_params(asked: dict[str, Any], *, max_tokens: int, stop: list[str])
     unknown = asked.keys() - SamplingParams.__dataclass_fields__.keys()
     if unknown:
         name = sorted(unknown)[0]
-        raise RequestError(name, asked[name], "is no sampling parameter of the engine")
+        raise RequestError(name, asked[name], "is not a sampling parameter of the engine")
     return SamplingParams(max_tokens=max_tokens, stop=stop, **asked)

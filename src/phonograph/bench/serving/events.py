@@ -173,5 +173,5 @@ def _decode(data: bytes) -> dict[str, Any]:
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise BrokenStream(f"an event is no JSON object: {data[:100].decode('utf-8', 'replace')}")
+        raise BrokenStream(f"an event is not a JSON object: {data[:100].decode('utf-8', 'replace')}")
     return chunk

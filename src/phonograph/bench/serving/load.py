@@ -80,7 +80,7 @@ async def find_model(target: Target, headers: dict[str, str]) -> tuple[Target, d
         (model, *_) = json.loads(answer.body)["data"]
         model["id"]
     except (ValueError, KeyError, TypeError):
-        raise EndpointError(f"{target.host}:{target.port}/v1/models is no list of models") from None
+        raise EndpointError(f"{target.host}:{target.port}/v1/models is not a list of models") from None
     return dataclasses.replace(target, address=answer.peer or target.address), model
 
 

@@ -106,7 +106,7 @@ class ServingBench:
         try:
             fields = json.loads(self.extra_body)
         except ValueError as error:
-            raise ConfigError("extra_body", self.extra_body, f"is no JSON: {error}") from None
+            raise ConfigError("extra_body", self.extra_body, f"is not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ConfigError("extra_body", self.extra_body, "must be a JSON object")
         return fields

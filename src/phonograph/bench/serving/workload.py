@@ -59,7 +59,7 @@ def random_prompts(
             # The number of tokens can fall where a character is added, but each length that is taken was counted.
             made = made[: bisect.bisect_right(range(len(made)), count, key=lambda end: length_of(made[:end])) - 1]
         length = length_of(made)
-        # An empty text is no prompt, so its only token may be any of the vocabulary.
+        # An empty text is not a prompt, so its only token may be any of the vocabulary.
         for token_id in rng.sample(ids, min(len(ids), _ENDINGS) if made else len(ids)):
             if length == count:
                 break
@@ -101,7 +101,7 @@ def _read_line(path: Path, number: int, line: str, output_len: int) -> ServingRe
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
-        raise wrong(f"is no JSON: {error}") from None
+        raise wrong(f"is not JSON: {error}") from None
     fields = [name for name in ("prompt", "messages") if isinstance(entry, dict) and entry.get(name)]
     if len(fields) != 1:
         raise wrong("must be an object with either prompt or messages")

@@ -48,7 +48,7 @@ def chat(
         if line == "/clear":
             conversation.clear()
         elif line.startswith("/"):
-            note(f"{line.split()[0]} is no command; {_HELP}")
+            note(f"{line.split()[0]} is not a command; {_HELP}")
         elif line:
             conversation.answer(line)
     return 0

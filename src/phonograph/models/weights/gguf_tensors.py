@@ -44,7 +44,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
                 f"ask for {list(shapes[name])}"
             )
         if tensor.kind not in FLOATS and len(tensor.shape) != 2:
-            raise WeightError(f"tensor {_shown(name)} in {file.path} is no matrix, and has the type {tensor.kind}")
+            raise WeightError(f"tensor {_shown(name)} in {file.path} is not a matrix, and has the type {tensor.kind}")
     missing = [gguf_name(name) for name in shapes if name not in tensors]
     if missing:
         more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""

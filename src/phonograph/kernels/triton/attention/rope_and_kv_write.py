@@ -166,7 +166,7 @@ def _rope_kernel(
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
-    # One mask serves all: columns behind a half exist only if D / 2 is no power of two.
+    # One mask serves all: columns behind a half exist only if D / 2 is not a power of two.
     mask = (d < D // 2)[None, :] & (head < H + 2 * K)[:, None]
     at = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
