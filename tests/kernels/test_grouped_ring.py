@@ -7,7 +7,7 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products, scratch_of
+from grouped_problem import GroupedCase, check_norm_between, check_products, random_tiles, scratch_of
 from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm import gemm_dispatch
@@ -173,10 +173,6 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_sizes_of_few_rows_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
-    units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-    block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
-    splits = rng.randint(1, 4)
-    config = FewRowsRingConfig(8, block_n, units, splits, rng.randint(1, 5), warps_n, warps_k)
-    inputs = rng.randint(splits * units * 16, 600) * 8
+    config, inputs = random_tiles(rng, FewRowsRingConfig)
     kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
     check((rng.randint(1, 8), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)

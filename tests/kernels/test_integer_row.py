@@ -8,7 +8,7 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products
+from grouped_problem import GroupedCase, check_norm_between, check_products, random_tiles
 from product_problem import poisoned
 
 from phonograph.kernels.triton.gemm import tuning_grouped
@@ -143,11 +143,8 @@ def test_numbers_on_the_gpu(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
-    units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-    block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
-    config = IntegerRowConfig(8, block_n, units, rng.randint(1, 4), rng.randint(1, 5), warps_n, warps_k)
-    inputs = rng.randint(config.splits * units * 16, 600) * 8
-    size = rng.randint(1, 60) * 8, inputs, rng.choice([128, 128 * units]), config
+    config, inputs = random_tiles(rng, IntegerRowConfig)
+    size = rng.randint(1, 60) * 8, inputs, rng.choice([128, 128 * config.units]), config
     check(size, KINDS[seed % 2], torch.bfloat16, device)
 
 

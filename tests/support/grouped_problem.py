@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from product_problem import EPS, Case, poisoned, random_tensor, rows_in_memory, silu_of
@@ -16,7 +18,18 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear_add_norm,
     linear_silu,
 )
-from phonograph.kernels.triton.gemm.tuning import ProductConfig
+from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, IntegerRowConfig, ProductConfig
+
+Tiles = TypeVar("Tiles", FewRowsRingConfig, IntegerRowConfig)
+
+
+def random_tiles(rng: random.Random, kind: type[Tiles]) -> tuple[Tiles, int]:
+    """Return tiles for words of 4 bits, and inputs of which each split has a step at least."""
+    units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+    block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
+    splits = rng.randint(1, 4)
+    config = kind(8, block_n, units, splits, rng.randint(1, 5), warps_n, warps_k)
+    return config, rng.randint(splits * units * 16, 600) * 8
 
 
 class GroupedCase(Case):

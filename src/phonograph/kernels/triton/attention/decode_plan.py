@@ -51,8 +51,8 @@ _PIECE = tl.constexpr(SHORTEST_PIECE)
 # Cost of beginning a unit, in tiles of keys: the last tiles of the unit before, then block ids and queries, must have
 # arrived before the first keys are requested.
 UNIT_COST = tl.constexpr(2)
-# Tiles of a unit from which on a chunk has two at least. Results are merged about as many at a time, which takes longer
-# than a second tile.
+# Tiles of a unit up to which a chunk may be one tile; chunks of longer units are two or more. A program merges about as
+# many results at a time, and merging the next ones takes longer than a second tile.
 _MERGED = tl.constexpr(8)
 # More than UNIT_COST; divides the keys of any chunk. A smaller number shares a word with a multiple of this.
 PACKED = tl.constexpr(8)

@@ -114,9 +114,9 @@ def _integer_row(num_outputs: int, num_inputs: int, group: int, *, pairs: bool) 
     if group != 128 and group % (128 * units):
         return None
     tiles, steps = cdiv(num_outputs, block_n), cdiv(num_inputs, 128 * units)
-    if not pairs and tiles > 3 * processors:
-        return None
     if not pairs:
+        if tiles > 3 * processors:
+            return None
         programs = 3 * processors if weights >= _MANY else 5 * processors // 2 if block_n == 64 else 2 * processors
         splits = max(1, min(8, programs // tiles, steps // 3))
     each, places = cdiv(steps, splits), max(2, cdiv(tiles * splits, processors))

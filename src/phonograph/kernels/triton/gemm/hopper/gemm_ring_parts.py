@@ -17,6 +17,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.torch.grouped import Grouped
+
+UNIT = gl.constexpr(128)
+"""Columns of a unit, the smallest group of interleaved words that the kernels of few rows take."""
+
+
+def takes(weight: Grouped, units: int) -> bool:
+    """Return True for interleaved words of which a step of so many units has one group, or a group for each unit."""
+    return weight.interleaved and (weight.group == UNIT.value or weight.group % (UNIT.value * units) == 0)
+
 
 def rows_descriptor(x_MK: torch.Tensor, tile: list[int], layout: Any) -> TensorDescriptor:
     """Describe rows that the copy engine loads in tiles, and those behind them as far as their memory goes.
@@ -77,6 +87,67 @@ def deferred_factor(squares, eps, K: gl.constexpr, LAYOUT: gl.constexpr):
 def of_outputs(pointer, n, N: gl.constexpr):
     """Load values of the outputs n, constants of the model. Kernels do so early: they come from memory, not a cache."""
     return gl.load(pointer + n, mask=n < N, other=0.0)
+
+
+@gluon.constexpr_function
+def _turns(steps, splits, block_k, group):
+    """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
+    most = -(-steps // splits)
+    if group > UNIT.value:
+        most = most * block_k // group + 2
+    return triton.next_power_of_2(most)
+
+
+@gluon.jit
+def keep(
+    pointer,
+    first,
+    first_group,
+    output_stride,
+    group_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    PAIR: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Copy scales or zeros of a program's outputs to shared memory, and return them, [turns, groups, outputs].
+
+    Turns are the program's steps, or its groups if those are larger than steps, rounded up to a power of two.
+
+    Args:
+        pointer: of the first output and group.
+        first: first output of the program, of BLOCK_N; with PAIR == 2, the ups N behind them follow.
+        first_group: first group of the program. Behind the last one of K its values are repeated.
+        output_stride: from one output to the next.
+        group_stride: from one group to the next.
+        N: outputs.
+        K: inputs.
+        PAIR: see `first`.
+        BLOCK_N: see `first`.
+        BLOCK_K: columns of a step.
+        SPLITS: programs that share the inputs.
+        GROUP: columns of a group.
+        WARPS: of the program.
+    """
+    TURNS: gl.constexpr = _turns((K + BLOCK_K - 1) // BLOCK_K, SPLITS, BLOCK_K, GROUP)
+    GROUPS: gl.constexpr = TURNS * (BLOCK_K // UNIT if GROUP == UNIT else 1)
+    # Eight outputs of a group a thread.
+    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
+    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
+    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
+    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
+    values = gl.load(
+        pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
+    )
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    kept = gl.allocate_shared_memory(values.dtype, [TURNS, GROUPS // TURNS, PAIR * BLOCK_N], LAYOUT)
+    kept._reinterpret(values.dtype, [GROUPS, PAIR * BLOCK_N], LAYOUT).store(values)
+    return kept
 
 
 @gluon.jit

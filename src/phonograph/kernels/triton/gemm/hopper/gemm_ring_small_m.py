@@ -32,15 +32,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
+    UNIT,
     add_parts,
     ask_for_rows,
     ask_for_weights,
     deferred_factor,
     finish,
+    keep,
     leave_part,
     of_outputs,
     read_squares,
     rows_descriptor,
+    takes,
 )
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig
@@ -53,13 +56,7 @@ from phonograph.kernels.triton.launch.gluon import (
 )
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
-_UNIT = gl.constexpr(128)
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def takes(weight: Grouped, config: FewRowsRingConfig) -> bool:
-    """Return True if the kernel multiplies such weights: a step has columns of one group, or a group for each unit."""
-    return weight.interleaved and (weight.group == _UNIT.value or weight.group % (_UNIT.value * config.units) == 0)
 
 
 def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: Parts | None) -> None:
@@ -76,13 +73,13 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
     num_outputs = out_MN.shape[1]
     rows, block_n, units, splits, stages, warps_n, warps_k = config
     assert num_rows <= rows and (splits == 1 or (parts is not None and mode != 2))
-    assert takes(weight, config) and weight.has_equal_strides()
+    assert takes(weight, units) and weight.has_equal_strides()
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
     assert squares is None or squares.sums.shape[1] == rows
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     words_OW = weight.packed_OW
-    words_tile, rows_tile = [block_n, 16 * units], [rows, _UNIT.value * units]
+    words_tile, rows_tile = [block_n, 16 * units], [rows, UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
     rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
     _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
@@ -117,15 +114,6 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
 
 
 @gluon.constexpr_function
-def turns(steps, splits, block_k, group):
-    """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
-    most = -(-steps // splits)
-    if group > _UNIT.value:
-        most = most * block_k // group + 2
-    return triton.next_power_of_2(most)
-
-
-@gluon.constexpr_function
 def _words_layout(warps_n, warps_k, outputs, words):
     """Return the layout of a tile's words: four words of a unit a thread, of two outputs eight apart."""
     registers = [[0, 1], [0, 2], [8, 0], *([one, 0] for one in powers(16 * warps_n, outputs))]
@@ -156,7 +144,7 @@ def _left(words, magic, UNITS: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.con
     words = words.reshape((EIGHTS, 8, UNITS, 16)).permute((1, 2, 0, 3))
     # Halves of a thread's words, words of a half; halves of a word, its pairs in twos.
     values = unpacked(words, magic, 4, KIND).reshape((8, UNITS, EIGHTS, 4, 2, 2, 2, 2, 2))
-    values = values.permute((4, 1, 2, 0, 7, 5, 3, 8, 6)).reshape((2 * UNITS, 8 * EIGHTS, _UNIT // 2))
+    values = values.permute((4, 1, 2, 0, 7, 5, 3, 8, 6)).reshape((2 * UNITS, 8 * EIGHTS, UNIT // 2))
     return gl.convert_layout(values, OPERAND, assert_trivial=True)
 
 
@@ -165,7 +153,7 @@ def _right(x, UNITS: gl.constexpr, OPERAND: gl.constexpr):
     """Return a tile's rows as a right operand [halves of units, k, m], in the order of `_left`."""
     EIGHTS: gl.constexpr = x.shape[0] // 8
     values = x.reshape((EIGHTS, 8, UNITS, 4, 2, 2, 2, 2, 2)).permute((6, 2, 4, 7, 3, 5, 8, 0, 1))
-    return gl.convert_layout(values.reshape((2 * UNITS, _UNIT // 2, 8 * EIGHTS)), OPERAND, assert_trivial=True)
+    return gl.convert_layout(values.reshape((2 * UNITS, UNIT // 2, 8 * EIGHTS)), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -177,52 +165,6 @@ def _multiply(left, right, LAYOUT: gl.constexpr):
     both = mma_v2(left, right, gl.zeros([2 * UNITS, N, M], gl.float32, LAYOUT))
     one, other = gl.split(both.reshape((2, UNITS, N, M)).permute((1, 2, 3, 0)))
     return gl.convert_layout(one + other, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def keep(
-    pointer,
-    first,
-    first_group,
-    output_stride,
-    group_stride,
-    N: gl.constexpr,
-    PAIR: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    LAST_GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    TURNS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Copy scales or zeros of a program's outputs to shared memory, and return them, [turns, groups, outputs].
-
-    Args:
-        pointer: of the first output and group.
-        first: first output of the program, of BLOCK_N; with PAIR == 2, the ups N behind them follow.
-        first_group: first group of GROUPS. Behind LAST_GROUP its values are repeated.
-        output_stride: from one output to the next.
-        group_stride: from one group to the next.
-        N: outputs.
-        PAIR: see `first`.
-        BLOCK_N: see `first`.
-        LAST_GROUP: see `first_group`.
-        GROUPS: see `first_group`.
-        TURNS: steps, or groups if they are larger than steps, as a power of two.
-        WARPS: of the program.
-    """
-    # Eight outputs of a group a thread.
-    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
-    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
-    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), LAST_GROUP)
-    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
-    output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
-    values = gl.load(
-        pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
-    )
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    kept = gl.allocate_shared_memory(values.dtype, [TURNS, GROUPS // TURNS, PAIR * BLOCK_N], LAYOUT)
-    kept._reinterpret(values.dtype, [GROUPS, PAIR * BLOCK_N], LAYOUT).store(values)
-    return kept
 
 
 @gluon.jit
@@ -280,7 +222,7 @@ def _few_rows_ring_kernel(
         let_next_kernel_start()
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    UNITS: gl.constexpr = BLOCK_K // _UNIT
+    UNITS: gl.constexpr = BLOCK_K // UNIT
     PAIR: gl.constexpr = 2 if MODE == 2 else 1
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BYTES: gl.constexpr = PAIR * words_desc.block_type.nbytes + x_desc.block_type.nbytes
@@ -309,14 +251,12 @@ def _few_rows_ring_kernel(
     # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
         ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
-    TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
-    GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == _UNIT else 1)
     first_group = begin * BLOCK_K // GROUP
-    strides = output_stride, group_stride
-    scales = keep(scales_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
+    at = first, first_group, output_stride, group_stride
+    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     zeros = None
     if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
+        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias, up_bias, norm = None, None, None
     if bias_ptr is not None:
@@ -341,7 +281,7 @@ def _few_rows_ring_kernel(
 
     sums = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
     ups = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
-    ones = gl.full([2 * UNITS, 16 * WARPS_N, _UNIT // 2], 1.0, KIND, LEFT)
+    ones = gl.full([2 * UNITS, 16 * WARPS_N, UNIT // 2], 1.0, KIND, LEFT)
     place, turn = 0, 0
     for step in range(begin, end):
         mbarrier.wait(full.index(place), turn)
@@ -359,7 +299,7 @@ def _few_rows_ring_kernel(
         column_sums = _multiply(ones, right, LAYOUT).reshape((UNITS, 1, 16 * WARPS_N, ROWS))
         column_sums = column_sums.broadcast_to((UNITS, BLOCK_N // (16 * WARPS_N), 16 * WARPS_N, ROWS))
         column_sums = gl.convert_layout(column_sums.reshape((UNITS, BLOCK_N, ROWS)), LAYOUT, assert_trivial=True)
-        kept = step - begin if GROUP == _UNIT else step * BLOCK_K // GROUP - first_group
+        kept = step - begin if GROUP == UNIT else step * BLOCK_K // GROUP - first_group
         part = _multiply(_left(words, magic, UNITS, KIND, LEFT), right, LAYOUT)
         sums += _scaled(part, column_sums, scales, zeros, kept, 0, BIAS, LAYOUT)
         if MODE == 2:

@@ -28,11 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import add_parts, leave_part, of_outputs
-from phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m import keep, turns
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import UNIT, add_parts, keep, leave_part, of_outputs, takes
 from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     BESIDE,
-    UNIT,
     left,
     multiply,
     put_row,
@@ -64,8 +62,7 @@ def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: P
     num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
     rows, block_n, units, splits, stages, warps_n, warps_k = config
     assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode != SILU))
-    assert weight.interleaved and weight.has_equal_strides()
-    assert weight.group == UNIT.value or weight.group % (UNIT.value * units) == 0
+    assert takes(weight, units) and weight.has_equal_strides()
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
     assert all(one is None or one.sums.shape[1] == rows for one in (squares, norm and norm.squares))
     partials, arrived = parts or (None, None)
@@ -187,14 +184,12 @@ def _integer_row_kernel(
     # Constants of the model, requested before the wait.
     for place in gl.static_range(STAGES):
         _ask_for_words(ring, place, words_desc, full, first, begin + place, end)
-    TURNS: gl.constexpr = turns(STEPS, SPLITS, BLOCK_K, GROUP)
-    GROUPS: gl.constexpr = TURNS * (UNITS if GROUP == UNIT else 1)
     first_group = begin * BLOCK_K // GROUP
-    strides = output_stride, group_stride
-    scales = keep(scales_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
+    at = first, first_group, output_stride, group_stride
+    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     zeros = None
     if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, first, first_group, *strides, N, PAIR, BLOCK_N, (K - 1) // GROUP, GROUPS, TURNS, WARPS)
+        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
     bias, up_bias, norm = None, None, None

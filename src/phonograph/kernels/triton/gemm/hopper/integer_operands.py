@@ -22,10 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import UNIT
 from phonograph.kernels.triton.launch.gluon import powers
 
-UNIT = gl.constexpr(128)
-"""Columns that have a scale, four products of the tensor cores."""
 BESIDE = gl.constexpr(4)
 """Pieces of a unit that lie behind one another."""
 _LARGEST = gl.constexpr(32512.0)
