@@ -66,7 +66,7 @@ def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> Non
         replace(DEMO, quantization=Quantization("fp8", scheme))
         for scheme in (
             Fp8(origin="FP8", scales="channel"),
-            Fp8(origin="FP8", scales="block", block=(128, 128), scale_end="weight_scale_inv"),
+            Fp8(origin="FP8", scales="block", block=(128, 128)),
         )
     )
     largest = 2 * DEMO.intermediate_size * DEMO.hidden_size

@@ -189,9 +189,8 @@ def first_set(value: float) -> Any:
         (GPTQ, "qweight", halved, "group_size"),
         (GPTQ, "qzeros", halved, "group_size"),
         (GPTQ, "qweight", torch.Tensor.float, "expected int32"),
-        (GPTQ, "scales", first_set(0.0), "zero"),
         (GPTQ, "scales", first_set(float("nan")), "not a number"),
-        (GPTQ, "g_idx", first_set(1), "desc_act=false"),
+        (GPTQ, "g_idx", first_set(1), "g_idx does not put 32 inputs"),
         (FORMATS["gptq order"], "g_idx", first_set(77), "g_idx"),
         (FORMATS["gptq order"], "g_idx", lambda tensor: tensor.flip(0).roll(1), "unlike the projections"),
         (FORMATS["packed"], "weight_shape", first_set(9), "weight_shape"),
@@ -199,7 +198,6 @@ def first_set(value: float) -> Any:
         (FORMATS["fp8 blocks"], "weight_scale_inv", halved, "bits and group_size|group_size"),
         (FORMATS["float channel"], "weight", first_set(float("nan")), "not a number"),
         (FORMATS["int8 channel"], "weight_zero_point", first_set(1), "symmetric=true"),
-        (FORMATS["int8 channel"], "weight_scale", first_set(0.0), "zero"),
         (FORMATS["int8 tensor"], "weight", torch.Tensor.short, "expected int8"),
         (FORMATS["int8 zeros"], "weight", halved, "group_size"),
         (FORMATS["float tensor"], "weight", torch.Tensor.half, "expected float8_e4m3fn"),
@@ -238,9 +236,9 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
         (GPTQ.config | {"group_size": "64"}, ModelError, "group_size='64'"),
         (GPTQ.config | {"desc_act": None}, ModelError, "desc_act"),
         (GPTQ.config | {"lm_head": True}, UnsupportedModelError, "lm_head=True"),
-        (GPTQ.config | {"dynamic": {"a": 1}}, UnsupportedModelError, "dynamic.*null takes it out"),
+        (GPTQ.config | {"dynamic": {"a": 1}}, UnsupportedModelError, "dynamic=.'a': 1.*settings of their own"),
         (FORMATS["awq"].config | {"version": "gemv"}, UnsupportedModelError, "'gemv'"),
-        (FORMATS["awq"].config | {"zero_point": False}, UnsupportedModelError, "zero_point"),
+        (FORMATS["awq"].config | {"zero_point": 0}, ModelError, "zero_point=0"),
         (FORMATS["packed"].config | {"format": "marlin-24"}, UnsupportedModelError, "marlin-24"),
         (
             FORMATS["int8 channel"].config | {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -249,6 +247,30 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
         ),
         (FORMATS["fp8 blocks"].config | {"weight_block_size": [128]}, UnsupportedModelError, r"\[128\]"),
         (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "0 config_groups"),
+        (GPTQ.config | {"format": "gptq_v2"}, ModelError, "checkpoint_format='gptq' and format='gptq_v2'"),
+        (GPTQ.config | {"format": "marlin"}, UnsupportedModelError, "format='marlin'"),
+        (GPTQ.config | {"pack_dtype": "int16"}, UnsupportedModelError, "pack_dtype='int16'"),
+        (GPTQ.config | {"rotation": "hadamard"}, UnsupportedModelError, "rotation='hadamard'"),
+        (GPTQ.config | {"adapter": {"name": "lora"}}, UnsupportedModelError, "adapter="),
+        (GPTQ.config | {"dynamic": {"-:*": {}}}, ModelError, r"'re:\*' in dynamic, which is not a regular expression"),
+        (FORMATS["awq"].config | {"desc_act": True}, UnsupportedModelError, "desc_act=True"),
+        (FORMATS["awq"].config | {"format": "gemv_fast"}, UnsupportedModelError, "format='gemv_fast'"),
+        (FORMATS["fp8"].config | {"scale_fmt": "ue8m0"}, UnsupportedModelError, "scale_fmt='ue8m0'"),
+        (FORMATS["fp8"].config | {"dequantize": True}, UnsupportedModelError, "dequantize=True"),
+        (FORMATS["fp8"].config | {"format": "float8_e4m3fn"}, UnsupportedModelError, "format='float8_e4m3fn'"),
+        (FORMATS["packed"].config | {"ignore": ["re:(mlp"]}, ModelError, r"'re:\(mlp' in ignore.*not a regular"),
+        (FORMATS["packed"].config | {"ignore": [3]}, ModelError, "has 3 in ignore; it must be the name of a module"),
+        (FORMATS["packed"].config | {"ignore": [""]}, ModelError, "has '' in ignore"),
+        (
+            FORMATS["packed"].config | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+            UnsupportedModelError,
+            "kv_cache_scheme has type='int'",
+        ),
+        (
+            FORMATS["packed"].config | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+            UnsupportedModelError,
+            "kv_cache_scheme has strategy='channel'",
+        ),
     ],
 )
 def test_settings(config: Any, error: type[PhonographError], words_of_error: str) -> None:
@@ -349,3 +371,300 @@ def test_groups_lie_side_by_side_on_a_gpu(group: int) -> None:
             assert isinstance(weight, GroupedWeight) and weight.values.has_equal_strides()
             outputs_stride, groups_stride = weight.values.scales_OG.stride()
             assert (outputs_stride if device == "meta" else groups_stride) == 1
+
+
+FLOAT8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gptq", {"pack_dtype": "int32", "method": "gptq", "format": "gptq", "act_group_aware": True, "dynamic": {}}),
+        ("gptq", {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.v_proj"]]}),
+        ("gptq", {"data_type": "int", "iters": 200, "low_gpu_mem_usage": True, "provider": "auto-round"}),
+        ("awq", {"desc_act": False, "sym": True, "format": "gemm", "zero_point": False}),
+        ("fp8", {"dequantize": False, "scale_fmt": "float", "modules_to_convert": None}),
+        ("fp8 blocks", {"weight_block_size": (16, 24), "scale_fmt": None}),
+        ("packed", {"kv_cache_scheme": FLOAT8_CACHE, "transform_config": {}}),
+    ],
+)
+def test_settings_without_effect(name: str, settings: dict[str, Any]) -> None:
+    before = read_quantization(FORMATS[name].config)
+    after = read_quantization(FORMATS[name].config | settings)
+    assert (
+        replace(before.scheme, zeros_required=False) == after.scheme if name == "awq" else before.scheme == after.scheme
+    )  # type: ignore[arg-type]
+    assert after.fp8_kv_cache == ("kv_cache_scheme" in settings)
+
+
+def test_null_takes_out_a_setting_at_any_depth(tmp_path: Path) -> None:
+    """The command that the message names works, and leaves the other settings as they are."""
+    make_checkpoint("llama3", tmp_path)
+    quantize_checkpoint(tmp_path, FORMATS["packed"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = read_model_spec(tmp_path).quantization
+    for place in (
+        config["quantization_config"],
+        config["quantization_config"]["config_groups"]["group_0"],
+        config["quantization_config"]["config_groups"]["group_0"]["weights"],
+    ):
+        place["turbo"] = "yes"
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedModelError, match="turbo='yes'.*--hf-overrides '(.*)'") as raised:
+            read_model_spec(tmp_path)
+        overrides = json.loads(str(raised.value).partition("--hf-overrides '")[2].partition("'")[0])
+        assert read_model_spec(tmp_path, hf_overrides=overrides).quantization == expected
+        del place["turbo"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_model_spec(tmp_path, hf_overrides={"quantization_config": {"ignore": ["mlp"]}})
+    assert spec.quantization is not None and spec.quantization.ignored == ("mlp",)
+    assert read_model_spec(tmp_path, hf_overrides={"quantization_config": None}).quantization is None
+
+
+def same_logits(
+    reference: Any, meant: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    reference.load_state_dict(meant)
+    sequences = DenseSequences(load_model(read_model_spec(folder), folder, dtype=dtype, device=CPU))
+    sequences.add()
+    tokens = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
+    (got,) = sequences.step([(0, tokens)])
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens])).logits[0]
+    assert (got - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change the tensors of a checkpoint in place."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def configure(folder: Path, **settings: Any) -> None:
+    """Change settings of quantization_config."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_zeros_that_borrow(bits: int, version: int, tmp_path: Path) -> None:
+    """Version 1 is written as tools do: one subtraction from a whole word, which a zero of 0 makes borrow."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, Format(method="gptq", bits=bits, symmetric=False, version=2))
+    ones = 0x11111111 if bits == 4 else 0x01010101
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("qzeros")]:
+            module = name.removesuffix(".qzeros")
+            zeros = unpack(tensors[name], bits, 1).numpy().copy()
+            scales = tensors[f"{module}.scales"]
+            weight = meant[f"{module}.weight"]
+            zeros_before = zeros.copy()
+            zeros[np.random.default_rng().random(zeros.shape) < 0.5] = 0
+            # The middle of the range would hide that a file is read as symmetric.
+            moved = torch.from_numpy(zeros_before.astype(np.int64) - zeros.astype(np.int64)) * scales.double()
+            weight += moved.t().repeat_interleave(32, 1)[:, : weight.shape[1]]
+            stored = words(zeros, bits, 1)
+            tensors[name] = torch.from_numpy(stored) - (ones if version == 1 else 0)
+
+    rewrite(tmp_path, change)
+    configure(tmp_path, checkpoint_format="gptq" if version == 1 else "gptq_v2")
+    same_logits(reference, meant, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq zeros", "gptq v2", "gptq 8 bits"])
+@pytest.mark.parametrize("stated", [True, None])
+def test_zeros_that_the_configuration_denies(name: str, stated: bool | None, tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    configure(tmp_path, sym=True)
+    if stated is None:
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["quantization_config"]["sym"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    same_logits(reference, meant, tmp_path)
+    with begin_loading(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU) as loading:
+        loading.finish()
+    assert any("sym=true" in note for note in loading.notes)
+
+
+@pytest.mark.parametrize("middle", [7, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_symmetric_weights_need_no_zeros(middle: int, version: int, tmp_path: Path) -> None:
+    """Tools write the middle of the range as 7 or as 8 in both versions. One other zero, and zeros are read."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, Format(method="gptq", version=version))
+    word = middle * 0x11111111 - (1 << 32 if middle == 8 else 0)
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("qzeros"):
+                tensor.fill_(word)
+
+    rewrite(tmp_path, fill)
+    same_logits(reference, meant, tmp_path)
+    model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+    assert all(weight.operand.zeros_OG is None for weight in model.quantized)  # type: ignore[union-attr]
+
+
+def test_an_order_that_the_configuration_denies(tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, FORMATS["gptq order"])
+    configure(tmp_path, desc_act=False)
+    same_logits(reference, meant, tmp_path)
+
+
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_awq_that_denies_its_zeros(has_zeros: bool, tmp_path: Path) -> None:
+    """A file without zeros has the middle of the range; zeros of a file are read whatever `zero_point` says."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, Format(method="awq", symmetric=not has_zeros))
+    configure(tmp_path, zero_point=False)
+    if not has_zeros:
+        rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("qzeros")])
+    same_logits(reference, meant, tmp_path)
+    configure(tmp_path, zero_point=True)
+    if not has_zeros:
+        with pytest.raises(WeightError, match="qzeros"):
+            load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("end", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_of_fp8_under_both_names(end: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, FORMATS["fp8"])
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            module = name.removesuffix(".weight_scale")
+            tensors[f"{module}.{end}"] = tensors.pop(name).reshape(shape)
+            tensors[f"{module}.activation_scale"] = torch.tensor(0.1)
+
+    rewrite(tmp_path, change)
+    same_logits(reference, meant, tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    rewrite(tmp_path, lambda tensors: [tensors.pop(key, None) for key in (name, f"{name}_inv")])
+    with pytest.raises(WeightError, match="up_proj has no scale; expected weight_scale or weight_scale_inv"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed zeros", "int8 channel", "float channel", "fp8 blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_groups_whose_scale_is_zero(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tools write scales of 0 for tiny weights: the group is 0. A scale that only float16 makes 0 is refused."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    end = {"gptq": "scales", "awq": "scales", "fp8 blocks": "weight_scale_inv"}.get(name, "weight_scale")
+    key = f"model.layers.1.mlp.up_proj.{end}"
+    scale = load_file(tmp_path / "model.safetensors")[key]
+    outputs_first = name not in ("gptq", "awq")
+
+    def set_first(value: float) -> Any:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[key] = tensors[key].float()
+            tensors[key].view(-1)[0] = value
+
+        return change
+
+    rows = 16 if name == "fp8 blocks" else 1
+    width = {"int8 channel": 64, "float channel": 64, "fp8 blocks": 24}.get(name, 32)
+    meant["model.layers.1.mlp.up_proj.weight"][:rows, :width] = 0
+    assert outputs_first or scale.shape[0] == 2
+    rewrite(tmp_path, set_first(0.0))
+    if dtype == torch.float32:
+        same_logits(reference, meant, tmp_path)
+    else:
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
+    rewrite(tmp_path, set_first(1e-12))
+    if dtype == torch.float16 and name != "float channel":
+        with pytest.raises(WeightError, match=r"up_proj has scales that are 0 in float16 \(.*1e-12\); dtype float32"):
+            load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
+    else:
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
+    rewrite(tmp_path, set_first(float("inf")))
+    with pytest.raises(WeightError, match="infinite or not a number in the file; download it again"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "matches"),
+    [
+        ("self_attn", "model.layers.1.self_attn.q_proj", True),
+        ("mlp", "model.layers.10.mlp.up_proj", True),
+        ("layers.1", "model.layers.1.mlp.up_proj", True),
+        ("layers.1", "model.layers.11.mlp.up_proj", False),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1.", "model.layers.12.mlp.up_proj", False),
+        ("up_proj", "model.layers.1.mlp.up_proj", True),
+        ("proj", "model.layers.1.mlp.up_proj", False),
+        ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj", True),
+        ("re:.*layers\\.1\\.", "model.layers.1.mlp.up_proj", True),
+        ("re:up_proj", "model.layers.1.mlp.up_proj", False),
+    ],
+)
+def test_names_of_modules(entry: str, module: str, matches: bool) -> None:
+    """Whole components anywhere in the name; a pattern from its beginning."""
+    fp8 = FORMATS["fp8"].config
+    ignoring = read_quantization(fp8 | {"modules_to_not_convert": [entry]})
+    assert (ignoring.scheme_of(module) is None) == matches
+    only = read_quantization(GPTQ.config | {"modules_in_block_to_quantize": [["o_proj"], [entry]]})
+    assert (only.scheme_of(module) is not None) == matches
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("awq", {"modules_to_not_convert": ["mlp"]}),
+        ("fp8", {"modules_to_not_convert": ["layers.0"]}),
+        ("gptq", {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]}),
+        ("gptq", {"dynamic": {"-:.*layers\\.0\\..*": {}}}),
+        ("packed", {"ignore": ["lm_head", "re:.*down_proj"]}),
+    ],
+)
+def test_files_beside_their_list(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """A part stays in 16 bits by the list. Where the file has it otherwise, the error names the list."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96)
+    dense = load_file(tmp_path / "model.safetensors")
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    whole = load_file(tmp_path / "model.safetensors")
+    configure(tmp_path, **settings)
+    (setting,) = settings
+    with pytest.raises(WeightError, match=rf"by quantization_config with .*{setting}.* is not quantized"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+    quantization = read_model_spec(tmp_path).quantization
+    assert quantization is not None
+
+    def undo(tensors: dict[str, torch.Tensor]) -> None:
+        for key in dense:
+            module = key.removesuffix(".weight")
+            if f"{key}" in whole and whole[key].dtype == dense[key].dtype:
+                continue
+            if quantization.scheme_of(module) is None:
+                for other in [other for other in tensors if other.startswith(f"{module}.") and "bias" not in other]:
+                    del tensors[other]
+                tensors[key] = meant[key] = dense[key]
+
+    rewrite(tmp_path, undo)
+    same_logits(reference, meant, tmp_path)
+    configure(tmp_path, **{setting: None})
+    with pytest.raises(WeightError, match=r"by quantization_config with .* is quantized"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_scales_of_a_cache_without_quantized_weights(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        **{"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []},
+        "kv_cache_scheme": FLOAT8_CACHE,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_configured_model(EngineConfig(model=str(tmp_path)), config_only=False)
+    assert spec.quantization is None and any("kv_cache_dtype=fp8" in note for note in spec.notes)
+    spec = read_configured_model(EngineConfig(model=str(tmp_path), kv_cache_dtype="fp8"), config_only=False)
+    assert not any("kv_cache_dtype=fp8" in note for note in spec.notes)

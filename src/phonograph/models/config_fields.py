@@ -33,11 +33,18 @@ def _is_positive_int(value: object) -> bool:
     return type(value) is int and value > 0
 
 
+def _is_layer_count(value: object) -> bool:
+    return type(value) is int and 0 < value <= MOST_LAYERS
+
+
 def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
 
 
+MOST_LAYERS = 10_000
+"""Most layers of a model. A damaged file may have billions, and plans are made layer by layer."""
 POSITIVE_INT = Kind("a positive integer", _is_positive_int)
+LAYERS = Kind(f"a positive integer of at most {MOST_LAYERS}", _is_layer_count)
 POSITIVE_NUMBER = Kind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
 NUMBER = Kind("a finite number", is_number)
 EPSILON = Kind("a float of 0 or more", lambda value: type(value) is float and math.isfinite(value) and value >= 0)
@@ -74,7 +81,7 @@ _COMMON: dict[str, Field] = {
     "vocab_size": Field(32000, POSITIVE_INT),
     "hidden_size": Field(4096, POSITIVE_INT),
     "intermediate_size": Field(11008, POSITIVE_INT),
-    "num_hidden_layers": Field(32, POSITIVE_INT),
+    "num_hidden_layers": Field(32, LAYERS),
     "num_attention_heads": Field(32, POSITIVE_INT),
     "num_key_value_heads": Field(None, POSITIVE_INT.or_null()),
     "head_dim": Field(None, POSITIVE_INT.or_null()),
@@ -137,6 +144,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "use_qk_norm": (False, None),
     "qk_layernorm": (False, None),
     "per_layer_config": ({}, None),
+    "output_router_logits": (False, None),
 }
 """Fields of features that are not implemented, with the values that disable the feature; the first is the default."""
 
@@ -151,8 +159,8 @@ _TENSORS = "fixed by the architecture; the tensors of the file must agree with i
 _GROUPS: tuple[tuple[str, str], ...] = (
     (
         _BOOKKEEPING,
-        "_name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map is_llama_config "
-        "unsloth_fixed unsloth_version tokenizer_class torchscript _attn_implementation_autoset",
+        "name_or_path transformers_version transformers.js_config auto_map is_llama_config unsloth_fixed "
+        "unsloth_version tokenizer_class torchscript tensor_parallel_size bos_token eos_token pad_token unk_token",
     ),
     (
         _TRAINING,
@@ -174,13 +182,14 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _KERNELS,
-        "attn_implementation _attn_implementation experts_implementation use_flash_attn use_flash_attention "
-        "use_flash_attention_2 _flash_attn_2_enabled",
+        "attn_implementation experts_implementation use_flash_attn use_flash_attention use_flash_attention_2",
     ),
     (_UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
 )
 IGNORED: Mapping[str, str] = {name: reason for reason, names in _GROUPS for name in names.split()}
-"""Fields without effect on any supported model, each with the reason."""
+"""Fields without effect on any supported model, each with the reason. So are those that begin with an underscore, which
+transformers and tools keep for themselves.
+"""
 
 IGNORED_BY_TYPE: Mapping[str, Mapping[str, str]] = {
     "llama": {"use_sliding_window": _UNREAD, "max_window_layers": _UNREAD},

@@ -65,7 +65,33 @@ def check_overrides(overrides: Mapping[str, Any], raw: Mapping[str, Any]) -> Non
             raise ConfigError("hf_overrides", {name: value}, f"config.json has no field of that name; {hint}")
 
 
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with overrides, which replace whole fields; in quantization_config they replace single keys.
+
+    A key of quantization_config, at any depth, is taken out by null.
+    """
+    field = "quantization_config"
+    merged = {**raw, **overrides}
+    if isinstance(raw.get(field), dict) and isinstance(overrides.get(field), dict):
+        merged[field] = _merged(raw[field], overrides[field])
+    return merged
+
+
+def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(raw)
+    for name, value in overrides.items():
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, dict) and isinstance(raw.get(name), dict):
+            merged[name] = _merged(raw[name], cast("dict[str, Any]", value))
+        else:
+            merged[name] = value
+    return merged
+
+
 def _check(name: str, value: Any, model_type: str) -> None:
+    if name.startswith("_"):
+        return
     field = FIELDS[model_type].get(name)
     shown = f"{name}={shortened(repr(value))}"
     if field is not None:

@@ -19,7 +19,7 @@ from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, sh
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
-from phonograph.models.hf_config import FULL, check_overrides, read_settings
+from phonograph.models.hf_config import FULL, check_overrides, read_settings, with_overrides
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
@@ -71,6 +71,7 @@ class ModelSpec:
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
         quantization: format of quantized projections, or None.
+        fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
         lm_head_scheme: format that the language model's head is converted to at load, or None.
         notes: decisions while reading, for `explain`.
     """
@@ -97,6 +98,7 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
+    fp8_kv_cache: bool = False
     lm_head_scheme: Scheme | None = None
     notes: tuple[str, ...] = ()
 
@@ -171,6 +173,12 @@ class ModelSpec:
             for name, outputs in matrix.parts.items():
                 yield f"{matrix.prefix}.{name}", outputs, matrix.inputs, matrix.bias
 
+    def has_projection(self, module: str) -> bool:
+        """Return True for the name of a projection in a checkpoint."""
+        layer = module.removeprefix("model.layers.").partition(".")[0]
+        index = int(layer) if layer.isdecimal() else self.num_layers
+        return index < self.num_layers and any(module == name for name, *_ in self._projections(index))
+
     def quantized_projections(self) -> Iterator[tuple[Scheme, int, int]]:
         """Yield the format, outputs and inputs of each quantized projection."""
         for layer in range(self.num_layers if self.quantization is not None else 0):
@@ -198,6 +206,9 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
         hf_overrides=config.hf_overrides,
         config_only=config_only,
     )
+    if spec.fp8_kv_cache and config.kv_cache_dtype != "fp8":
+        note = "the checkpoint has scales for a KV cache in FP8, which kv_cache_dtype=fp8 uses"
+        spec = replace(spec, notes=(*spec.notes, note))
     if config.quantize_lm_head is not None:
         spec = replace(spec, lm_head_scheme=Fp8Head(origin="FP8, made at load", scales="channel"))
     quantization = choose_quantization(spec.quantization, config.quantization)
@@ -239,7 +250,7 @@ def read_model_spec(
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
     raw = _read_json(path)
     check_overrides(overrides, raw)
-    raw |= overrides
+    raw = with_overrides(raw, overrides)
     with _located(path, overrides):
         if trust_remote_code and raw.get("auto_map"):
             raise UnsupportedModelError(
@@ -329,6 +340,7 @@ def _make_spec(
     length, source = context_length(settings, rope)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
+    quantization = None if quantized is None else read_quantization(quantized)
     spec = ModelSpec(
         architecture=name,
         num_layers=settings["num_hidden_layers"],
@@ -351,7 +363,9 @@ def _make_spec(
         rope_factor=factor,
         dtype=dtype,
         eos_token_ids=eos_token_ids,
-        quantization=None if quantized is None else read_quantization(quantized),
+        # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.
+        quantization=quantization if quantization is not None and quantization.scheme else None,
+        fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
         notes=() if note is None else (note,),
     )
     _check_quantization(spec)

@@ -22,7 +22,9 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awq(GroupedScheme):
-    """AWQ of 4 bits."""
+    """AWQ of 4 bits. With `zeros_required` False, a file without `qzeros` has zeros in the middle of the range."""
+
+    zeros_required: bool = True
 
     @property
     def name(self) -> str:
@@ -34,7 +36,7 @@ class Awq(GroupedScheme):
         groups = self.num_groups(inputs)
         return {
             "qweight": Stored((inputs, outputs // _PACKED), (torch.int32,)),
-            "qzeros": Stored((groups, outputs // _PACKED), (torch.int32,)),
+            "qzeros": Stored((groups, outputs // _PACKED), (torch.int32,), required=self.zeros_required),
             "scales": Stored((groups, outputs), SCALE_DTYPES),
         }
 
@@ -42,7 +44,8 @@ class Awq(GroupedScheme):
         assert isinstance(weight, GroupedWeight)
         qweight = tensors["qweight"]
         weight.write_scales(module, first, tensors["scales"].t())
-        weight.write_zeros(first, _outputs_first(tensors["qzeros"]))
+        middle_OG = torch.full_like(tensors["scales"].t(), 8, dtype=torch.uint8)
+        weight.write_zeros(first, _outputs_first(tensors["qzeros"]) if "qzeros" in tensors else middle_OG)
         for outputs in slices(qweight.shape[1] * _PACKED, weight.inputs):
             words = qweight[:, outputs.start // _PACKED : outputs.stop // _PACKED]
             weight.write_values(first + outputs.start, _outputs_first(words))

@@ -1,8 +1,9 @@
 """Weights in FP8 (e4m3): of compressed-tensors ("float-quantized") and of Hugging Face's `fp8` configurations.
 
 A module has `weight` [outputs, inputs] in e4m3 and a scale: one for the matrix, one for each output, or one for each
-block. Files may have `input_scale` for activations in FP8. It is not read: activations stay in the model's type, or are
-rounded with a scale for each row, which is more accurate.
+block. It is named `weight_scale` or `weight_scale_inv`, and multiplies the numbers under both names. Files may have
+`input_scale` or `activation_scale` for activations in FP8. They are not read: activations stay in the model's type, or
+are rounded with a scale for each row, which is more accurate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
 log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
+_SCALE_ENDS = ("weight_scale", "weight_scale_inv")
 _LARGEST, _SMALLEST_SCALE = 448.0, 1e-7
 
 
@@ -32,13 +34,11 @@ class Fp8:
         origin: name of the format, for people.
         scales: "tensor", "channel" or "block".
         block: outputs and inputs of a block; not used for other scales.
-        scale_end: end of the names of scales.
     """
 
     origin: str
     scales: str
     block: tuple[int, int] = (0, 0)
-    scale_end: str = "weight_scale"
 
     @property
     def name(self) -> str:
@@ -51,8 +51,9 @@ class Fp8:
         scales = shape[self.scales] if self.scales in shape else (-(-outputs // rows), -(-inputs // columns))
         return {
             "weight": Stored((outputs, inputs), (FP8,)),
-            self.scale_end: Stored(scales, SCALE_DTYPES),
+            **{end: Stored(scales, SCALE_DTYPES, required=False) for end in _SCALE_ENDS},
             "input_scale": Stored((1,), SCALE_DTYPES, required=False),
+            "activation_scale": Stored((1,), SCALE_DTYPES, required=False),
         }
 
     def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> LinearWeight:
@@ -71,7 +72,11 @@ class Fp8:
         into.view(torch.uint8).copy_(values_OI.view(torch.uint8))
         if bool((into.view(torch.uint8) & 127 == 127).any()):
             raise WeightError(f"{module}.weight has numbers that are not a number; download the file again")
-        scales = tensors[self.scale_end].to(torch.float32)
+        ends = [end for end in _SCALE_ENDS if end in tensors]
+        if len(ends) != 1:
+            problem = "no scale" if not ends else "two scales"
+            raise WeightError(f"{module} has {problem}; expected {' or '.join(_SCALE_ENDS)}")
+        scales = tensors[ends[0]].to(torch.float32)
         if self.scales == "block":
             scales = scales.repeat_interleave(self.block[0], 0)[:outputs]
         weight.write_scales(module, first, scales.reshape(-1, weight.values.scales_OG.shape[1]).expand(outputs, -1))

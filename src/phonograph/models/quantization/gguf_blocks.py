@@ -104,7 +104,7 @@ class GgufBlocks(GroupedScheme):
                 values_OI = values_OI + ((1 << (self.bits - 1)) - (1 << (block.bits - 1)))
             start = first + outputs.start
             weight.write_values(start, values_OI)
-            weight.write_scales(module, start, scales_OG.repeat_interleave(repeats, 1), zeros=True)
+            weight.write_scales(module, start, scales_OG.repeat_interleave(repeats, 1))
             if self.offsets:
                 offsets_OG = torch.zeros_like(scales_OG) if offsets_OG is None else offsets_OG
                 weight.write_offsets(module, start, offsets_OG.repeat_interleave(repeats, 1))

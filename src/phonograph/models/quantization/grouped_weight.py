@@ -55,7 +55,8 @@ class GroupedWeight:
             values.scales_OG.fill_(std)
             return
         values.packed_OW.random_(-(2**31), 2**31, generator=generator)
-        # Values that are uniform over all integers of so many bits have this standard deviation.
+        _centre(values.packed_OW, values.bits)
+        # Standard deviation of values that are uniform over all integers of this number of bits.
         values.scales_OG.fill_(std / ((1 << values.bits) / math.sqrt(12)))
         if values.zeros_OG is not None:
             values.zeros_OG.fill_(1 << (values.bits - 1))
@@ -64,19 +65,16 @@ class GroupedWeight:
         if values.offsets_OG is not None:
             values.offsets_OG.zero_()
 
-    def write_scales(self, module: str, first: int, scales_OG: torch.Tensor, *, zeros: bool = False) -> None:
-        """Fill the scales of outputs from `first` on. `zeros` allows scales of zero.
+    def write_scales(self, module: str, first: int, scales_OG: torch.Tensor) -> None:
+        """Fill the scales of outputs from `first` on. The weights of a group with a scale of 0 are 0.
 
         Raises:
-            WeightError: a scale is zero, infinite or not a number, in the file or in the model's type.
+            WeightError: a scale is infinite or not a number, or the model's type makes it 0 or infinite.
         """
         into = self.values.scales_OG[first : first + scales_OG.shape[0]]
         into.copy_(scales_OG)
-        if not bool((into.isfinite() & (zeros | (into != 0))).all()):
-            raise WeightError(
-                f"{module} has scales that are zero, infinite or not a number in {_type(into)} (the file has "
-                f"{_type(scales_OG)}); download the file again, or set dtype to float32"
-            )
+        if not bool((into.isfinite() & ((into != 0) | (scales_OG == 0))).all()):
+            raise WeightError(f"{module} has scales that are {_fault(scales_OG, into)}")
 
     def write_offsets(self, module: str, first: int, offsets_OG: torch.Tensor) -> None:
         """Fill the offsets of outputs from `first` on.
@@ -88,10 +86,7 @@ class GroupedWeight:
         into = self.values.offsets_OG[first : first + offsets_OG.shape[0]]
         into.copy_(offsets_OG)
         if not bool(into.isfinite().all()):
-            raise WeightError(
-                f"{module} has offsets that are infinite or not a number in {_type(into)}; download the file again, or "
-                "set dtype to float32"
-            )
+            raise WeightError(f"{module} has offsets that are {_fault(offsets_OG, into)}")
 
     def write_zeros(self, first: int, zeros_OG: torch.Tensor) -> None:
         """Fill the zeros of outputs from `first` on with integers of any type."""
@@ -231,5 +226,26 @@ def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return values if dim == 1 else values.t()
 
 
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _centre(packed_OW: torch.Tensor, bits: int) -> None:
+    """Replace values of 0 by the middle of the range, in place, so that random values are 0 on average.
+
+    Weights with another mean add the same number to each output, and the sum grows with each layer beyond float16.
+    """
+    ones = sum(1 << place for place in range(0, 31, bits))
+    for words in packed_OW.split(max(1, (1 << 24) // max(1, packed_OW.shape[1]))):
+        # The lowest bit of each value becomes the disjunction of its bits.
+        bits_set = words | (words >> 1)
+        bits_set |= bits_set >> 2
+        if bits == 8:
+            bits_set |= bits_set >> 4
+        words.bitwise_or_((~bits_set & ones) << (bits - 1))
+
+
+def _fault(stored: torch.Tensor, converted: torch.Tensor) -> str:
+    """Return what is wrong with numbers of a file that do not fit the model's type, and what would work."""
+    if not bool(stored.isfinite().all()):
+        return "infinite or not a number in the file; download it again"
+    sizes, dtype = stored.abs(), str(converted.dtype).removeprefix("torch.")
+    if bool(converted.isfinite().all()):
+        return f"0 in {dtype} (the smallest of the file is {float(sizes[sizes > 0].amin()):g}); dtype float32 works"
+    return f"infinite in {dtype} (the largest of the file is {float(sizes.amax()):g}); dtype float32 works"

@@ -126,12 +126,19 @@ class Quantization:
     Attributes:
         method: quant_method of config.json, or "gguf".
         scheme: the format of all modules, or the formats of modules by name; others are not quantized.
-        ignored: modules that are not quantized: names, ends of names after a dot, or "re:" and a pattern.
+        ignored: modules that are not quantized: components of names that follow each other ("layers.1", "mlp"), or
+            "re:" and a pattern.
+        only: modules that are quantized, as in `ignored`; all if there are none.
+        lists: settings that `ignored` and `only` come from.
+        fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
     """
 
     method: str
     scheme: Scheme | Mapping[str, Scheme] = field(hash=False)
     ignored: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    fp8_kv_cache: bool = False
 
     @property
     def name(self) -> str:
@@ -145,10 +152,12 @@ class Quantization:
         """Return the format of a module's weights; None for the model's type."""
         if isinstance(self.scheme, Mapping):
             return self.scheme.get(module)
-        return None if any(_matches(pattern, module) for pattern in self.ignored) else self.scheme
+        if any(_matches(entry, module) for entry in self.ignored):
+            return None
+        return self.scheme if not self.only or any(_matches(entry, module) for entry in self.only) else None
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return module == pattern or module.endswith(f".{pattern}") or module.startswith(f"{pattern}.")
+def _matches(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    return f".{entry.strip('.')}." in f".{module}."

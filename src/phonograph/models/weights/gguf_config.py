@@ -24,9 +24,14 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """Architectures by `general.architecture`. Files of Mistral models mostly say "llama"."""
 ROPE_FACTORS = "rope_freqs.weight"
-_END_TEXTS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"})
-_CONTROL = 3
-"""Type of special tokens in `tokenizer.ggml.token_type`."""
+_END_TEXTS = (
+    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <|fim_pad|> <fim-pad> "
+    "<fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|> "
+    "<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+"""Texts of tokens at which llama.cpp ends a text or a turn, whatever the header says (`src/llama-vocab.cpp`)."""
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _REQUIRED = object()
 
 
@@ -55,6 +60,11 @@ _SCALING: Mapping[str, _Key] = {
     "rope.scaling.yarn_beta_fast": _Key("beta_fast", float),
     "rope.scaling.yarn_beta_slow": _Key("beta_slow", float),
 }
+_BIASES: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Projections whose biases a switch of config.json brings. Those that a file lacks are 0."""
 _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "vocab_size": lambda value, config: value == config["vocab_size"],
     "attention.value_length": lambda value, config: value == _head_size(config),
@@ -94,8 +104,8 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "vocab_size": _vocab_size(file),
     }
-    for bias, switch in (("attn_q", "attention_bias"), ("ffn_gate", "mlp_bias")):
-        config[switch] = f"blk.0.{bias}.bias" in file.tensors
+    for switch, parts in _BIASES.items():
+        config[switch] = any(f".{part}.bias" in name for name in file.tensors for part in parts)
     for key, entry in _KEYS.items():
         value = _read(file, f"{name}.{key}", entry)
         if value is not None:
@@ -112,13 +122,15 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
 
 
 def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
-    """Return the tokens that end a text or a turn: those that the header names, and special ones with their texts."""
-    named = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    texts, types = file.values.get("tokenizer.ggml.tokens"), file.values.get("tokenizer.ggml.token_type")
-    if isinstance(texts, list) and isinstance(types, list):
-        pairs = enumerate(zip(texts, types, strict=False))
-        named += [token for token, (text, kind) in pairs if kind == _CONTROL and text in _END_TEXTS]
-    return tuple(dict.fromkeys(token for token in named if type(token) is int))
+    """Return the tokens that end a text or a turn: those that the header names, and those with known texts."""
+    named = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in _END_KEYS]
+    texts = file.values.get("tokenizer.ggml.tokens")
+    ends = set(_END_TEXTS.split())
+    found = {text: token for token, text in enumerate(texts) if text in ends} if isinstance(texts, list) else {}
+    # In the format of gpt-oss this token only ends a message within an answer.
+    if "<|return|>" in found and "<|call|>" in found:
+        found.pop("<|end|>", None)
+    return tuple(dict.fromkeys(token for token in (*named, *found.values()) if type(token) is int))
 
 
 def quantization_of_gguf(file: GgufFile) -> Quantization | None:

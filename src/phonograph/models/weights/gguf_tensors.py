@@ -1,7 +1,8 @@
 """Loading of weights from a GGUF file.
 
 All names and shapes are checked before a tensor is read. A tensor in blocks becomes the quantized weight of its
-projection; embeddings, and matrices that are not quantized as a whole, become numbers in the model's type.
+projection; embeddings, and matrices that are not quantized as a whole, become numbers in the model's type. Biases that
+a file lacks are 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
     """Start copies of all tensors.
 
     Raises:
-        WeightError: a tensor is missing or unexpected, or has another shape; a vector is in blocks.
+        WeightError: a tensor that is not a bias is missing; a tensor is unexpected, or has another shape; a vector is
+            in blocks.
     """
     modules, half = list(model.quantized_modules()), model.spec.head_size // 2
     shapes = model.spec.tensor_shapes()
@@ -45,11 +47,14 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             )
         if tensor.kind not in FLOATS and len(tensor.shape) != 2:
             raise WeightError(f"tensor {_shown(name)} in {file.path} is not a matrix, and has the type {tensor.kind}")
-    missing = [gguf_name(name) for name in shapes if name not in tensors]
+    missing = [gguf_name(name) for name in shapes if name not in tensors and not name.endswith(".bias")]
     if missing:
         more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""
         raise WeightError(f"tensor {missing[0]} is not in {file.path}{more}; download it again")
     for name, destination in model.destinations().items():
+        if name not in tensors:
+            copies.run(partial(_clear, destination))
+            continue
         tensor, rows, interleaved = tensors[name], tensors[name].rows(), _is_interleaved(name, file)
         if tensor.kind in FLOATS:
             if interleaved:
@@ -76,6 +81,11 @@ def _is_interleaved(name: str, file: GgufFile) -> bool:
 def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:
     """Return interleaved rows of heads in the order of transformers; `half` is 0 for rows that are not interleaved."""
     return rows.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if half else rows
+
+
+@torch.inference_mode()
+def _clear(destination: torch.Tensor) -> None:
+    destination.zero_()
 
 
 def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:

@@ -17,11 +17,12 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phonograph.errors import ConfigError, WeightError
+from phonograph.errors import ConfigError, WeightError, shortened
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
+from phonograph.models.weights.file_format import match_format
 from phonograph.models.weights.gguf_file import read_gguf
 from phonograph.models.weights.gguf_tensors import load_gguf
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
@@ -91,7 +92,7 @@ def begin_loading(
         raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
     files = {} if location is None else weight_files(location)
     known_notes = len(spec.notes)
-    spec, names = match_tied_embeddings(spec, files)
+    spec, names = match_tied_embeddings(match_format(spec, files), files)
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         model = Transformer(spec, dtype, device)
@@ -196,10 +197,10 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                     tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                     written[name] = file
                     if name in packed:
-                        _check_packed(name, tensor, packed[name], file)
+                        _check_packed(name, tensor, packed[name], file, model.spec)
                         parts[name] = tensor
                     else:
-                        _check(name, tensor, shapes[name], file)
+                        _check(name, tensor, shapes[name], file, model.spec)
                         copies.add(name, destinations[name], tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
@@ -212,6 +213,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
         raise WeightError(
             f"tensor {missing[0]} {expected[missing[0]]} is in none of {_some([file.name for file in files])}"
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
+            f"{_stated(missing[0], model.spec)}"
         )
     for module, ends in modules:
         own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
@@ -219,7 +221,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
 
 
-def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path) -> None:
+def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path, spec: ModelSpec) -> None:
     shape = list(tensor.shape)
     if shape != list(stored.shape) and not (tensor.numel() == 1 and math.prod(stored.shape) == 1):
         raise WeightError(
@@ -228,7 +230,10 @@ def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path) -
         )
     if tensor.dtype not in stored.dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in stored.dtypes)
-        raise WeightError(f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected {names}")
+        raise WeightError(
+            f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected {names}"
+            f"{_stated(name, spec)}"
+        )
 
 
 def _is_zero_bias(name: str, tensors: Any, own_name: str, spec: ModelSpec) -> bool:
@@ -239,7 +244,7 @@ def _is_zero_bias(name: str, tensors: Any, own_name: str, spec: ModelSpec) -> bo
     return not bool(tensors.get_tensor(own_name).any())
 
 
-def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path) -> None:
+def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Path, spec: ModelSpec) -> None:
     if tuple(tensor.shape) != expected:
         raise WeightError(
             f"tensor {name} in {file} has shape {list(tensor.shape)}; the configuration expects {list(expected)}"
@@ -247,7 +252,7 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, ...], file: Pat
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise WeightError(
             f"tensor {name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; expected float32, float16 or "
-            "bfloat16 (config.json has no quantization_config for it)"
+            f"bfloat16{_stated(name, spec) or ' (config.json has no quantization_config for it)'}"
         )
 
 
@@ -256,8 +261,20 @@ def _refuse_unexpected(name: str, file: Path, spec: ModelSpec) -> None:
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings):
         return
     raise WeightError(
-        f"tensor {name} in {file} is not part of this {spec.architecture}; do config.json and weights belong together?"
+        f"tensor {name} in {file} is not part of this {spec.architecture}"
+        f"{_stated(name, spec) or '; do config.json and weights belong together?'}"
     )
+
+
+def _stated(name: str, spec: ModelSpec) -> str:
+    """Return what quantization_config says of the module of a tensor, for an error; nothing for other modules."""
+    module, quantization = name.rpartition(".")[0], spec.quantization
+    if quantization is None or not spec.has_projection(module):
+        return ""
+    entries = ", ".join((*quantization.ignored, *quantization.only))
+    lists = f" with {' and '.join(quantization.lists)} ({shortened(entries) or 'empty'})" if quantization.lists else ""
+    state = "not quantized" if spec.scheme_of(module) is None else "quantized"
+    return f"; by quantization_config{lists}, {module} is {state}"
 
 
 def _some(names: list[str]) -> str:

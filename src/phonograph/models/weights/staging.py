@@ -19,8 +19,6 @@ from phonograph.errors import WeightError
 
 STAGING_BYTES = 32 << 20
 _THREADS = 8
-_FLOAT16_INFINITE = 65520.0
-"""Smallest magnitude that becomes infinite in float16."""
 
 
 class Staging:
@@ -139,18 +137,21 @@ class Copies:
 
 @torch.inference_mode()
 def _check_finite(name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise a WeightError if the cast of finite numbers to float16 gave infinite ones.
+    """Raise a WeightError if the cast of finite numbers to the destination's type gave infinite ones.
 
     Checks the extremes of the result, without another copy; reads the source only if they are infinite.
     """
-    if destination.dtype != torch.float16 or source.dtype == torch.float16 or not source.numel():
+    if torch.finfo(source.dtype).max <= torch.finfo(destination.dtype).max or not source.numel():
         return
     low, high = torch.aminmax(destination)
     if bool(low.isfinite() & high.isfinite()):
         return
-    largest = float(source[source.isfinite()].abs().amax()) if bool(source.isfinite().any()) else 0.0
-    if largest >= _FLOAT16_INFINITE:
+    finite = source[source.isfinite()]
+    if finite.numel() and not bool(finite.to(destination.dtype).isfinite().all()):
+        dtype, largest = str(destination.dtype).removeprefix("torch."), torch.finfo(destination.dtype).max
+        others = [other for other in (torch.bfloat16, torch.float32) if torch.finfo(other).max > largest]
+        works = " or ".join(str(other).removeprefix("torch.") for other in others if other != destination.dtype)
         raise WeightError(
-            f"tensor {name} has numbers up to {largest:g}, and the largest float16 is 65504; dtype bfloat16 or float32 "
-            "works"
+            f"tensor {name} has numbers up to {float(finite.abs().amax()):g}, and the largest {dtype} is {largest:g}; "
+            + (f"dtype {works} works" if works and bool(finite.float().isfinite().all()) else "no type here has them")
         )
