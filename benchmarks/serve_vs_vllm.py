@@ -36,6 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from checks.peer_log import missing_kernel, peer_choices
 from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
 from checks.serving import faults, versus
 from checks.serving.generated import make_model_folder
@@ -185,6 +186,10 @@ def run_side(side: str, settings: Settings, *, skip_existing: bool) -> dict[str,
         result["problems"].append(str(error))
     finally:
         result["exit_code"] = server.stop()
+    if side != OURS and not settings.peer_command:
+        result["choices"] = peer_choices(settings.folder / f"{side}.log")
+        problem = missing_kernel(str(settings.model), result["choices"])
+        result["problems"] += [problem] if problem else []
     _wait_until_free(idle_mib)
     if side == OURS and not result["problems"]:
         if settings.streams:

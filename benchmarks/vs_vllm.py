@@ -6,8 +6,9 @@ DIR of --model needs a config.json only: both sides make random weights. --peer-
 runs vLLM on these workloads, and --peer-site vLLM itself (it becomes PYTHONPATH; where ours is to run a backend, it
 follows ours, for the kernels that vLLM brings). Every run is a process of its own
 with a time limit; it leaves its rows, its log and what became of it in RUNS, so that --skip-existing goes on after an
-interruption, and a peer that fails costs only its own column. --modes compares our own graph modes on the mixed
-workload.
+interruption, and a peer that fails costs only its own column. The result has the lines of the peer's log that name
+kernels, attention backend and graph mode; a run of a quantized model whose log names no kernel of quantized weights
+fails, and its rows are left out. --modes compares our own graph modes on the mixed workload.
 
 A run is written as NAME=SUITE,SUITE: `ours=decode,latency`, `ours:FULL=mixed` (a graph mode of ours),
 `ours@flash_attn:3:FULL=decode` (also a backend of ours, with or without version and mode; one for each part is
@@ -37,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checks.bench_versus import OURS, backend_of, compare, summarise
+from checks.peer_log import missing_kernel, peer_choices
 from checks.processes import end_group, gpu_uuid, portable
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
@@ -189,6 +191,11 @@ def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, A
         # A peer's engine may live in processes of its own, and the next run needs their memory.
         end_group(process)
         reader.join(10)
+    choices = [] if run.is_ours else peer_choices(log)
+    unquantized = None if run.is_ours else missing_kernel(settings.model, choices)
+    if unquantized is not None and rows.exists():
+        rows.rename(rows.with_suffix(".refused"))
+    problem = problem or unquantized
     result = {
         "system": run.system,
         "suites": list(run.suites),
@@ -197,6 +204,7 @@ def execute(run: Run, settings: Settings, *, skip_existing: bool) -> dict[str, A
         "seconds": round(time.time() - began, 1),
         "ok": problem is None,
         "problem": problem,
+        **({} if run.is_ours else {"choices": choices}),
         "process_start_to_ready": round(stamps[0] - began, 2) if stamps and not run.is_ours else None,
         "gpu": gpu_uuid(),
     }

@@ -37,6 +37,16 @@ with open(out, "a") as file:
 """
 
 
+PEER_LOG = """
+(EngineCore pid=771) INFO 11-26 18:01:12 [gptq_marlin.py:371] Using MacheteLinearKernel for GPTQMarlinLinearMethod
+(EngineCore pid=771) INFO 11-26 18:01:12 [cuda.py:366] Using FLASH_ATTN attention backend out of ['FLASH_ATTN']
+(EngineCore pid=771) INFO 11-26 18:01:13 [fa_utils.py:42] Using FlashAttention version 3
+INFO 11-26 18:01:13 [core.py:9] Initializing with config: dtype=bfloat16, quantization=gptq_marlin, seed=0
+Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  10%
+Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  20%
+"""
+
+
 @pytest.fixture
 def peer(tmp_path: Path) -> Path:
     folder = tmp_path / "peer"
@@ -336,3 +346,29 @@ def test_a_chart_is_the_same_text_again(tmp_path: Path) -> None:
     for name in ("one", "other"):
         save(line_chart("t", "x", "y", {"a": [(1, 10.0), (2, 11.0)]}), tmp_path / f"{name}.svg")
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "other.svg").read_text()
+
+
+@pytest.mark.parametrize("kernel", ["MacheteLinearKernel", "none"])
+def test_what_the_peer_chose_is_in_the_record(kernel: str, benchmark_script: Load, tmp_path: Path, peer: Path) -> None:
+    """A quantized run whose log names no kernel of quantized weights fails, and gives no figures."""
+    script = benchmark_script("vs_vllm")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    log = PEER_LOG.replace("Using MacheteLinearKernel", f"Using {kernel}")
+    program = FAKE_PEER + f"\nprint({log!r}, file=sys.stderr)"
+    (peer / "vllm_anchor.py").write_text(program)
+    flags = [*_flags(tmp_path, peer), "--runs", "FLASH_ATTN/FULL/16=mixed"]
+    flags[flags.index("demo")] = str(model)
+    script.main(flags)
+    result = json.loads((tmp_path / "result.json").read_text())
+    (run,) = result["runs"]
+    backend = "Using FLASH_ATTN attention backend out of ['FLASH_ATTN']"
+    graphs = "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE)"
+    assert run["choices"][-4:] == [backend, "Using FlashAttention version 3", "quantization=gptq_marlin", graphs]
+    if kernel == "none":
+        assert not run["ok"] and "no kernel of quantized weights" in run["problem"]
+        assert not result["rows"]
+    else:
+        assert run["choices"][0] == "Using MacheteLinearKernel for GPTQMarlinLinearMethod" and run["ok"]
+        assert len(result["rows"]) == 2
