@@ -236,7 +236,9 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
         (GPTQ.config | {"group_size": "64"}, ModelError, "group_size='64'"),
         (GPTQ.config | {"desc_act": None}, ModelError, "desc_act"),
         (GPTQ.config | {"lm_head": True}, UnsupportedModelError, "lm_head=True"),
-        (GPTQ.config | {"dynamic": {"a": 1}}, UnsupportedModelError, "dynamic=.'a': 1.*settings of their own"),
+        (GPTQ.config | {"dynamic": {"a": 1}}, ModelError, "dynamic has a=1; it must be an object"),
+        (GPTQ.config | {"dynamic": {"a": {"bits": 2}}}, UnsupportedModelError, "dynamic.a has bits=2"),
+        (GPTQ.config | {"dynamic": {"a": {"turbo": 2}}}, UnsupportedModelError, "dynamic.a has turbo=2"),
         (FORMATS["awq"].config | {"version": "gemv"}, UnsupportedModelError, "'gemv'"),
         (FORMATS["awq"].config | {"zero_point": 0}, ModelError, "zero_point=0"),
         (FORMATS["packed"].config | {"format": "marlin-24"}, UnsupportedModelError, "marlin-24"),
@@ -246,7 +248,7 @@ def test_biases_that_tools_add(tmp_path: Path) -> None:
             "dense",
         ),
         (FORMATS["fp8 blocks"].config | {"weight_block_size": [128]}, UnsupportedModelError, r"\[128\]"),
-        (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "0 config_groups"),
+        (FORMATS["packed"].config | {"config_groups": {}}, UnsupportedModelError, "no config_groups"),
         (GPTQ.config | {"format": "gptq_v2"}, ModelError, "checkpoint_format='gptq' and format='gptq_v2'"),
         (GPTQ.config | {"format": "marlin"}, UnsupportedModelError, "format='marlin'"),
         (GPTQ.config | {"pack_dtype": "int16"}, UnsupportedModelError, "pack_dtype='int16'"),
@@ -417,7 +419,7 @@ def test_null_takes_out_a_setting_at_any_depth(tmp_path: Path) -> None:
         del place["turbo"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_model_spec(tmp_path, hf_overrides={"quantization_config": {"ignore": ["mlp"]}})
-    assert spec.quantization is not None and spec.quantization.ignored == ("mlp",)
+    assert spec.quantization is not None and spec.quantization.rules == (("mlp", None),)
     assert read_model_spec(tmp_path, hf_overrides={"quantization_config": None}).quantization is None
 
 

@@ -171,7 +171,7 @@ def _read_scalars(value: Any) -> Any:
 
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8"]
+QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-round"]
 HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]

@@ -364,7 +364,7 @@ def _make_spec(
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.
-        quantization=quantization if quantization is not None and quantization.scheme else None,
+        quantization=quantization if quantization is not None and quantization.has_schemes else None,
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
         notes=() if note is None else (note,),
     )
@@ -373,15 +373,23 @@ def _make_spec(
 
 
 def _check_quantization(spec: ModelSpec) -> None:
-    """Check that the parts of each fused matrix have one format, and that the format has matrices of these sizes."""
+    """Check that the parts of each fused matrix have one layout, and that the format has matrices of these sizes."""
     if spec.quantization is None:
         return
     for prefix, parts, _, _ in (matrix for layer in range(spec.num_layers) for matrix in spec.matrices(layer)):
-        ignored = [part for part in parts if spec.scheme_of(f"{prefix}.{part}") is None]
+        schemes = {part: spec.scheme_of(f"{prefix}.{part}") for part in parts}
+        ignored = [part for part, scheme in schemes.items() if scheme is None]
         if 0 < len(ignored) < len(parts):
             raise UnsupportedModelError(
                 f"quantization_config leaves {', '.join(ignored)} of {prefix} in 16 bits and quantizes the rest of "
                 f"{', '.join(parts)}, which run as one matrix; that is not supported"
+            )
+        # Types of GGUF files that differ have the same layout in memory.
+        if not isinstance(spec.quantization.scheme, Mapping) and len(set(schemes.values())) > 1:
+            formats = ", ".join(f"{part} {scheme.name}" for part, scheme in schemes.items() if scheme is not None)
+            raise UnsupportedModelError(
+                f"quantization_config gives the parts of {prefix} several formats ({formats}), and they run as one "
+                "matrix; that is not supported"
             )
     for scheme, outputs, inputs in spec.quantized_projections():
         scheme.stored(outputs, inputs)

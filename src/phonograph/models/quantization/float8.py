@@ -34,11 +34,13 @@ class Fp8:
         origin: name of the format, for people.
         scales: "tensor", "channel" or "block".
         block: outputs and inputs of a block; not used for other scales.
+        inverse: numbers are divided by the scales of the file.
     """
 
     origin: str
     scales: str
     block: tuple[int, int] = (0, 0)
+    inverse: bool = False
 
     @property
     def name(self) -> str:
@@ -77,6 +79,7 @@ class Fp8:
             problem = "no scale" if not ends else "two scales"
             raise WeightError(f"{module} has {problem}; expected {' or '.join(_SCALE_ENDS)}")
         scales = tensors[ends[0]].to(torch.float32)
+        scales = scales.reciprocal() if self.inverse else scales
         if self.scales == "block":
             scales = scales.repeat_interleave(self.block[0], 0)[:outputs]
         weight.write_scales(module, first, scales.reshape(-1, weight.values.scales_OG.shape[1]).expand(outputs, -1))

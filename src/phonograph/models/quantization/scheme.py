@@ -97,6 +97,10 @@ class Scheme(Protocol):
         ...
 
 
+Rules = tuple[tuple[str, Scheme | None], ...]
+"""Formats of some modules, each with the name or pattern that the rule is for; None for the model's type."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
     """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on."""
@@ -125,36 +129,42 @@ class Quantization:
 
     Attributes:
         method: quant_method of config.json, or "gguf".
-        scheme: the format of all modules, or the formats of modules by name; others are not quantized.
-        ignored: modules that are not quantized: components of names that follow each other ("layers.1", "mlp"), or
-            "re:" and a pattern.
-        only: modules that are quantized, as in `ignored`; all if there are none.
-        lists: settings that `ignored` and `only` come from.
+        scheme: the format of modules without a rule, or the formats of modules by name; None for the model's type.
+        rules: formats of some modules, of which the first that matches counts; None for the model's type. A rule is for
+            components of a name that follow each other ("layers.1", "mlp"), or for "re:" and a pattern.
+        only: modules that are quantized, as in `rules`; all if there are none.
+        lists: settings that `rules` and `only` come from.
         fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
     """
 
     method: str
-    scheme: Scheme | Mapping[str, Scheme] = field(hash=False)
-    ignored: tuple[str, ...] = ()
+    scheme: Scheme | Mapping[str, Scheme] | None = field(hash=False)
+    rules: Rules = ()
     only: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
 
     @property
+    def has_schemes(self) -> bool:
+        """True if there may be modules that are quantized."""
+        return bool(self.scheme) or any(scheme is not None for _, scheme in self.rules)
+
+    @property
     def name(self) -> str:
-        """Name for people; of several formats each with its number of modules."""
-        if not isinstance(self.scheme, Mapping):
-            return self.scheme.name
-        counts = Counter(scheme.name for scheme in self.scheme.values())
-        return f"{self.method.upper()}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        """Name for people; of several formats each, with the number of modules if it is known."""
+        if isinstance(self.scheme, Mapping):
+            counts = Counter(scheme.name for scheme in self.scheme.values())
+            return f"{self.method.upper()}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        schemes = (self.scheme, *(scheme for _, scheme in self.rules))
+        return " and ".join(dict.fromkeys(scheme.name for scheme in schemes if scheme is not None))
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the format of a module's weights; None for the model's type."""
         if isinstance(self.scheme, Mapping):
             return self.scheme.get(module)
-        if any(_matches(entry, module) for entry in self.ignored):
+        if self.only and not any(_matches(entry, module) for entry in self.only):
             return None
-        return self.scheme if not self.only or any(_matches(entry, module) for entry in self.only) else None
+        return next((scheme for entry, scheme in self.rules if _matches(entry, module)), self.scheme)
 
 
 def _matches(entry: str, module: str) -> bool:

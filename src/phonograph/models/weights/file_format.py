@@ -23,26 +23,31 @@ def match_format(spec: ModelSpec, files: Iterable[Path]) -> ModelSpec:
 
     Damaged files are skipped: loading reports them.
     """
-    stated = None if spec.quantization is None else spec.quantization.scheme
-    if spec.quantization is None or not isinstance(stated, Gptq):
+    quantization = spec.quantization
+    if quantization is None:
         return spec
-    scheme = stated
+    found: dict[Gptq, Gptq] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in cast("list[str]", tensors.keys()):
                     module, _, end = name.rpartition(".")
-                    if end in ("qzeros", "g_idx") and spec.scheme_of(module) is not None:
-                        scheme = scheme.with_tensor(end, cast("torch.Tensor", tensors.get_tensor(name)))
+                    scheme = spec.scheme_of(module) if end in ("qzeros", "g_idx") else None
+                    if isinstance(scheme, Gptq):
+                        tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                        found[scheme] = found.get(scheme, scheme).with_tensor(end, tensor)
         except (SafetensorError, OSError):
             continue
     notes = list(spec.notes)
-    if scheme.zeros != stated.zeros:
+    if any(stated.zeros != scheme.zeros for stated, scheme in found.items()):
         notes.append(
             "sym=true of quantization_config ignored: qzeros of the checkpoint has other zeros, which are used"
         )
-    if scheme.ordered != stated.ordered:
+    if any(stated.ordered != scheme.ordered for stated, scheme in found.items()):
         notes.append(
             "desc_act=false of quantization_config ignored: g_idx of the checkpoint has another order of inputs"
         )
-    return replace(spec, quantization=replace(spec.quantization, scheme=scheme), notes=tuple(notes))
+    if isinstance(quantization.scheme, Gptq):
+        quantization = replace(quantization, scheme=found.get(quantization.scheme, quantization.scheme))
+    rules = tuple((entry, found.get(one, one) if isinstance(one, Gptq) else one) for entry, one in quantization.rules)
+    return replace(spec, quantization=replace(quantization, rules=rules), notes=tuple(notes))

@@ -7,7 +7,6 @@ weight is written exactly once, or loading fails.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -198,7 +197,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                     written[name] = file
                     if name in packed:
                         _check_packed(name, tensor, packed[name], file, model.spec)
-                        parts[name] = tensor
+                        parts[name] = tensor.reshape(packed[name].shape)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
                         copies.add(name, destinations[name], tensor)
@@ -223,7 +222,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
 
 def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path, spec: ModelSpec) -> None:
     shape = list(tensor.shape)
-    if shape != list(stored.shape) and not (tensor.numel() == 1 and math.prod(stored.shape) == 1):
+    # Tools write a scale for each output with one dimension or two, and a single scale with none.
+    if [size for size in shape if size != 1] != [size for size in stored.shape if size != 1]:
         raise WeightError(
             f"tensor {name} in {file} has shape {shape}; quantization_config and sizes of the model ask for "
             f"{list(stored.shape)}; do bits and group_size belong to this file?"
@@ -271,7 +271,7 @@ def _stated(name: str, spec: ModelSpec) -> str:
     module, quantization = name.rpartition(".")[0], spec.quantization
     if quantization is None or not spec.has_projection(module):
         return ""
-    entries = ", ".join((*quantization.ignored, *quantization.only))
+    entries = ", ".join((*(entry for entry, _ in quantization.rules), *quantization.only))
     lists = f" with {' and '.join(quantization.lists)} ({shortened(entries) or 'empty'})" if quantization.lists else ""
     state = "not quantized" if spec.scheme_of(module) is None else "quantized"
     return f"; by quantization_config{lists}, {module} is {state}"
