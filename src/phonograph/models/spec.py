@@ -377,20 +377,7 @@ def _check_quantization(spec: ModelSpec) -> None:
     if spec.quantization is None:
         return
     for prefix, parts, _, _ in (matrix for layer in range(spec.num_layers) for matrix in spec.matrices(layer)):
-        schemes = {part: spec.scheme_of(f"{prefix}.{part}") for part in parts}
-        ignored = [part for part, scheme in schemes.items() if scheme is None]
-        if 0 < len(ignored) < len(parts):
-            raise UnsupportedModelError(
-                f"quantization_config leaves {', '.join(ignored)} of {prefix} in 16 bits and quantizes the rest of "
-                f"{', '.join(parts)}, which run as one matrix; that is not supported"
-            )
-        # Types of GGUF files that differ have the same layout in memory.
-        if not isinstance(spec.quantization.scheme, Mapping) and len(set(schemes.values())) > 1:
-            formats = ", ".join(f"{part} {scheme.name}" for part, scheme in schemes.items() if scheme is not None)
-            raise UnsupportedModelError(
-                f"quantization_config gives the parts of {prefix} several formats ({formats}), and they run as one "
-                "matrix; that is not supported"
-            )
+        spec.quantization.check_parts(prefix, parts)
     for scheme, outputs, inputs in spec.quantized_projections():
         scheme.stored(outputs, inputs)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.quantization.compressed_tensors import IntQuantized, PackQuantized
 from phonograph.models.quantization.float8 import Fp8, check_block
+from phonograph.models.quantization.quantization_settings import Settings
 from phonograph.models.quantization.scheme import Quantization, Scheme
-from phonograph.models.quantization.settings import Settings
 
 
 def read_compressed_tensors(settings: Settings) -> Quantization:

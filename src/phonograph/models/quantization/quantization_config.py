@@ -11,8 +11,8 @@ from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.compressed_tensors_config import read_compressed_tensors
 from phonograph.models.quantization.float8 import Fp8, Fp8AtLoad, check_block
 from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.quantization_settings import Settings
 from phonograph.models.quantization.scheme import Quantization, Rules, Scheme
-from phonograph.models.quantization.settings import Settings
 
 
 def read_quantization(config: Any) -> Quantization:

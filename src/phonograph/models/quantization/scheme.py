@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
+from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
 
 
@@ -165,6 +166,28 @@ class Quantization:
         if self.only and not any(_matches(entry, module) for entry in self.only):
             return None
         return next((scheme for entry, scheme in self.rules if _matches(entry, module)), self.scheme)
+
+    def check_parts(self, prefix: str, parts: Iterable[str]) -> None:
+        """Check that the parts of a fused matrix have one layout in memory.
+
+        Args:
+            prefix: prefix of the parts' names in a checkpoint.
+            parts: the rest of the names.
+
+        Raises:
+            UnsupportedModelError: they have not.
+        """
+        schemes = {part: self.scheme_of(f"{prefix}.{part}") for part in parts}
+        # Types of GGUF files that differ have the same layout.
+        several = not isinstance(self.scheme, Mapping) and len(set(schemes.values())) > 1
+        if several or (None in schemes.values() and any(schemes.values())):
+            formats = ", ".join(
+                f"{part} is {scheme.name if scheme else 'in 16 bits'}" for part, scheme in schemes.items()
+            )
+            raise UnsupportedModelError(
+                f"quantization_config gives the parts of {prefix} several formats: {formats}; they run as one matrix, "
+                "and that is not supported"
+            )
 
 
 def _matches(entry: str, module: str) -> bool:
