@@ -324,3 +324,63 @@ def test_headers(header: dict[str, Any], error: type[PhonographError], words: st
         words = words.replace("'phi3'", "'phi3 '")
     with pytest.raises(error, match=f"(?s){words}"):
         load_model(read_model_spec(path), path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("llama_bias", ["self_attn.o_proj"]),
+        ("llama_bias", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"]),
+        ("qwen2", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("qwen2", ["self_attn.k_proj"]),
+    ],
+)
+@pytest.mark.parametrize("layers", [[0, 1], [0]])
+def test_biases_that_a_file_lacks_are_zero(
+    family: str, without: list[str], layers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = make_checkpoint(family, tmp_path, **SMALL)
+    names = {f"model.layers.{layer}.{module}.bias" for layer in layers for module in without}
+    path = tmp_path / "model.gguf"
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def add(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        if name not in {own_name(one) for one in names}:
+            add_tensor(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
+    meant = write_gguf(path, tmp_path, kinds(rest="F32"))
+    assert names < meant.keys()
+    for name in names:
+        meant[name] = torch.zeros_like(meant[name])
+    reference.load_state_dict(meant, strict=False)
+    reference.tie_weights()
+    tokens = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens])).logits[0]
+    got = logits(read_model_spec(path), path, tokens)
+    assert (got - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+TEXTS = ["a", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>", "<|fim_pad|>", "</s>", "<|im_start|>", "b"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "header", "ends"),
+    [
+        (TEXTS, {}, {1, 2, 3, 4, 5, 6}),
+        (TEXTS, {"tokenizer.ggml.eos_token_id": 8}, {1, 2, 3, 4, 5, 6, 8}),
+        # Within an answer of gpt-oss <|end|> ends a message.
+        (["<|return|>", "<|end|>", "<|call|>", "<|message|>"], {}, {0, 2}),
+        (["x", "y"], {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.fim_pad_token_id": 0}, {0, 1}),
+    ],
+)
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_ends_of_turns(
+    texts: list[str], header: dict[str, Any], ends: set[int], kind: int, qwen2: Path, tmp_path: Path
+) -> None:
+    """Tokens at which llama.cpp ends a turn, whatever their type in the header is."""
+    path = tmp_path / "model.gguf"
+    tokens = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": [kind] * len(texts)}
+    write_gguf(path, qwen2, kinds(rest="F16"), header=tokens | header)
+    assert set(read_model_spec(path).eos_token_ids) == ends

@@ -474,3 +474,23 @@ def test_weights_beyond_float16_are_named(source: torch.dtype, tmp_path: Path) -
         load(tmp_path, dtype=dtype)
     save_file({**weights, name: changed.clamp(-65000)}, file)
     assert load(tmp_path, dtype=torch.float16).destinations()[name].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype", "words"),
+    [
+        (1e39, torch.float32, "largest float32 is 3.40282e.38; no type here has them"),
+        (1e39, torch.bfloat16, "largest bfloat16 is 3.38953e.38; no type here has them"),
+        (3.4e38, torch.bfloat16, "largest bfloat16 is 3.38953e.38; dtype float32 works"),
+        (1e38, torch.float16, "largest float16 is 65504; dtype bfloat16 or float32 works"),
+    ],
+)
+def test_weights_beyond_any_type_are_named(largest: float, dtype: torch.dtype, words: str, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: tensor.double() for name, tensor in load_file(file).items()}
+    name = random.choice(sorted(weights))
+    weights[name].view(-1)[random.randrange(weights[name].numel())] = -largest
+    save_file(weights, file)
+    with pytest.raises(WeightError, match=rf"tensor {name} has numbers up to .*{words}"):
+        load(tmp_path, dtype=dtype)

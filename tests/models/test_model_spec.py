@@ -346,6 +346,10 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, UnsupportedModelError, "mrope_section=.*rope_scaling"),
         ({"torch_dtype": "torch.float16"}, UnsupportedModelError, "dtype='torch.float16'.*float16"),
+        ({"num_hidden_layers": 10**9}, ModelError, "num_hidden_layers=1000000000 must be .* at most 10000"),
+        ({"head_dim": 2 * 10**12}, ModelError, "head_dim=2000000000000 must be .* at most 65536"),
+        ({"head_dim": None, "hidden_size": 32 * 10**12}, ModelError, "head_dim=1000000000000 .* at most 65536"),
+        ({"output_router_logits": True}, UnsupportedModelError, "output_router_logits=True"),
         ({"vocab_size": 1000.0}, ModelError, "vocab_size=1000.0 must be a positive integer"),
         ({"vocab_size": True}, ModelError, "vocab_size=True"),
         ({"rms_norm_eps": "1e-5"}, ModelError, "rms_norm_eps='1e-5'"),
@@ -439,3 +443,12 @@ def test_an_unreachable_hub_is_a_model_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelError, match=r"owner/name.*revision 'v2'.*cannot be reached.*folder"):
         read_model_spec("owner/name", revision="v2")
+
+
+def test_fields_that_tools_add_are_harmless(tmp_path: Path) -> None:
+    extra = {
+        **{"_name_or_path": "x", "_experts_implementation": "eager", "_from_a_tool": {"a": 1}},
+        **{"output_router_logits": False, "tensor_parallel_size": 1},
+        **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": None},
+    }
+    assert read(tmp_path, LLAMA, **extra) == read(tmp_path, LLAMA)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNLIMITED = (-1, -1)
+_MOST_HEAD_SIZE = 1 << 16
+"""Largest head size; larger numbers are of damaged files, and a rotary embedding has a frequency for each pair."""
 
 
 class LayerMatrix(NamedTuple):
@@ -333,8 +335,10 @@ def _make_spec(
         raise ModelError(
             f"num_attention_heads={num_query_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
         )
-    if head_size <= 0 or head_size % 2:
-        raise ModelError(f"head_dim={head_size} must be positive and even, for the rotary embedding")
+    if not 0 < head_size <= _MOST_HEAD_SIZE or head_size % 2:
+        raise ModelError(
+            f"head_dim={head_size} must be positive and even, for the rotary embedding, and at most {_MOST_HEAD_SIZE}"
+        )
     rope = read_rope(settings)
     frequencies, factor = rope_frequencies(rope, head_size)
     length, source = context_length(settings, rope)
