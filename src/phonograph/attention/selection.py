@@ -22,14 +22,13 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flash_attn.providers import functions_of
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
-from phonograph.attention.preferences import MEASURED
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError, ConfigError
 
 AUTO = "auto"
-"""Name that selects from `MEASURED` first, then by order of preference. Without a name only the order counts."""
+"""Name that selects by order of preference, as no name does."""
 ENTRY_POINTS = "phonograph.attention_backends"
 """Group of entry points of out-of-tree backends. Each leads to a `Registered`."""
 
@@ -189,7 +188,7 @@ def select(
 
     Args:
         name: a backend's name in any case, or one for each part of a batch (`parse_parts`). None selects by order of
-            preference, and so does "auto" if no installed backend was measured to be faster.
+            preference, and so does "auto".
         version: of a family that has versions; without a name it selects flash_attn.
         spec: attention of the KV group.
         device: the device; it need not be present.
@@ -200,18 +199,13 @@ def select(
         BackendError: the named backend refuses, or all do; the message has every refusal and what would serve.
     """
     backends = registered_backends() if registry is None else list(registry)
-    passed_over: list[str] = []
     if name is not None and name.lower() == AUTO:
-        if version is None:
-            measured, passed_over = _measured(spec, device, backends)
-            if measured is not None:
-                return measured
         name = None
     parts = parse_parts(name) if name is not None else None
     if parts is not None:
         return _select_parts(parts, version, spec, device, backends)
     candidates, reason = _candidates(name, version, backends)
-    reasons = [*passed_over, reason]
+    reasons = [reason]
     rejected: dict[str, list[str]] = {}
     for candidate in candidates:
         label = candidate.capabilities.label
@@ -235,29 +229,6 @@ def select(
     labels = [one.capabilities.label for one in backends if not one.refusals(spec, device)]
     would = f"would serve: {', '.join(labels)}" if labels else "no backend would serve"
     raise BackendError(f"attention_backend={name!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
-
-
-def _measured(
-    spec: AttentionSpec, device: DeviceSpec, backends: list[Registered]
-) -> tuple[Selection | None, list[str]]:
-    """Return the first entry of `MEASURED` that is installed and serves `spec`, and reasons against those before it."""
-    passed_over: list[str] = []
-    for backend, version, why in MEASURED.get(device.capability, ()):
-        capability = ".".join(map(str, device.capability))
-        begin = f"auto: {backend} was measured to be faster on compute capability {capability}"
-        if spec.kv_cache_dtype != spec.dtype:
-            passed_over.append(f"{begin}, but not with a KV cache of {spec.kv_cache_dtype}")
-            continue
-        try:
-            selection = select(backend, version, spec, device, backends)
-        except (BackendError, ConfigError) as error:
-            passed_over.append(f"{begin}, but {error}")
-            continue
-        missing = selection.capabilities.missing()
-        if missing is None:
-            return replace(selection, reasons=(f"{begin}: {why}", *selection.reasons)), []
-        passed_over.append(f"{begin}, but cannot run here: {missing}")
-    return None, passed_over
 
 
 def load(selection: Selection) -> MakeBackend:
