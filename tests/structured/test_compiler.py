@@ -118,6 +118,30 @@ def test_a_request_has_its_own_strictness_or_the_engines(engine: Strictness) -> 
     compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("structured", "is_taken"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, True),
+        ({"json": {"type": "nope"}}, False),
+        ({"json": {"type": "array", "uniqueItems": True, "items": {"type": "nope"}}}, False),
+        ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, False),
+        ({"json": {"$ref": "#/nowhere"}}, False),
+        ({"json": {"type": "string", "pattern": "^(?=a)"}}, True),
+        ({"json": {"type": "string", "pattern": "^(?=a)", "enum": [2]}}, False),
+        ({"regex": "a("}, False),
+        ({"grammar": "root ::= x"}, False),
+    ],
+)
+def test_errors_name_the_relaxed_mode_only_where_it_takes_the_request(structured: Any, is_taken: bool) -> None:
+    compiler = byte_compiler()
+    error = compiler.request(StructuredOutputs(**structured)).exception(60)
+    relaxed = compiler.request(StructuredOutputs(**structured, strictness="relaxed"))
+    assert isinstance(error, RequestError) and (relaxed.exception(60) is None) == is_taken
+    assert ("strictness='relaxed' accepts it, with a warning" in str(error)) == is_taken
+    assert "relaxed" not in str(relaxed.exception(60))
+    compiler.close()
+
+
 def test_after_the_end_nothing_is_compiled() -> None:
     go = threading.Event()
     compiler = GrammarCompiler(lambda: byte_vocabulary() if go.wait(60) else None, (END,))

@@ -7,6 +7,7 @@ token can follow. It also lets a name of a pattern occur twice.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache, lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ MOST_COPIED = 200_000
 """Characters of schemas that are written again, once for each further name of a pattern."""
 _LONGEST = 300
 """Bytes of a name in JSON, beyond which a pattern does not count as finite."""
+_REPEATED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([*+]|\{\d+,\})", re.DOTALL)
 _END = 256
 
 
@@ -51,7 +53,7 @@ def write_names(found: list[tuple[Schema, Schema, int]]) -> list[str]:
             names, properties = names_of(pattern, most), schema.get("properties", {})
             if names is None:
                 continue
-            size, is_listed = len(json.dumps(one)) * (len(names) - 1), listed.issuperset(names)
+            size, is_listed = len(json.dumps(one)) * max(0, len(names) - 1), listed.issuperset(names)
             fits = copied + size <= MOST_COPIED
             # The library counts the properties of a pattern, but not optional ones.
             if is_listed and not fits:
@@ -95,7 +97,7 @@ def _write_rule(schema: Schema, resource: Schema, most: int) -> list[str]:
         schema["additionalProperties"] = False
     elif pattern:
         is_described = any(one is not False for one in properties.values())
-        if named or (is_described and more is not True) or _grammar(pattern) is None:
+        if named or (is_described and more is not True) or matches(pattern, "") is None:
             return []  # `more` would apply to what is described too
         schema["properties"] = {name: one if matches(pattern, name) else False for name, one in properties.items()}
         schema["patternProperties"] = {pattern: more}
@@ -118,22 +120,26 @@ def _both(one: Any, other: Any) -> Any:
     return other if one in (True, {}) else one if other in (True, {}) else {"allOf": [one, other]}
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Return True if a name matches a pattern that the library can compile."""
-    grammar, tokens = _grammar(pattern), [*json.dumps(name, ensure_ascii=False).encode("utf-8", "replace"), _END]
-    return grammar is not None and grammar.matcher().validate(tokens) == len(tokens)
+def matches(pattern: str, name: str) -> bool | None:
+    """Return True if a name matches a pattern; None if the library cannot compile the pattern."""
+    tokens = [*json.dumps(name, ensure_ascii=False).encode("utf-8", "replace"), _END]
+    try:
+        return _grammar(pattern).matcher().validate(tokens) == len(tokens)
+    except GrammarError:
+        return None
 
 
 @lru_cache(1024)
 def names_of(pattern: str, most: int) -> tuple[str, ...] | None:
     """Return all names that a pattern matches; None if there are more than `most`, or the library cannot compile it."""
-    grammar = _grammar(pattern)
-    if grammar is None:
+    # A walk through the names takes 30 ms, so patterns that match names of any length are recognized before. Patterns
+    # with a class of no characters match nothing.
+    if "[^" not in pattern and (not {"^", "$"} <= {*pattern} or any(_REPEATED.findall(pattern))):
         return None
     found: list[bytes] = []
     mask_RW = np.zeros((1, _END // 32 + 1), np.int32)
-    pending = [(grammar.matcher(), b"")]
     try:
+        pending = [(_grammar(pattern).matcher(), b"")]
         while pending:
             matcher, text = pending.pop()
             matcher.fill(mask_RW, 0)
@@ -147,17 +153,26 @@ def names_of(pattern: str, most: int) -> tuple[str, ...] | None:
                 else:
                     pending.append((matcher.copy(), text + bytes([token])))
                     pending[-1][0].accept(token)
-    except GrammarError:
-        return None
+    except GrammarError as error:
+        return () if "Regex is empty" in str(error) else None
     return tuple(sorted((json.loads(text) for text in found), key=lambda name: (len(name), name)))
 
 
+def without_nul(pattern: str) -> str:
+    r"""Remove NUL from classes. The library adds `"` and `\` to a class that has all control characters."""
+
+    def changed(found: re.Match[str]) -> str:
+        if found[0].startswith("[^"):
+            return r"[^\x00" + found[0][2:]
+        return re.sub(r"\\(x00|u0000|0)-", r"\\x01-", found[0]) if found[0].startswith("[") else found[0]
+
+    return re.sub(r"\\.|\[(\\.|[^\]\\])*\]", changed, pattern, flags=re.DOTALL)
+
+
 @lru_cache(256)
-def _grammar(pattern: str) -> Grammar | None:
-    try:
-        return _library().of_json_schema({"type": "string", "pattern": pattern}, any_whitespace=False, lenient=False)
-    except GrammarError:
-        return None
+def _grammar(pattern: str) -> Grammar:
+    schema = {"type": "string", "pattern": without_nul(pattern)}
+    return _library().of_json_schema(schema, any_whitespace=False, lenient=False)
 
 
 @cache

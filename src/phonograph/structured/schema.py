@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, TypeGuard
@@ -18,9 +17,9 @@ from urllib.parse import urljoin
 from phonograph.core.grammar import GrammarError
 from phonograph.errors import shortened
 from phonograph.structured.formats import BY_LIBRARY, LONGEST, PATTERNS, noted
-from phonograph.structured.names import write_names
+from phonograph.structured.names import without_nul, write_names
 from phonograph.structured.places import MAX_DEPTH, NEUTRAL, Schema, at_pointer, inner, resolved, schemas
-from phonograph.structured.unions import TYPES, require_tag, values_of, write_union
+from phonograph.structured.unions import require_tag, values_of, write_unions
 
 MOST_MULTIPLE = 1024
 """Largest `multipleOf`: the library's time to compile grows with its square, without a limit."""
@@ -41,6 +40,7 @@ _OPEN = _MERGING | {
     *("if", "dependentSchemas", "dependencies"),
 }
 """Keywords that describe properties; an object that has one stays open."""
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
 """pydantic's pattern of a Decimal, and an equivalent without lookahead."""
 
@@ -79,8 +79,7 @@ class _Prepass:
         found = self._walk()
         for schema, resource, _ in found:
             require_tag(schema, resource)
-        for schema, resource, _ in found:
-            write_union(schema, resource)
+        write_unions(found)
         self.warnings += write_names(found)
         found = self._walk()
         addresses = {_name_of(self._root, resource) for _, resource, _ in found}
@@ -169,14 +168,14 @@ class _Prepass:
         if pattern == _DECIMAL[0]:
             schema["pattern"] = _DECIMAL[1]
         elif isinstance(pattern, str):
-            schema["pattern"] = _without_nul(pattern)
+            schema["pattern"] = without_nul(pattern)
             if self._refuses_regex is not None and self._refuses_regex(pattern):
                 self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
         named = schema.get("patternProperties")
         if isinstance(named, dict):
             for name in filter(self._refuses_regex, list(named)) if self._refuses_regex is not None else ():
                 self._drop(named, name, f"the pattern {shortened(name, 100)} of names")
-            schema["patternProperties"] = {_without_nul(name): one for name, one in named.items()}
+            schema["patternProperties"] = {without_nul(name): one for name, one in named.items()}
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
         """Expand `uniqueItems` of an enum: all lists without repetition, or only those in the enum's order."""
@@ -198,7 +197,7 @@ class _Prepass:
             if sum(number_of(len(values), count) for count in counts) <= MOST_LISTS:
                 schema["enum"] = [list(one) for count in counts for one in choose(values, count)]
                 del schema["uniqueItems"]
-                kinds = {items.get("type", kind) == kind for kind in (TYPES.get(type(one)) for one in values)}
+                kinds = {items.get("type", kind) == kind for kind in (_TYPES.get(type(one)) for one in values)}
                 if kinds <= {True} and items.keys() <= NEUTRAL | {"enum", "const"}:
                     del schema["items"]  # redundant, and slow to check against each list
                 return
@@ -239,17 +238,6 @@ def _write_conditions(schema: Schema) -> None:
             del schema["not"]
     if choices:
         schema["allOf"] = [*schema.get("allOf", []), *choices]
-
-
-def _without_nul(pattern: str) -> str:
-    r"""Remove NUL from classes. The library adds `"` and `\` to a class that has all control characters."""
-
-    def changed(found: re.Match[str]) -> str:
-        if found[0].startswith("[^"):
-            return r"[^\x00" + found[0][2:]
-        return re.sub(r"\\(x00|u0000|0)-", r"\\x01-", found[0]) if found[0].startswith("[") else found[0]
-
-    return re.sub(r"\\.|\[(\\.|[^\]\\])*\]", changed, pattern, flags=re.DOTALL)
 
 
 def _without(name: str) -> Schema:

@@ -6,13 +6,21 @@ The library proves this too, but not of branches that are references.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 from phonograph.structured.places import Schema, resolved
 
 MOST_BRANCHES = 100
 """Branches of a union, with those of unions within it, that are compared, each with each."""
-TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+class _Facts(NamedTuple):
+    """Facts about the values of a schema; empty values and tags are unknown."""
+
+    types: set[str]
+    values: set[Any]
+    tags: dict[str, set[Any]]
+    required: set[str]
 
 
 def require_tag(schema: Schema, resource: Schema) -> None:
@@ -25,18 +33,25 @@ def require_tag(schema: Schema, resource: Schema) -> None:
             branch["required"] = [*required, tag]
 
 
-def write_union(schema: Schema, resource: Schema) -> None:
-    """Turn `oneOf` into `anyOf` if each two branches have no value in common."""
-    union = schema.get("oneOf")
-    if not isinstance(union, list) or "anyOf" in schema:
-        return
-    branches = [_branches(one, resource) for one in union[: MOST_BRANCHES + 1]]
-    if sum(map(len, branches)) <= MOST_BRANCHES and all(
-        _differ(one, other, resource)
-        for several, others in itertools.combinations(branches, 2)
-        for one, other in itertools.product(several, others)
-    ):
-        schema["anyOf"] = schema.pop("oneOf")
+def write_unions(found: list[tuple[Schema, Schema, int]]) -> None:
+    """Turn each `oneOf` into `anyOf` if each two branches have no value in common, in schemas with their resources."""
+    known: dict[int, _Facts] = {}
+    if any("/oneOf/" in str(schema.get("$ref")) for schema, _, _ in found):
+        return  # the reference would lead nowhere
+    for schema, resource, _ in found:
+        union = schema.get("oneOf")
+        if not isinstance(union, list) or "anyOf" in schema:
+            continue
+        branches = [_branches(one, resource) for one in union[: MOST_BRANCHES + 1]]
+        if sum(map(len, branches)) > MOST_BRANCHES:
+            continue
+        known |= {id(one): _facts(one, resource) for several in branches for one in several if id(one) not in known}
+        if all(
+            _differ(known[id(one)], known[id(other)])
+            for several, others in itertools.combinations(branches, 2)
+            for one, other in itertools.product(several, others)
+        ):
+            schema["anyOf"] = schema.pop("oneOf")
 
 
 def _branches(schema: Any, resource: Schema) -> list[Schema]:
@@ -56,27 +71,27 @@ def _branches(schema: Any, resource: Schema) -> list[Schema]:
     return [{}]
 
 
-def _differ(one: Schema, other: Schema, resource: Schema) -> bool:
-    """Return True if no value matches both, by types, constants, or a required property with different constants."""
-    if _have_no_common_value(one, other) or _types(one).isdisjoint(_types(other)):
-        return True
-    if {"object"} not in (_types(one), _types(other)):
-        return False
-    required = [name for side in (one, other) for name in side.get("required", ()) if isinstance(name, str)]
-    tags = [[resolved(_properties(side).get(name), resource) for side in (one, other)] for name in required]
-    return any(all(isinstance(tag, dict) for tag in pair) and _have_no_common_value(*pair) for pair in tags)
-
-
-def _have_no_common_value(one: Schema, other: Schema) -> bool:
-    values = [values_of(one), values_of(other)]
-    return None not in values and not set.intersection(*({*map(identity, side)} for side in values if side is not None))
-
-
-def _types(schema: Schema) -> set[str]:
+def _facts(schema: Schema, resource: Schema) -> _Facts:
     kinds = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
-    if "type" not in schema and (values := values_of(schema)) is not None:
-        kinds = [TYPES.get(type(one), "array" if isinstance(one, list) else "object") for one in values]
-    return {str(kind).replace("integer", "number") for kind in (kinds if isinstance(kinds, list) else [kinds])}
+    tags = {name: _identities(resolved(one, resource)) for name, one in _properties(schema).items()}
+    return _Facts(
+        {str(kind).replace("integer", "number") for kind in (kinds if isinstance(kinds, list) else [kinds])},
+        _identities(schema),
+        {name: values for name, values in tags.items() if values},
+        {name for name in schema.get("required", ()) if isinstance(name, str)},
+    )
+
+
+def _differ(one: _Facts, other: _Facts) -> bool:
+    """Return True if no value matches both, by types, constants, or a required property with different constants."""
+    if one.types.isdisjoint(other.types) or (one.values and other.values and one.values.isdisjoint(other.values)):
+        return True
+    tags = (one.required | other.required) & one.tags.keys() & other.tags.keys()
+    return {"object"} in (one.types, other.types) and any(one.tags[tag].isdisjoint(other.tags[tag]) for tag in tags)
+
+
+def _identities(schema: Any) -> set[Any]:
+    return {*map(identity, (values_of(schema) if isinstance(schema, dict) else None) or ())}
 
 
 def _properties(schema: Schema) -> Schema:
