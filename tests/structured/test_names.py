@@ -223,5 +223,11 @@ def test_patterns_within_patterns_are_bounded() -> None:
     with pytest.raises(RequestError, match="of 10 names is too large"):
         compiled(compiler, json={**large, **used_up})
     assert takes(compiled(compiler, json=large), "{}")
+    names = {"enum": [str(number) for number in range(5000)]}
+    with pytest.raises(RequestError, match="propertyNames with a schema of 90013 characters is too large"):
+        compiled(
+            compiler, json={"type": "object", "propertyNames": names, "additionalProperties": {"const": "x" * 90_000}}
+        )
+    assert takes(compiled(compiler, json={"type": "object", "propertyNames": names}), '{"4999": 1}')
     assert time.perf_counter() - start < 60
     compiler.close()

@@ -48,7 +48,11 @@ def write_names(found: list[tuple[Schema, Schema, int]]) -> list[str]:
         if not all(isinstance(schema.get(key, {}), dict) for key in ("properties", "patternProperties")):
             continue
         if "propertyNames" in schema:
+            more, known = schema.get("additionalProperties", True), schema.get("properties", {}).keys()
             warnings += _write_rule(schema, resource, most)
+            copied += len(json.dumps(more)) * max(0, len(schema.get("properties", {}).keys() - known) - 1)
+            if copied > MOST_COPIED:
+                raise GrammarError(f"propertyNames with a schema of {len(json.dumps(more))} characters is too large")
         for pattern, one in [*schema.get("patternProperties", {}).items()]:
             names, properties = names_of(pattern, most), schema.get("properties", {})
             if names is None:
