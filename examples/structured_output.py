@@ -18,7 +18,7 @@ SCHEMA = {
 
 def main() -> None:
     llm = LLM("demo", max_num_seqs=1, cudagraph_capture_sizes=[1, 32, 64])
-    constraint = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
+    constraint = StructuredOutputs(json=SCHEMA)
     params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=constraint)
     (output,) = llm.chat([{"role": "user", "content": "Tom has 12 apples. What does Tom have?"}], params)
     print(json.loads(output.outputs[0].text))

@@ -39,9 +39,7 @@ def test_json_of_random_schemas_is_valid(llm: LLM) -> None:
     free = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20) for seed in range(4)]
     alone = [output.outputs[0].text for output in llm.generate(["Tom has"] * 4, free)]
     ruled = [
-        SamplingParams(
-            temperature=1.0, max_tokens=500, structured_outputs=StructuredOutputs(json=one, disable_any_whitespace=True)
-        )
+        SamplingParams(temperature=1.0, max_tokens=500, structured_outputs=StructuredOutputs(json=one))
         for one in schemas
     ]
     outputs = llm.generate(["Tom has"] * 16, [*free, *ruled])

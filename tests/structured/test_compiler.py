@@ -34,7 +34,7 @@ def test_the_same_request_has_the_same_grammar() -> None:
     assert schema == {"type": "object", "properties": {"a": {"type": "integer"}}}, "the caller's own is changed"
     others = [
         {"json": {"properties": {"a": {"type": "integer"}}, "type": "object"}},
-        {"json": schema, "disable_any_whitespace": True},
+        {"json": schema, "disable_any_whitespace": False},
         {"json": schema, "disable_additional_properties": False},
         {"json": schema, "strictness": "relaxed"},
     ]
@@ -112,9 +112,33 @@ def test_a_request_has_its_own_strictness_or_the_engines(engine: Strictness) -> 
     for asked in (None, "strict", "relaxed"):
         future = compiler.request(StructuredOutputs(json=UNIQUE, strictness=asked))
         if (asked or engine) == "strict":
-            assert "uniqueItems cannot be enforced; strictness='relaxed' may accept it" in str(future.exception(60))
+            assert "uniqueItems cannot be enforced; strictness='relaxed' accepts it" in str(future.exception(60))
         else:
             assert future.result(60).warnings == ("uniqueItems cannot be enforced",)
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("structured", "is_taken"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, True),
+        ({"json": {"type": "nope"}}, False),
+        ({"json": {"type": "array", "uniqueItems": True, "items": {"type": "nope"}}}, False),
+        ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, False),
+        ({"json": {"$ref": "#/nowhere"}}, False),
+        ({"json": {"type": "string", "pattern": "^(?=a)"}}, True),
+        ({"json": {"type": "string", "pattern": "^(?=a)", "enum": [2]}}, False),
+        ({"regex": "a("}, False),
+        ({"grammar": "root ::= x"}, False),
+    ],
+)
+def test_errors_name_the_relaxed_mode_only_where_it_takes_the_request(structured: Any, is_taken: bool) -> None:
+    compiler = byte_compiler()
+    error = compiler.request(StructuredOutputs(**structured)).exception(60)
+    relaxed = compiler.request(StructuredOutputs(**structured, strictness="relaxed"))
+    assert isinstance(error, RequestError) and (relaxed.exception(60) is None) == is_taken
+    assert str(error).endswith("; strictness='relaxed' accepts it, with a warning") == is_taken
+    assert "relaxed" not in str(relaxed.exception(60)) and ("relaxed" in str(error)) == is_taken
     compiler.close()
 
 

@@ -15,6 +15,7 @@ from json_formats import checker
 from schemas import Schema, random_schema
 
 from checks.structured.judge import Judge
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
 SCHEMAS = 250
@@ -73,9 +74,14 @@ def test_white_space_is_the_callers_choice() -> None:
     compiler, schema = byte_compiler(), {"type": "array", "items": {"type": "object"}}
     for spaced in (False, True):
         grammar = compiled(compiler, json=deepcopy(schema), disable_any_whitespace=not spaced)
-        assert takes(grammar, '[{"a": 1}, {}]') and not takes(grammar, "[" + " " * 41 + "]")
-        for text in ('[ {"a": 1}, {}]', '[{"a":1}, {}]', '[{"a": 1},{}]', '[{"a": 1}, {}\n]', '[{"a"\t: 1}]', "[ ]"):
+        assert not takes(grammar, "[" + " " * 41 + "]")
+        for text in ('[{"a": 1}, {}]', '[{"a":1},{}]', '[{"a":1}, {}]', '[{"a": 1},{}]'):
+            assert takes(grammar, text), text
+        for text in ('[ {"a": 1}]', '[{"a":  1}]', '[{"a":\n1}]', '[{"a" :1}]', '[{"a": 1}, {}\n]', "[{},\t{}]", "[ ]"):
             assert takes(grammar, text) == spaced, text
+    for structured in (StructuredOutputs(json=schema), StructuredOutputs(json_object=True)):
+        grammar = compiler.request(structured).result()
+        assert not any(takes(grammar, text) for text in ('[{"a":\n1}]', '{ "a":1}', "{ }")), "the default is compact"
     compiler.close()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import re
+import string
 import uuid
 from collections.abc import Callable
 from datetime import date, datetime
+from functools import partial
 
 import jsonschema
 
@@ -28,7 +31,7 @@ def _is_time(text: str) -> bool:
 
 def _is_hostname(text: str, longest_label: int = 63) -> bool:
     label = re.compile("[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
-    return all(
+    return len(text) <= 253 and all(
         label.fullmatch(one) and len(one) <= longest_label and one[:4].lower() != "xn--" for one in text.split(".")
     )
 
@@ -39,7 +42,9 @@ def _is_email(text: str) -> bool:
     literal = re.fullmatch(r"\[(IPv6:)?([0-9a-fA-F.:]+)\]", host)
     if literal is not None:
         host = str(ipaddress.ip_address(literal[2]).version) if bool(literal[1]) == (":" in host[6:]) else ""
-    return _is_hostname(host, 1000) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
+    return (
+        len(local) <= 64 and _is_hostname(host) and all(re.fullmatch(r"[\w!#$%&'*+/=?^`{|}~-]+", one) for one in atoms)
+    )
 
 
 _DAYS, _HOURS = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)", r"(T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S))"
@@ -84,7 +89,21 @@ def _is_pointer(text: str) -> bool:
     return text == "" or (text[0] == "/" and re.search("~(?![01])", text) is None)
 
 
+def _is_base64(text: str, others: str = "+/") -> bool:
+    given = re.sub(f"[{others}]", lambda found: "+/"[others.index(found[0])], text)
+    return set(text) <= {*string.ascii_letters, *string.digits, *others, "="} and bool(
+        base64.b64decode(given, validate=True) or not text
+    )
+
+
+def _is_uuid(text: str, version: int | None = None) -> bool:
+    made = uuid.UUID(text)
+    return str(made) == text.lower() and version in (None, made.version)
+
+
 CHECKS: dict[str, Callable[[str], bool]] = {
+    "base64": _is_base64,
+    "base64url": lambda text: _is_base64(text, "-_"),
     "date": _is_date,
     "date-time": lambda text: text[10:11] == "T" and _is_date(text[:10]) and _is_time(text[11:]),
     "duration": lambda text: re.fullmatch(rf"P(\d+W|{_DAYS}{_HOURS}?|{_HOURS})", text) is not None,
@@ -94,6 +113,9 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "idn-hostname": lambda text: _is_hostname(text) and text == text.lower(),
     "ipv4": lambda text: ipaddress.ip_address(text).version == 4,
     "ipv6": lambda text: ipaddress.ip_address(text).version == 6,
+    "ipv4interface": lambda text: ipaddress.ip_interface(text).version == 4,
+    "ipv6interface": lambda text: ipaddress.ip_interface(text).version == 6,
+    "ipvanyaddress": lambda text: ipaddress.ip_address(text) is not None,
     "iri": lambda text: _is_uri(_in_ascii(text)),
     "iri-reference": lambda text: _is_uri_reference(_in_ascii(text)),
     "json-pointer": _is_pointer,
@@ -106,7 +128,8 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "uri": _is_uri,
     "uri-reference": _is_uri_reference,
     "uri-template": _is_uri_template,
-    "uuid": lambda text: str(uuid.UUID(text)) == text.lower(),
+    "uuid": _is_uuid,
+    **{f"uuid{version}": partial(_is_uuid, version=version) for version in range(1, 9)},
 }
 
 

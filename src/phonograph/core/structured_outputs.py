@@ -27,7 +27,8 @@ class StructuredOutputs:
         choice: texts, one of which is the output.
         grammar: a context-free grammar in GBNF, whose start rule is `root`, or in llguidance's dialect of Lark.
         json_object: any JSON object.
-        disable_any_whitespace: JSON on one line. Else the model chooses line breaks and indentation.
+        disable_any_whitespace: JSON on one line, with at most a space after each comma and colon. Else the model
+            chooses line breaks and indentation, which small models generate until their tokens are spent.
         disable_additional_properties: close objects that list properties and do not mention others. JSON Schema allows
             any others, and weak models then never end the object.
         strictness: "strict" rejects keywords of a JSON schema that cannot be enforced; "relaxed" ignores them and
@@ -49,7 +50,7 @@ class StructuredOutputs:
     choice: Iterable[str] | None = None
     grammar: str | None = None
     json_object: bool = False
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool = True
     disable_additional_properties: bool = True
     strictness: Strictness | None = None
 

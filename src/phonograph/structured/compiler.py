@@ -90,9 +90,7 @@ class GrammarCompiler:
         try:
             grammar = self._grammar(self._loaded(), job)
         except (GrammarError, ValueError) as error:  # the conversion of GBNF raises ValueError
-            hint = (
-                "" if job.kind != "json" or not job.strict else "; strictness='relaxed' may accept it, with a warning"
-            )
+            hint = "; strictness='relaxed' accepts it, with a warning" if self._is_taken_relaxed(job) else ""
             raise RequestError(job.kind, shortened(job.source), f"cannot be compiled: {error}{hint}") from None
         except RequestError:
             raise
@@ -103,6 +101,12 @@ class GrammarCompiler:
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return grammar
+
+    def _is_taken_relaxed(self, job: _Job) -> bool:
+        try:
+            return job.kind == "json" and job.strict and bool(self._grammar(self._loaded(), job._replace(strict=False)))
+        except BaseException:  # a panic of the library is not an Exception
+            return False
 
     @staticmethod
     def _grammar(library: Library, job: _Job) -> LibraryGrammar:

@@ -62,23 +62,19 @@ class Library:
 
         Args:
             schema: JSON Schema.
-            any_whitespace: allow indentation; False is one line.
+            any_whitespace: allow indentation; else a space may follow each comma and colon, and nothing else.
             lenient: ignore keywords that the library does not support, with warnings.
 
         Raises:
             GrammarError: the library cannot compile the schema.
         """
-        options: dict[str, Any] = {"lenient": lenient, "json_allowed_escapes": _ESCAPES}
+        options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": True, "json_allowed_escapes": _ESCAPES}
         if any_whitespace:
             options["whitespace_pattern"] = WHITESPACE
         else:
-            options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        try:
-            return self._compile(_json_lark(schema, options), self._limits)
-        except GrammarError as error:
-            if str(error) != _ONE_OF:
-                raise
-        return self._compile(_json_lark(schema, {**options, "coerce_one_of": True}), self._limits)
+            options |= {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+        lark = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+        return self._compile(lark, self._limits)
 
     def of_regex(self, regex: str) -> LibraryGrammar:
         r"""Compile a regular expression that the whole output matches; `\d` and `\w` are ASCII.
@@ -216,7 +212,3 @@ class _Tokens:
 
     def __call__(self, _: object) -> list[int]:
         raise NotImplementedError("forced tokens are disabled")
-
-
-def _json_lark(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"

@@ -13,6 +13,13 @@ SINGLE = frozenset(
     {"items", "additionalProperties", "additionalItems", "propertyNames", "contains", "not", "if", "then", "else"}
     | {"unevaluatedItems", "unevaluatedProperties"}
 )
+NEUTRAL = frozenset(
+    {
+        *("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "id", "$anchor", "$defs", "definitions"),
+    }
+)
+"""Keywords that do not constrain a schema's values, apart from `type`."""
 MAX_DEPTH = 120
 """Nested schemas at most. Each takes a level or two of JSON, whose depth the library limits."""
 
@@ -59,3 +66,12 @@ def at_pointer(resource: Schema, reference: str) -> Any:
         else:
             return None
     return value
+
+
+def resolved(schema: Any, resource: Schema) -> Any:
+    """Follow references within a resource. The result allows all that the schema allows; siblings may allow less."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        schema = at_pointer(resource, schema["$ref"])
+    return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, TypeGuard
@@ -17,8 +16,10 @@ from urllib.parse import urljoin
 
 from phonograph.core.grammar import GrammarError
 from phonograph.errors import shortened
-from phonograph.structured.formats import BY_LIBRARY, PATTERNS
-from phonograph.structured.places import MAX_DEPTH, Schema, at_pointer, inner, schemas
+from phonograph.structured.formats import BY_LIBRARY, LONGEST, PATTERNS, noted
+from phonograph.structured.names import without_nul, write_names
+from phonograph.structured.places import MAX_DEPTH, NEUTRAL, Schema, at_pointer, inner, resolved, schemas
+from phonograph.structured.unions import require_tag, values_of, write_unions
 
 MOST_MULTIPLE = 1024
 """Largest `multipleOf`: the library's time to compile grows with its square, without a limit."""
@@ -39,13 +40,6 @@ _OPEN = _MERGING | {
     *("if", "dependentSchemas", "dependencies"),
 }
 """Keywords that describe properties; an object that has one stays open."""
-_NEUTRAL = frozenset(
-    {
-        *("type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$comment", "$schema", "$id", "id", "$anchor", "$defs", "definitions"),
-    }
-)
-"""Keywords that do not constrain a schema's values, apart from `type`."""
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$"
 """pydantic's pattern of a Decimal, and an equivalent without lookahead."""
@@ -82,31 +76,38 @@ class _Prepass:
         self.warnings: list[str] = []
 
     def run(self) -> None:
-        found = list(schemas(self._root))
-        if found[-1][2] > MAX_DEPTH:
-            raise GrammarError(f"its schemas are nested more than {MAX_DEPTH} deep")
-        names = {_name_of(self._root, resource) for _, resource, _ in found}
+        found = self._walk()
+        for schema, resource, _ in found:
+            require_tag(schema, resource)
+        write_unions(found)
+        self.warnings += write_names(found)
+        found = self._walk()
+        addresses = {_name_of(self._root, resource) for _, resource, _ in found}
         bounds = [schema[key] for schema, _, _ in found for key in _BOUNDS if _is_number(schema.get(key))]
         self._floors = {math.floor(bound) for bound in bounds if bound % 1}
         merged = _merged(self._root)
         multiples: list[int] = []
         for schema, resource, _ in found:
-            schema.pop("discriminator", None)  # from OpenAPI; with it the library rejects recursive references
             self._write_numbers(schema, multiples)
             self._write_texts(schema)
             self._write_unique(schema, resource)
-            self._write_names(schema)
             _write_conditions(schema)
             if self._closes and id(schema) not in merged:
                 _close(schema)
             self._check_counts(schema)
             reference = schema.get("$ref")
-            if isinstance(reference, str) and _name_of(self._root, resource, reference) not in names:
+            if isinstance(reference, str) and _name_of(self._root, resource, reference) not in addresses:
                 self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
         self._check_patterns([schema for schema, _, _ in found if id(schema) in merged])
         # The library combines the multiples of merged schemas.
         if merged and math.lcm(1, *multiples) > MOST_MULTIPLE:
             raise GrammarError(f"several multipleOf whose common multiple is above {MOST_MULTIPLE} cannot be enforced")
+
+    def _walk(self) -> list[tuple[Schema, Schema, int]]:
+        found = list(schemas(self._root))
+        if found[-1][2] > MAX_DEPTH:
+            raise GrammarError(f"its schemas are nested more than {MAX_DEPTH} deep")
+        return found
 
     def _check_patterns(self, merged: list[Schema]) -> None:
         patterns = {schema["pattern"] for schema in merged if "pattern" in schema}
@@ -150,25 +151,31 @@ class _Prepass:
                 multiples.pop()
 
     def _write_texts(self, schema: Schema) -> None:
-        form = schema.get("format")
-        if isinstance(form, str) and form not in BY_LIBRARY:
-            del schema["format"]  # JSON Schema defines no other formats: an annotation
-            if form in PATTERNS:
-                together = schema.setdefault("allOf", []) if "pattern" in schema else None
-                text = {"pattern": f"^({PATTERNS[form]})$"}
-                schema.update(text) if together is None else together.append(text)
+        for key in ("format", "contentEncoding", "contentMediaType"):
+            form = schema.get(key)
+            if form in LONGEST:
+                schema["maxLength"] = min(schema.get("maxLength", LONGEST[form]), LONGEST[form])
+            if isinstance(form, str) and (key != "format" or form not in BY_LIBRARY):
+                del schema[key]
+                if form in PATTERNS:
+                    together = schema.setdefault("allOf", []) if "pattern" in schema else None
+                    text = {"pattern": f"^({PATTERNS[form]})$"}
+                    schema.update(text) if together is None else together.append(text)
+                elif "string" in str(schema.get("type", "string")):
+                    self.warnings += noted(key, form)
+        schema.pop("contentSchema", None)
         pattern = schema.get("pattern")
         if pattern == _DECIMAL[0]:
             schema["pattern"] = _DECIMAL[1]
         elif isinstance(pattern, str):
-            schema["pattern"] = _without_nul(pattern)
+            schema["pattern"] = without_nul(pattern)
             if self._refuses_regex is not None and self._refuses_regex(pattern):
                 self._drop(schema, "pattern", f"the pattern {shortened(pattern, 100)}")
         named = schema.get("patternProperties")
         if isinstance(named, dict):
             for name in filter(self._refuses_regex, list(named)) if self._refuses_regex is not None else ():
                 self._drop(named, name, f"the pattern {shortened(name, 100)} of names")
-            schema["patternProperties"] = {_without_nul(name): one for name, one in named.items()}
+            schema["patternProperties"] = {without_nul(name): one for name, one in named.items()}
 
     def _write_unique(self, schema: Schema, resource: Schema) -> None:
         """Expand `uniqueItems` of an enum: all lists without repetition, or only those in the enum's order."""
@@ -180,10 +187,9 @@ class _Prepass:
             schema.pop("uniqueItems", None)
             return
         items = schema.get("items")
-        if isinstance(items, dict) and isinstance(items.get("$ref"), str) and len(items) == 1:
-            items = at_pointer(resource, items["$ref"])
+        items = resolved(items, resource) if isinstance(items, dict) and items.keys() == {"$ref"} else items
         items = items if isinstance(items, dict) else {}
-        values = _values(items)
+        values = values_of(items)
         if values is None or schema.get("type") != "array" or schema.keys() & {"prefixItems", "contains", "enum"}:
             return
         counts = range(schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values)) + 1)
@@ -192,38 +198,9 @@ class _Prepass:
                 schema["enum"] = [list(one) for count in counts for one in choose(values, count)]
                 del schema["uniqueItems"]
                 kinds = {items.get("type", kind) == kind for kind in (_TYPES.get(type(one)) for one in values)}
-                if kinds <= {True} and items.keys() <= _NEUTRAL | {"enum", "const"}:
+                if kinds <= {True} and items.keys() <= NEUTRAL | {"enum", "const"}:
                     del schema["items"]  # redundant, and slow to check against each list
                 return
-
-    def _write_names(self, schema: Schema) -> None:
-        """Rewrite `propertyNames` as `properties` or `patternProperties` of a closed object."""
-        names = schema.get("propertyNames")
-        properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in schema:
-            return
-        if "string" not in str(names.get("type", "string")):
-            return  # names are strings, so nothing can match
-        said = names.keys() - _NEUTRAL
-        if said <= {"enum", "const"} and (values := _values(names)) is not None:
-            schema["properties"] = {name: properties.get(name, more) for name in values if isinstance(name, str)}
-        elif (said and said <= {"minLength", "maxLength"}) or said == {"pattern"}:
-            if properties and more is not True:
-                return  # `additionalProperties` would then apply to the listed properties too
-            lengths = rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-            pattern = names.get("pattern", lengths)
-            try:
-                schema["properties"] = {
-                    name: one if re.search(pattern, name) else False for name, one in properties.items()
-                }
-            except (re.error, TypeError):
-                return
-            schema["patternProperties"] = {_without_nul(pattern): more}
-        elif said:
-            return
-        del schema["propertyNames"]
-        if said:
-            schema["additionalProperties"] = False
 
     def _check_counts(self, schema: Schema) -> None:
         """Check counts of properties. The library may repeat an unlisted name and does not count optional ones."""
@@ -263,17 +240,6 @@ def _write_conditions(schema: Schema) -> None:
         schema["allOf"] = [*schema.get("allOf", []), *choices]
 
 
-def _without_nul(pattern: str) -> str:
-    r"""Remove NUL from classes. The library adds `"` and `\` to a class that has all control characters."""
-
-    def changed(found: re.Match[str]) -> str:
-        if found[0].startswith("[^"):
-            return r"[^\x00" + found[0][2:]
-        return re.sub(r"\\(x00|u0000|0)-", r"\\x01-", found[0]) if found[0].startswith("[") else found[0]
-
-    return re.sub(r"\\.|\[(\\.|[^\]\\])*\]", changed, pattern, flags=re.DOTALL)
-
-
 def _without(name: str) -> Schema:
     return {"properties": {name: False}}
 
@@ -300,7 +266,7 @@ def _merged(root: Schema) -> set[int]:
         seen.add((id(schema), merged))
         if merged:
             found.add(id(schema))
-        said, resource = schema.keys() - _NEUTRAL, schema if "$id" in schema else resource
+        said, resource = schema.keys() - NEUTRAL, schema if "$id" in schema else resource
         target = at_pointer(resource, schema["$ref"]) if isinstance(schema.get("$ref"), str) else None
         for key, one in (*inner(schema), ("$ref", target)):
             beside = key in _MERGING and (len(said) > 1 or (key == "allOf" and len(schema["allOf"]) > 1))
@@ -314,22 +280,6 @@ def _name_of(root: Schema, resource: Schema, reference: str = "") -> str:
     root_id, name = (one.get("$id", one.get("id", "")) for one in (root, resource))
     known = [one for one in (root_id, name, reference) if isinstance(one, str)]
     return functools.reduce(urljoin, known, "").partition("#")[0]
-
-
-def _values(schema: Schema) -> list[Any] | None:
-    """Return the distinct values of a `const` or `enum`. As in JSON Schema, 1 equals 1.0 and True differs from 1."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list):
-        return None
-    return list({_identity(one): one for one in values}.values())
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, list):
-        return "list", *map(_identity, value)
-    if isinstance(value, dict):
-        return "dict", frozenset((name, _identity(one)) for name, one in value.items())
-    return isinstance(value, bool), value
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -45,11 +45,10 @@ class ToolChoice:
             raise api_error(error, {"json": "tools"}) from None
 
     def _forced(self) -> StructuredOutputs:
-        # Fixed white space: weak models would spend all tokens on blanks.
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
-            return StructuredOutputs(json=_as_object(functions[self.function]), disable_any_whitespace=True)
+            return StructuredOutputs(json=_as_object(functions[self.function]))
         # Each function's parameters are a separate schema resource, so that their references resolve within it.
         calls = [
             {
@@ -66,7 +65,7 @@ class ToolChoice:
         }
         most = MAX_FORCED_CALLS if self.parallel else 1
         array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": places}
-        return StructuredOutputs(json=array, disable_any_whitespace=True)
+        return StructuredOutputs(json=array)
 
 
 def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice | None:
