@@ -2,8 +2,9 @@
 
     python benchmarks/vs_vllm.py --model DIR --peer-scripts DIR --peer-site DIR --folder RUNS --output RESULT.json
 
-DIR of --model needs a config.json only: both sides make random weights. --peer-scripts holds `vllm_anchor.py`, which
-runs vLLM on these workloads, and --peer-site vLLM itself (it becomes PYTHONPATH; where ours is to run a backend, it
+DIR of --model needs a config.json only: both sides make random weights, or with --load-format auto read the files of
+`random_checkpoint.py`. --peer-scripts holds `vllm_anchor.py`, which runs vLLM on these workloads (LOAD_FORMAT in its
+environment says how it loads), and --peer-site vLLM itself (it becomes PYTHONPATH; where ours is to run a backend, it
 follows ours, for the kernels that vLLM brings). Every run is a process of its own
 with a time limit; it leaves its rows, its log and what became of it in RUNS, so that --skip-existing goes on after an
 interruption, and a peer that fails costs only its own column. The result has the lines of the peer's log that name
@@ -132,6 +133,7 @@ class Settings:
     max_model_len: int | None
     our_flags: tuple[str, ...]
     timeout: float
+    load_format: str = "dummy"
 
     def command(self, run: Run, rows: Path) -> list[str]:
         if not run.is_ours:
@@ -140,7 +142,7 @@ class Settings:
             return [sys.executable, str(script), self.model, backend, mode, ",".join(run.suites), str(rows)]
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
         command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
-        command += ["--load-format", "dummy", "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
+        command += ["--load-format", self.load_format, "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
         command += run.our_flags
         return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
 
@@ -156,6 +158,7 @@ class Settings:
             environment["PYTHONPATH"] = str(self.peer_site)
         if self.max_model_len:
             environment["MAX_MODEL_LEN"] = str(self.max_model_len)
+        environment["LOAD_FORMAT"] = self.load_format
         if run.system.count("/") == 2:
             environment["CAPTURE_MAX"] = run.system.split("/")[2]
         return environment
@@ -297,6 +300,9 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", action="store_true", help="also our modes FULL, FULL_AND_PIECEWISE, NONE on mixed")
     parser.add_argument("--dtype", default="bfloat16", help="of our side; vLLM's script has bfloat16")
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument(
+        "--load-format", choices=("dummy", "auto"), default="dummy", help="auto reads the model's files"
+    )
     parser.add_argument("--our-flags", type=shlex.split, default=[], help="further flags of the engine, in one string")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
     parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
@@ -314,6 +320,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
         max_model_len=arguments.max_model_len,
         our_flags=tuple(arguments.our_flags),
         timeout=arguments.timeout,
+        load_format=arguments.load_format,
     )
     wanted: list[Run] = [
         *itertools.chain(*arguments.runs),
