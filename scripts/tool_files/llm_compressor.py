@@ -8,14 +8,14 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
 from datasets import Dataset
+from decompressed import decompressed
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
-from tiny_models import keep_case, logits_of, make_source, random_texts, stored_tensors
+from tiny_models import keep_case, logits_of, make_source, random_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128}
@@ -40,10 +40,10 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, int]]] = {
     "w4a16": (QuantizationModifier, {"scheme": "W4A16"}, SIZES),
     "w4a16-asym": (QuantizationModifier, {"scheme": "W4A16_ASYM"}, SIZES),
     "w8a16": (QuantizationModifier, {"scheme": "W8A16"}, SIZES),
-    "w8a8": (QuantizationModifier, {"scheme": "W8A8"}, SIZES),
-    "fp8": (QuantizationModifier, {"scheme": "FP8"}, SIZES),
+    "w8a8": (QuantizationModifier, {"scheme": "W8A8"}, SMALL),
+    "fp8": (QuantizationModifier, {"scheme": "FP8"}, SMALL),
     "fp8-dynamic": (QuantizationModifier, {"scheme": "FP8_DYNAMIC"}, SMALL),
-    "fp8-block": (QuantizationModifier, {"scheme": "FP8_BLOCK"}, SIZES | {"intermediate_size": 192}),
+    "fp8-block": (QuantizationModifier, {"scheme": "FP8_BLOCK"}, SMALL | {"intermediate_size": 192}),
     "fp8-kv-cache": (QuantizationModifier, {"scheme": "FP8_DYNAMIC", "kv_cache_scheme": KV_CACHE}, SMALL),
     "kv-cache-only": (QuantizationModifier, {"kv_cache_scheme": KV_CACHE}, SMALL),
     "gptq-w4a16": (GPTQModifier, {"config_groups": by_groups(Linear=group(4, 32))}, SMALL),
@@ -71,18 +71,21 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, int]]] = {
         },
         SMALL,
     ),
-    "w4a8": (QuantizationModifier, {"scheme": "W4A8"}, SIZES),
+    "w4a8": (
+        QuantizationModifier,
+        {
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": group(4, 32),
+                    "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+                }
+            }
+        },
+        SMALL,
+    ),
     "nvfp4a16": (QuantizationModifier, {"scheme": "NVFP4A16"}, SMALL),
 }
-
-
-def reference(written: Path) -> torch.Tensor:
-    """Return logits of the weights that the package decompresses, with scales widened to float32."""
-    tensors = {
-        name: tensor.float() if name.endswith("_scale") else tensor for name, tensor in stored_tensors(written).items()
-    }
-    weights = CompressedTensorsDequantizer(written, ["re:.*embed_tokens", "re:.*norm"], torch.float32).process(tensors)
-    return logits_of(written, {name: w for name, w in weights.items() if name.endswith((".weight", ".bias"))})
 
 
 # It pins memory, which needs a GPU.
@@ -105,7 +108,7 @@ def main(out: Path, only: list[str]) -> None:
         model.save_pretrained(written, save_compressed=True)
         logits = None
         try:
-            logits = reference(written)
+            logits = logits_of(written, decompressed(written))
         except Exception as error:
             print("no reference", case, repr(error)[:600])
         how = "weights by compressed_tensors' CompressedTensorsDequantizer with scales in float32; transformers, float32"
