@@ -16,7 +16,6 @@ GEMM = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
 CASES = {
     "gemm": GEMM,
     "gemv": GEMM | {"version": "GEMV"},
-    "gemv-fast": GEMM | {"version": "GEMVFast"},
 }
 
 

@@ -37,9 +37,9 @@ def by_groups(**weights_of: Any) -> dict[str, Any]:
 
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 CASES: dict[str, tuple[type, dict[str, Any], dict[str, int]]] = {
-    "w4a16": (QuantizationModifier, {"scheme": "W4A16"}, SIZES),
-    "w4a16-asym": (QuantizationModifier, {"scheme": "W4A16_ASYM"}, SIZES),
-    "w8a16": (QuantizationModifier, {"scheme": "W8A16"}, SIZES),
+    "w4a16": (QuantizationModifier, {"scheme": "W4A16"}, SIZES | {"num_hidden_layers": 1}),
+    "w4a16-asym": (QuantizationModifier, {"scheme": "W4A16_ASYM"}, SIZES | {"num_hidden_layers": 1}),
+    "w8a16": (QuantizationModifier, {"scheme": "W8A16"}, SIZES | {"num_hidden_layers": 1}),
     "w8a8": (QuantizationModifier, {"scheme": "W8A8"}, SMALL),
     "fp8": (QuantizationModifier, {"scheme": "FP8"}, SMALL),
     "fp8-dynamic": (QuantizationModifier, {"scheme": "FP8_DYNAMIC"}, SMALL),

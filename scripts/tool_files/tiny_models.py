@@ -94,7 +94,8 @@ def logits_of(config_folder: Path, weights: Mapping[str, torch.Tensor]) -> torch
 
 
 def keep_case(
-    out: Path, written: Path, case: str, *, packages: list[str], logits: torch.Tensor | None, reference: str, **facts: Any
+    out: Path, written: Path, case: str, *, packages: list[str], logits: torch.Tensor | None,
+    theirs: torch.Tensor | None = None, reference: str, **facts: Any
 ) -> None:
     """Copy what a tool wrote into `out`/`case`, and write `made_by.json` and the reference beside it.
 
@@ -106,6 +107,7 @@ def keep_case(
         case: name of the case.
         packages: packages whose versions are written down.
         logits: logits of `TOKENS`; None if there is no reference.
+        theirs: logits of the tool's own program, if it computes with activations of fewer bits.
         reference: what computed the logits.
         facts: further entries of `made_by.json`.
     """
@@ -117,6 +119,8 @@ def keep_case(
             shutil.copyfile(path, place / path.name)
     if logits is not None:
         expected = {"tokens": torch.tensor(TOKENS), "logits": logits.float().contiguous()}
+        if theirs is not None:
+            expected["theirs"] = theirs
         save_file(expected, place / "expected.safetensors")
     made_by = {"versions": {name: version(name) for name in packages}, "reference": reference, **facts}
     (place / "made_by.json").write_text(json.dumps(made_by, indent=2) + "\n")
