@@ -35,13 +35,19 @@ def main(out: Path, only: list[str]) -> None:
         if only and case not in only:
             continue
         source = make_source(
-            Path(mkdtemp()), family="qwen2" if case == "gemm" else "llama", dtype=torch.float16,
-            intermediate_size=128, num_key_value_heads=4,
+            Path(mkdtemp()),
+            family="qwen2" if case == "gemm" else "llama",
+            dtype=torch.float16,
+            intermediate_size=128,
+            num_key_value_heads=4,
         )
         model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", torch_dtype=torch.float16)
         model.quantize(
-            AutoTokenizer.from_pretrained(source), quant_config=dict(settings), calib_data=random_texts(64, 48),
-            max_calib_samples=64, max_calib_seq_len=64,
+            AutoTokenizer.from_pretrained(source),
+            quant_config=dict(settings),
+            calib_data=random_texts(64, 48),
+            max_calib_samples=64,
+            max_calib_seq_len=64,
         )
         written = Path(mkdtemp())
         model.save_quantized(str(written))

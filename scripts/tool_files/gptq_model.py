@@ -21,11 +21,16 @@ SMALL_BITS = {"bits": 4, "group_size": 32}
 CASES: dict[str, dict[str, Any]] = {
     "gptq": SMALL_BITS,
     "gptq-asym": SMALL_BITS | {"sym": False},
-    "gptq-v2": SMALL_BITS | {"format": "gptq_v2"},
     "gptq-v2-asym": SMALL_BITS | {"sym": False, "format": "gptq_v2"},
     "gptq-desc-act": SMALL_BITS | {"desc_act": True},
     "gptq-8-bits": {"bits": 8, "group_size": 32},
-    "gptq-8-bits-asym-channel": {"bits": 8, "group_size": -1, "sym": False, "format": "gptq_v2", "act_group_aware": False},
+    "gptq-8-bits-asym-channel": {
+        "bits": 8,
+        "group_size": -1,
+        "sym": False,
+        "format": "gptq_v2",
+        "act_group_aware": False,
+    },
     "gptq-mixed-bits": SMALL_BITS | {"dynamic": {"+:.*down_proj": {"bits": 8}}},
     "gptq-skipped": SMALL_BITS | {"dynamic": {"-:.*down_proj": {}}},
     "awq": SMALL_BITS | {"method": "awq", "format": "gemm", "sym": False},
@@ -34,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8-row": {"method": "fp8", "bits": 8},
     "fp8-block": {"method": "fp8", "bits": 8, "weight_block_size": [16, 32]},
 }
+OLD_CASES = "gptq", "gptq-skipped"
 
 
 def known(settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,11 +49,12 @@ def known(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"offload_to_disk": False}
 
 
-def dequantized(module: torch.nn.Module) -> torch.Tensor:
-    """Return the weight [outputs, inputs] in float32."""
+def dequantized(module: torch.nn.Module, scales: torch.Tensor) -> torch.Tensor:
+    """Return the weight [outputs, inputs] in float32. `scales` are the file's; loading may round them to bfloat16."""
     if hasattr(module, "weight_scale_inv"):
+        module.weight_scale_inv = scales
         return module.dequantize_weight(dtype=torch.float32).t()
-    module.scales = module.scales.float()
+    module.scales = scales.float()
     if "Awq" in type(module).__name__:
         from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
@@ -58,16 +65,17 @@ def dequantized(module: torch.nn.Module) -> torch.Tensor:
 def reference(written: Path, backend: BACKEND) -> torch.Tensor:
     """Return logits of the weights that GPTQModel dequantizes from the written files."""
     loaded = GPTQModel.load(str(written), backend=backend, device="cpu").model
-    weights = {name: w for name, w in stored_tensors(written).items() if name.endswith((".weight", ".bias"))}
+    tensors = stored_tensors(written)
+    weights = {name: tensor for name, tensor in tensors.items() if name.endswith((".weight", ".bias"))}
     for name, module in loaded.named_modules():
         if hasattr(module, "dequantize_weight") or hasattr(module, "qweight"):
-            weights[f"{name}.weight"] = dequantized(module)
+            weights[f"{name}.weight"] = dequantized(module, tensors.get(f"{name}.scales", tensors.get(f"{name}.weight_scale_inv")))
     return logits_of(written, weights)
 
 
 def main(out: Path, only: list[str]) -> None:
     for case, settings in CASES.items():
-        if (only and case not in only) or (OLD and not case.startswith("gptq")):
+        if (only and case not in only) or (OLD and case not in OLD_CASES):
             continue
         family = "qwen2" if case in ("gptq-v2-asym", "awq") else "llama"
         # Its AWQ takes outputs of multiples of 64.

@@ -19,7 +19,7 @@ import torch
 from gguf_files import NAMES, halved, write_gguf
 from tiny_models import TOKENS, VOCAB_SIZE, keep_case, logits_of, make_source
 
-LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 1}
+LARGE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
 """Values of the enumeration llama_ftype."""
 CASES: dict[str, tuple[str, str, dict[str, int]]] = {
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, str, dict[str, int]]] = {
     "q8-0": ("Q8_0", "qwen2", {}),
     "q4-k-m": ("Q4_K_M", "llama", LARGE),
     "q5-k-m": ("Q5_K_M", "llama", LARGE | {"num_hidden_layers": 1}),
-    "q6-k": ("Q6_K", "llama", LARGE | {"num_hidden_layers": 1}),
+    "q6-k": ("Q6_K", "llama", LARGE | {"num_attention_heads": 8, "num_hidden_layers": 1}),
 }
 
 
@@ -73,22 +73,28 @@ class Library:
     def logits(self, path: Path) -> torch.Tensor:
         """Return the logits of `TOKENS` of a file."""
         model = self.llama.llama_model_load_from_file(str(path).encode(), self.llama.llama_model_default_params())
-        context = self.llama.llama_init_from_model(
-            ctypes.c_void_p(model), self.llama.llama_context_default_params()
-        )
+        context = self.llama.llama_init_from_model(ctypes.c_void_p(model), self.llama.llama_context_default_params())
         tokens = (ctypes.c_int32 * len(TOKENS))(*TOKENS)
         wanted = (ctypes.c_int8 * len(TOKENS))(*[1] * len(TOKENS))
         batch = self.llama.llama_batch_get_one(tokens, len(TOKENS))
         batch.wanted = ctypes.cast(wanted, ctypes.c_void_p)
         if self.llama.llama_decode(ctypes.c_void_p(context), batch):
             raise RuntimeError("llama_decode failed")
-        rows = [self.llama.llama_get_logits_ith(ctypes.c_void_p(context), row)[:VOCAB_SIZE] for row in range(len(TOKENS))]
+        rows = [
+            self.llama.llama_get_logits_ith(ctypes.c_void_p(context), row)[:VOCAB_SIZE] for row in range(len(TOKENS))
+        ]
         return torch.tensor(rows)
 
 
 def tokenizer_keys(arch: str) -> dict[str, Any]:
     """Return keys of a SentencePiece tokenizer of words, and of the file's maker."""
-    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in b"\n "), *(f"\u2581w{i}" for i in range(5, VOCAB_SIZE))]
+    texts = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in b"\n "),
+        *(f"\u2581w{i}" for i in range(5, VOCAB_SIZE)),
+    ]
     return {
         "general.name": "tiny",
         "general.quantization_version": 2,
