@@ -69,7 +69,8 @@ def reference(written: Path, backend: BACKEND) -> torch.Tensor:
     weights = {name: tensor for name, tensor in tensors.items() if name.endswith((".weight", ".bias"))}
     for name, module in loaded.named_modules():
         if hasattr(module, "dequantize_weight") or hasattr(module, "qweight"):
-            weights[f"{name}.weight"] = dequantized(module, tensors.get(f"{name}.scales", tensors.get(f"{name}.weight_scale_inv")))
+            scales = tensors.get(f"{name}.scales", tensors.get(f"{name}.weight_scale_inv"))
+            weights[f"{name}.weight"] = dequantized(module, scales)
     return logits_of(written, weights)
 
 

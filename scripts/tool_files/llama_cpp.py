@@ -19,7 +19,11 @@ import torch
 from gguf_files import NAMES, halved, write_gguf
 from tiny_models import TOKENS, VOCAB_SIZE, keep_case, logits_of, make_source
 
-LARGE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+LARGE = {
+    **{"hidden_size": 256, "intermediate_size": 256},
+    **{"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""Sizes with blocks of 256 numbers, except in o_proj, for which llama.cpp takes another type."""
 TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
 """Values of the enumeration llama_ftype."""
 CASES: dict[str, tuple[str, str, dict[str, int]]] = {
