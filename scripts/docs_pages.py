@@ -22,8 +22,8 @@ from supported_models import formats, hardware_table
 
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app, main
-from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.config.values import Kind
+from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.models.catalog import HUB_IDS
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS

@@ -132,11 +132,8 @@ def test_a_value_that_changes_nothing_is_taken_everywhere(
     file.write_text(f"model: demo\n{name}: {json.dumps(other)}\n")
     with pytest.raises(ConfigError, match=f"^{name}=.*is vLLM's.*settings.yaml:2"):
         EngineConfig.load(flags={}, config_file=file, environ={})
-    if isinstance(other, bool):
-        words = [flag if other else flag.replace("--", "--no-", 1)]
-    else:
-        words = [f"{flag}={other}"]
-    assert main(["config", "demo", *words]) == 2
+    word = f"{flag}={other}" if not isinstance(other, bool) else flag if other else flag.replace("--", "--no-", 1)
+    assert main(["config", "demo", word]) == 2
     assert "is vLLM's" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ class Recorder:
 
 
 def gguf(folder: Path) -> Path:
-    """A file as those of type Q4_K_M: some projections of the first, the last and every third layer have other types."""
+    """Write a file like those of type Q4_K_M: the first, the last and every third layer have other types."""
 
     def kind_of(name: str) -> str:
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -49,7 +49,7 @@ def gguf(folder: Path) -> Path:
 
 
 def with_dense_layers(*patterns: str) -> Callable[[Path], Path]:
-    """A checkpoint with single layers that are not quantized."""
+    """Return a writer of a checkpoint with single layers that are not quantized."""
 
     def write(folder: Path) -> Path:
         shutil.copytree(MODEL_DIRECTORY, folder / "model")

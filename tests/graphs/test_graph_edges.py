@@ -43,7 +43,9 @@ def test_sizes_that_no_whole_number_of_decodes_has_are_left_out() -> None:
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE])
 @pytest.mark.parametrize("speculative_tokens", [0, 1, 3, 70])
 @pytest.mark.parametrize("sizes", [None, (1, 4, 48, 64, 96, 400)])
-def test_no_graph_is_larger_than_a_step(mode: GraphMode, speculative_tokens: int, sizes: tuple[int, ...] | None) -> None:
+def test_no_graph_is_larger_than_a_step(
+    mode: GraphMode, speculative_tokens: int, sizes: tuple[int, ...] | None
+) -> None:
     """With drafts, a step of max_num_seqs decodes may have more tokens than max_num_batched_tokens allows."""
     captures, _ = dispatcher(mode, seqs=64, tokens=64, speculative_tokens=speculative_tokens, sizes=sizes)
     length = 1 + speculative_tokens
