@@ -22,8 +22,8 @@ from supported_models import formats, hardware_table
 
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app, main
-from phonograph.cli.vllm_flags import ALWAYS, MISSING, RENAMED
 from phonograph.config.values import Kind
+from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.models.catalog import HUB_IDS
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS
@@ -267,6 +267,10 @@ def vllm_flags_page() -> str:
     renamed = ((f"`{flag}`", f"`{ours}`") for flag, ours in sorted(RENAMED.items()))
     always = ((f"`{flag}`", reason) for flag, reason in sorted(ALWAYS.items()))
     missing = ((f"`{flag}`", reason) for flag, reason in sorted(MISSING.items()))
+    neutral = (
+        (f"`{flag}`", "any" if values == ("*",) else ", ".join(f"`{value}`" for value in values))
+        for flag, values in sorted(NEUTRAL.items())
+    )
     return "\n\n".join(
         [
             "# Flags of vLLM",
@@ -278,5 +282,9 @@ def vllm_flags_page() -> str:
             table(("vLLM", "reason"), always),
             "## Not here",
             table(("vLLM", "reason"), missing),
+            "## Values that change nothing",
+            "These are taken and have no effect, as flags, as arguments in Python and in YAML; so is null for every "
+            "flag of this page.",
+            table(("vLLM", "values"), neutral),
         ]
     )

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from phonograph.cli.app import COMMANDS, app, main
-from phonograph.cli.vllm_flags import ALWAYS, MISSING, RENAMED
+from phonograph.config.engine_config import EngineConfig
+from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED, SAMPLING, is_neutral
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.errors import ConfigError
 
 
 def flags_of(*command: str) -> set[str]:
@@ -38,6 +46,8 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
     ours: dict[tuple[str, ...], set[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flag in (*RENAMED, *ALWAYS, *MISSING):
+        if is_neutral(flag, "2") or is_neutral(flag, True):
+            continue
         command = next(
             one
             for one in (("serve",), ("bench", "serve"), ("bench", "latency"))
@@ -61,6 +71,12 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
             "--no-enable-chunked-prefill is vLLM's and cannot be set here: prefills are always chunked; leave it out",
         ),
         (["serve", "demo", "--max-modellen", "9"], "Unknown option: --max-modellen. Did you mean --max-model-len?"),
+        (
+            ["serve", "demo", "--temprature", "1"],
+            "Unknown option: --temprature. temperature is a sampling parameter: SamplingParams, requests and the "
+            "command generate take it",
+        ),
+        (["generate", "demo", "a", "--temprature", "1"], "Unknown option: --temprature. Did you mean --temperature?"),
         # Its place is in another command.
         (["explain", "demo", "--random-input-len", "9"], "Unknown option: --random-input-len."),
     ],
@@ -68,3 +84,72 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
 def test_lines_of_unknown_flags(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(tokens) == 2
     assert capsys.readouterr().err == f"phonograph: error: {line}\n"
+
+
+def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
+    assert NEUTRAL.keys() <= ALWAYS.keys() | MISSING.keys()
+    assert set(SAMPLING) == {one.name for one in fields(SamplingParams)} - set(EngineConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("tensor_parallel_size", 1, 2),
+        ("pipeline_parallel_size", 1, 2),
+        ("data_parallel_size", 1, 4),
+        ("cpu_offload_gb", 0.0, 4),
+        ("swap_space", 4, None),
+        ("enable_chunked_prefill", True, False),
+        ("enable_lora", False, True),
+        ("task", "generate", "embed"),
+        ("distributed_executor_backend", "mp", "ray"),
+        ("disable_custom_all_reduce", True, None),
+        ("reasoning_parser", None, "deepseek_r1"),
+    ],
+)
+def test_a_value_that_changes_nothing_is_taken_everywhere(
+    name: str, neutral: Any, other: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Python, in a file, in the environment and as a flag; another value is refused by name with the reason."""
+    plain = EngineConfig(model="demo")
+    assert EngineConfig(model="demo", **{name: neutral}) == plain
+    flag, text = "--" + name.replace("_", "-"), json.dumps(neutral).strip('"')
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: demo\n{name}: {text}\n")
+    variables = {f"PHONOGRAPH_{name.upper()}": text}
+    assert EngineConfig.load(flags={}, config_file=file, environ=variables) == plain
+    if isinstance(neutral, bool):
+        words = [flag if neutral else flag.replace("--", "--no-", 1)]
+    else:
+        words = [flag, text] if neutral is not None else []
+    assert main(["config", "demo", *words, "--max-num-seqs", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "max_num_seqs" in out and name not in out
+    if other is None:
+        return
+    with pytest.raises(ConfigError, match=f"^{name}=.*is vLLM's"):
+        EngineConfig(model="demo", **{name: other})
+    file.write_text(f"model: demo\n{name}: {json.dumps(other)}\n")
+    with pytest.raises(ConfigError, match=f"^{name}=.*is vLLM's.*settings.yaml:2"):
+        EngineConfig.load(flags={}, config_file=file, environ={})
+    word = f"{flag}={other}" if not isinstance(other, bool) else flag if other else flag.replace("--", "--no-", 1)
+    assert main(["config", "demo", word]) == 2
+    assert "is vLLM's" in capsys.readouterr().err
+
+
+def test_flags_that_change_nothing_are_taken_between_others(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "-tp", "1", "demo", "--enable-chunked-prefill", "--tensor_parallel_size=1", "--swap-space=4"]
+    assert main([*words, "--max-num-seqs", "7", "-pp=1"]) == 0
+    assert main(["config", "demo", "--tensor-parallel-size"]) == 2, "without its value"
+
+
+def test_settings_of_python_get_the_right_hint() -> None:
+    for name, said in (
+        ("temprature", "temperature is a sampling parameter: SamplingParams"),
+        ("temperature", "temperature is a sampling parameter: SamplingParams"),
+        ("num_gpu_blocks_override", "is vLLM's name; here it is num_kv_blocks"),
+        ("max_modellen", "did you mean max_model_len?"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            EngineConfig(model="demo", **{name: 1})
+        assert said in str(error.value) and str(error.value).startswith(f"{name}=1: ")

@@ -256,7 +256,7 @@ def test_settings_that_cannot_work_are_errors(folder: str) -> None:
             MemoryLimitError,
         ),
         ({"max_model_len": 513}, "max_model_len=513.*512", ConfigError),
-        ({"cudagraph_capture_sizes": 33}, "cudagraph_capture_sizes=33.*1 to 32", ConfigError),
+        ({"cudagraph_capture_sizes": [33, 40]}, "cudagraph_capture_sizes=33.*1 to 32", ConfigError),
         ({"cudagraph_capture_sizes": 0}, "cudagraph_capture_sizes", ConfigError),
         ({"max_cudagraph_capture_size": 64}, "max_cudagraph_capture_size=64.*max_num_batched_tokens=32", ConfigError),
         ({"attention_backend": "nonsense"}, "attention_backend='nonsense'.*reference", ConfigError),

@@ -105,10 +105,17 @@ def test_a_batch_larger_than_the_largest_graph_runs_eagerly_and_says_so() -> Non
     assert "graphs are off" in off.reason
 
 
-@pytest.mark.parametrize("sizes", [(0,), (-1,), (4, 65), ()])
+@pytest.mark.parametrize("sizes", [(0,), (-1,), (65, 99), (0, 65), ()])
 def test_sizes_outside_the_limits_are_errors(sizes) -> None:
     with pytest.raises(ConfigError, match="cudagraph_capture_sizes"):
         _dispatcher(GraphMode.FULL, sizes=sizes)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not GraphMode.NONE])
+def test_sizes_above_the_largest_step_are_left_out_with_a_note(mode) -> None:
+    captures = _dispatcher(mode, sizes=(1, 2, 9999)).captures
+    assert {key.num_tokens for key in captures.largest_first()} == {1, 2}
+    assert captures.notes and all("9999" in note and "at most" in note for note in captures.notes)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 256])

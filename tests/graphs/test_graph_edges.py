@@ -40,10 +40,21 @@ def test_sizes_that_no_whole_number_of_decodes_has_are_left_out() -> None:
     assert [key.num_tokens for key in captures.mixed] == [3, 4, 6, 8]
 
 
-def test_sizes_up_to_a_full_decode_batch_are_taken_and_no_mixed_graph_is_larger_than_a_step() -> None:
-    captures, _ = dispatcher(GraphMode.FULL, seqs=32, speculative_tokens=2, sizes=(48, 96))
-    assert [key.num_tokens for key in captures.decode] == [48, 96]
-    assert [key.num_tokens for key in captures.mixed] == [48]
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("speculative_tokens", [0, 1, 3, 70])
+@pytest.mark.parametrize("sizes", [None, (1, 4, 48, 64, 96, 400)])
+def test_no_graph_is_larger_than_a_step(
+    mode: GraphMode, speculative_tokens: int, sizes: tuple[int, ...] | None
+) -> None:
+    """With drafts, a step of max_num_seqs decodes may have more tokens than max_num_batched_tokens allows."""
+    captures, _ = dispatcher(mode, seqs=64, tokens=64, speculative_tokens=speculative_tokens, sizes=sizes)
+    length = 1 + speculative_tokens
+    assert all(key.num_tokens <= 64 for key in captures.largest_first())
+    assert all(key.num_tokens == key.num_reqs * length for key in captures.decode)
+    if sizes is None:
+        assert max((key.num_tokens for key in captures.decode), default=0) == 64 // length * length
+        notes = " ".join(captures.notes)
+        assert ("max_num_batched_tokens=64" in notes and "no decode graph of more than" in notes) == (length > 1)
 
 
 class Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +10,9 @@ import pytest
 from huggingface_hub import errors
 
 import phonograph.text.tokenizer as tokenizers
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
+from phonograph.models.weights import model_files
 from phonograph.models.weights.model_files import model_path
 from phonograph.text.tokenizer import Tokenizer
 
@@ -87,3 +90,25 @@ def test_a_name_like_those_of_the_package_is_answered_with_them(monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(ConnectionError()))
     with pytest.raises(ModelError, match=r"names like it: .*llama-3\.1-8b"):
         model_path("llama-3.1-9b")
+
+
+@pytest.mark.parametrize("name", ["demmo", "Demo", "dem", "demo1"])
+def test_a_name_like_demo_is_told_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = _http(errors.RepositoryNotFoundError, 401)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _raising(error, wrapped=False))
+    with pytest.raises(ModelError, match="did you mean 'demo', the model in the package\\?$"):
+        model_path(name)
+
+
+def test_a_folder_named_demo_does_not_hide_the_model_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    model_files._warn_of_folder.cache_clear()
+    assert model_path("demo") == MODEL_DIRECTORY and not caplog.messages, "a folder without a model is no choice"
+    (tmp_path / "demo" / "config.json").write_text("{}")
+    for _ in range(2):
+        assert model_path("demo") == MODEL_DIRECTORY
+    assert caplog.messages == ["model 'demo' is the model in the package; the folder of that name here is './demo'"]
+    assert model_path("./demo").resolve() == tmp_path / "demo"

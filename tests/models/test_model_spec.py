@@ -353,6 +353,10 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"vocab_size": 1000.0}, ModelError, "vocab_size=1000.0 must be a positive integer"),
         ({"vocab_size": True}, ModelError, "vocab_size=True"),
         ({"rms_norm_eps": "1e-5"}, ModelError, "rms_norm_eps='1e-5'"),
+        # transformers refuses these too, and 0.0 is a valid epsilon.
+        ({"rms_norm_eps": 0}, ModelError, "rms_norm_eps=0 must be a float .*with a point or an exponent such as 0.0"),
+        ({"bos_token_id": [1]}, ModelError, r"config.json: bos_token_id=\[1\] must be an integer or null"),
+        ({"pad_token_id": "x"}, ModelError, "pad_token_id='x' must be an integer or null"),
         ({"hidden_size": 4097}, ModelError, "hidden_size=4097.*num_attention_heads=32"),
         ({"head_dim": 0}, ModelError, "head_dim=0"),
         ({"max_seq_len": "long"}, ModelError, "max_seq_len='long'"),
@@ -364,6 +368,10 @@ def test_unusable_configurations(
     with pytest.raises(error, match=f"(?s){message}") as raised:
         read(tmp_path, LLAMA, **changes)
     assert type(raised.value) is error
+
+
+def test_an_epsilon_of_zero_is_valid_as_a_float(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA, rms_norm_eps=0.0).rms_norm_eps == 0
 
 
 @pytest.mark.parametrize("config", [MISTRAL, QWEN3], ids=lambda config: config["model_type"])

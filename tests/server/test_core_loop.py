@@ -96,6 +96,38 @@ def test_each_token_is_reported_once_and_the_end_too(driven: Driven) -> None:
     assert [report.num_steps for report in driven.reports] == list(range(1, 6))
 
 
+def test_many_prompts_of_one_call_are_queued_between_steps(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request gets a token between them, whatever their number. An abort ends those that wait too."""
+    driven.turn(add(1, [5, 6, 7]))
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 0.0)
+    queued = [driven.scheduler.stats.num_running + driven.scheduler.num_waiting]
+    driven.turn(add(10, *[[5, 6]] * 6, params=SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)))
+    for _ in range(3):
+        before = len(driven.tokens()[1, 0])
+        driven.turn()
+        assert len(driven.tokens()[1, 0]) == before + 1
+        queued.append(driven.scheduler.stats.num_running + driven.scheduler.num_waiting)
+    assert queued == [1, 3, 4, 5], "one prompt in each turn"
+    # A later call waits its turn, and what is aborted is never queued.
+    for command in (add(20, [8]), Abort(14), Abort(15), Abort(20)):
+        driven.turn(command)
+    assert driven.scheduler.stats.num_running + driven.scheduler.num_waiting == 5 + (14 in driven.loop._by_key)
+    for key in (1, *range(10, 16)):
+        driven.turn(Abort(key))
+    assert not driven.loop._adding and not driven.loop._by_key
+    assert {key for key, _ in driven.tokens()} <= {1, 10, 11, 12, 13, 14}
+
+
+def test_a_prompt_that_is_refused_late_ends_its_call(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 0.0)
+    (first,) = driven.turn(add(1, [5, 6], [10**6], [7]))
+    assert not first.refused
+    (second,) = driven.turn()
+    assert set(second.refused) == {2} and not driven.loop._by_key
+    driven.turn(add(5, [5], params=SamplingParams(max_tokens=1)))
+    assert (5, 0) in driven.tokens() and (3, 0) not in driven.tokens()
+
+
 def test_an_abort_gives_the_blocks_back_before_the_next_step(driven: Driven) -> None:
     driven.turn(add(1, [5] * 100), add(2, [6] * 40))
     for _ in range(3):

@@ -90,6 +90,20 @@ def test_each_limit_is_named(serve_with: ServeWith) -> None:
         assert http.post("/tokenize", content=b'\xef\xbb\xbf{"prompt": "Hi"}').status_code == 200
 
 
+def test_template_variables_are_bounded(server: Server) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        for count, status in ((1024, 200), (1025, 400)):
+            variables = {f"v{index}": 1 for index in range(count)}
+            answer = server.post(path, {"messages": [USER], "chat_template_kwargs": variables})
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"] | {"type": None, "code": None} == {
+            "message": "chat_template_kwargs has 1025 fields; this server takes 1024 at most",
+            "param": "chat_template_kwargs",
+            "type": None,
+            "code": None,
+        }
+
+
 def test_ordinary_requests_are_far_from_the_limits(server: Server) -> None:
     biases = {str(token_id): -1.5 for token_id in range(2000)}
     body = {"prompt": [[5] * 1000] * 16, "max_tokens": 1, "logit_bias": biases, "stop": ["x"] * 20}
@@ -177,6 +191,65 @@ def test_bytes_that_are_not_http_get_an_error(server: Server) -> None:
     assert b"HTTP/1.1 400 " in answer and b'"code": "invalid_http"' in answer
 
 
+CHUNKED = b"transfer-encoding: chunked\r\n"
+BROKEN_BODIES = {
+    "a size that is no number": (CHUNKED, b"xyz\r\n{}\r\n"),
+    "a negative size": (CHUNKED, b"-5\r\n{}\r\n"),
+    "a size in a line of its own": (CHUNKED, b"\r\n2\r\n{}\r\n"),
+    "a size above 64 bits": (CHUNKED, b"f" * 17 + b"\r\n{}"),
+    "a size without a line feed": (CHUNKED, b"2\r{}"),
+    "a chunk longer than its size": (CHUNKED, b"1\r\n{}\r\n0\r\n\r\n"),
+    "a chunk without its end": (CHUNKED, b"2\r\n{}5\r\n"),
+    "a broken second chunk": (CHUNKED, b'c\r\n{"prompt": "\r\nzz\r\n'),
+    "a broken end": (CHUNKED, b"2\r\n{}\r\n0\r\nno trailer\r\n\r\n"),
+    "a length and chunks": (CHUNKED + b"content-length: 2\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
+    "chunks and a length": (b"content-length: 2\r\n" + CHUNKED, b"{}"),
+    "two lengths": (b"content-length: 2\r\ncontent-length: 3\r\n", b"{}"),
+    "a negative length": (b"content-length: -2\r\n", b"{}"),
+    "a length above 64 bits": (b"content-length: %d\r\n" % 2**70, b"{}"),
+    "an unknown coding": (b"transfer-encoding: gzip\r\n", b"2\r\n{}\r\n"),
+    "chunks that are coded again": (b"transfer-encoding: chunked, gzip\r\n", b"2\r\n{}\r\n"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_BODIES)
+@pytest.mark.parametrize("path", [b"POST /tokenize", b"POST /v1/completions", b"PUT /tokenize", b"GET /health"])
+def test_a_body_that_is_not_http_is_refused_at_once(server: Server, path: bytes, case: str) -> None:
+    headers, body = BROKEN_BODIES[case]
+    for pause in (0.0, 0.05):
+        began = time.monotonic()
+        with connected(server) as client:
+            client.sendall(path + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + headers + b"\r\n")
+            time.sleep(pause)
+            client.sendall(body)
+            answer = read_all(client)
+        # An endpoint without a body may have answered before it came.
+        early = path.startswith(b"GET") and answer.startswith(b"HTTP/1.1 200 ")
+        assert early or answer.startswith(b"HTTP/1.1 400 "), answer[:300]
+        assert b'"code": "invalid_http"' in answer
+        assert answer.count(b"HTTP/1.1 ") == 1 + early and time.monotonic() - began < 5, "the connection is closed"
+
+
+def test_a_refused_body_that_breaks_ends_its_answer(serve_with: ServeWith) -> None:
+    server = serve_with(max_request_bytes=100)
+    with connected(server) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\n" + CHUNKED + b"\r\nc8\r\n" + b"a" * 200 + b"\r\n")
+        assert b" 413 " in client.recv(10_000)
+        began = time.monotonic()
+        client.sendall(b"xyz\r\n")
+        read_all(client)
+        assert time.monotonic() - began < 3, "nothing more is waited for"
+
+
+def test_chunks_are_read_as_one_body(server: Server) -> None:
+    with connected(server) as client:
+        head = b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\n" + CHUNKED + b"\r\n"
+        client.sendall(head + b'8;name=value\r\n{"prompt\r\n')
+        time.sleep(0.05)
+        client.sendall(b'9\r\n": "Tom"}\r\n0\r\nx-trailer: a\r\n\r\n')
+        assert b" 200 " in read_answer(client)
+
+
 @pytest.mark.parametrize(
     "behind", [b"GET /version HTTP/1.1\r\n\r\n", b"GET /ver", b"POST /tokenize HTTP/1.1\r\n", b"\x00"]
 )
@@ -234,6 +307,24 @@ def test_a_client_that_leaves_is_not_prepared_for() -> None:
     threads._threads.shutdown()
     assert [error.status for error in errors] == [499, 499]
     assert seen == [True]
+
+
+def test_many_prompts_are_tokenized_by_a_thread() -> None:
+    """However short they are; the event loop would stand still."""
+    threads: Any = SimpleNamespace(_threads=ThreadPoolExecutor(1))
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def thread_of(num_prompts: int) -> threading.Thread:
+        request = JsonRequest({"type": "http"}, receive)
+        request.num_bytes = 10_000
+        return await Serving.prepare(threads, request, lambda _: threading.current_thread(), num_prompts=num_prompts)
+
+    assert asyncio.run(thread_of(2)) is threading.current_thread()
+    assert asyncio.run(thread_of(2000)) is not threading.current_thread()
+    threads._threads.shutdown()
 
 
 @contextmanager

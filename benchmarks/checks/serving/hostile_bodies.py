@@ -189,6 +189,22 @@ BODIES: Mapping[str, HostileBody] = {
         ).encode(),
     ),
     # At the limits, and answered with a result where they fit.
+    "130,000 unknown fields": HostileBody(COMPLETIONS, lambda: f'{{"prompt": "Hi",{_keys(130_000)}}}'.encode()),
+    "a message of 130,000 unknown fields": HostileBody(
+        CHAT, lambda: f'{{"messages": [{{"role": "user", "content": "Hi",{_keys(130_000)}}}]}}'.encode()
+    ),
+    "500,000 token ids": HostileBody(COMPLETIONS, lambda: _completion(prompt=[5] * 500_000)()),
+    "1,000 prompts of 500 token ids": HostileBody(COMPLETIONS, lambda: _completion(prompt=[[5] * 500] * 1000)()),
+    "2,000 prompts": HostileBody(COMPLETIONS, lambda: _completion(prompt=["Tom has 12 apples."] * 2000)()),
+    "2,000 streamed prompts": HostileBody(
+        COMPLETIONS, lambda: _completion(prompt=["Tom has 12 apples."] * 2000, max_tokens=8, stream=True)()
+    ),
+    "100,000 template arguments": HostileBody(
+        CHAT,
+        lambda: json.dumps(
+            {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {f"v{index}": 1 for index in range(100_000)}}
+        ).encode(),
+    ),
     "metadata of 60,000 keys": HostileBody(
         COMPLETIONS, lambda: _completion(metadata={f"k{index}": 1 for index in range(60_000)})()
     ),

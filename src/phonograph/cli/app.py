@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from phonograph import __version__
-from phonograph.cli.vllm_flags import explain_flag
+from phonograph.config.vllm_flags import explain_flag, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
 
@@ -63,8 +63,13 @@ def main(tokens: Sequence[str] | None = None) -> int:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         print(end="", flush=True)
     except UnknownOptionError as error:
+        flag = error.token.keyword or error.token.value
+        rest = without_neutral(words, flag)
+        if rest is not None:
+            return main(rest)
         known = {name for argument in error.argument_collection for name in argument.names}
-        return _user_error(explain_flag(error.token.keyword or error.token.value, known) or error)
+        hint = sampling_hint(flag, known)
+        return _user_error(explain_flag(flag, known) or (f"Unknown option: {flag}. {hint}" if hint else error))
     except (PhonographError, CycloptsError) as error:
         return _user_error(error)
     except BrokenPipeError:

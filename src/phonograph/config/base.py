@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import Kind, unless_null
+from phonograph.config.vllm_flags import sampling_hint
 from phonograph.errors import ConfigError
 
 
@@ -77,7 +78,8 @@ class Settings(BaseModel):
         first = error.errors()[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            return ConfigError(name, settings[name], f"is not a setting; {nearest(name, cls.known_names())}")
+            hint = sampling_hint(name, cls.known_names()) or nearest(name, cls.known_names())
+            return ConfigError(name, settings[name], f"is not a setting; {hint}")
         if first["type"] == "missing":
             return ConfigError(name, None, f"is required: {cls.model_fields[name].description}")
         return cls.bad_value(name, first["input"])

@@ -16,6 +16,7 @@ from phonograph.config import values
 from phonograph.config.base import Settings, located
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue
+from phonograph.config.vllm_flags import explain_setting, is_neutral
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 
@@ -205,9 +206,10 @@ def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with the keys of `compilation_config` as settings, and without itself.
 
     Raises:
-        ConfigError: it is not an object of known keys, or contradicts a setting.
+        ConfigError: it is not an object of known keys, or contradicts a setting; or a setting is vLLM's, and its value
+            would change something.
     """
-    unfolded = dict(settings)
+    unfolded = _without_vllms(settings)
     folded = values.unless_null(unfolded.pop("compilation_config", None))
     for key, value in _compilation_items(folded):
         outside = values.unless_null(unfolded.get(key))
@@ -216,6 +218,22 @@ def _unfolded(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif values.unless_null(value) is not None and _read(key, outside) != _read(key, value):
             raise ConfigError("compilation_config", folded, f"contradicts {key}={_plain(outside)!r}; give one of them")
     return unfolded
+
+
+def _without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those of vLLM whose value changes nothing here.
+
+    Raises:
+        ConfigError: another value would change something.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in EngineConfig.model_fields or not is_neutral(name, value):
+            kept[name] = value
+            problem = None if name in EngineConfig.known_names() else explain_setting(name, EngineConfig.known_names())
+            if problem is not None:
+                raise ConfigError(name, value, problem)
+    return kept
 
 
 def _compilation_items(folded: object) -> list[tuple[str, object]]:

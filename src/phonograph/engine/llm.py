@@ -13,6 +13,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_config
 from phonograph.engine.build import Engine
 from phonograph.engine.offline.answer_inputs import answer_inputs
+from phonograph.engine.offline.call_lock import CallLock
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.prompts import (
     PromptInput,
@@ -37,6 +38,10 @@ VERIFY_REPLAYS = 200
 class LLM:
     """A model that answers prompts. The engine is ready when the constructor returns.
 
+    Several threads may use one LLM: their calls run one after the other. Open streams are the exception, which run a
+    step whenever they are read, between the calls of others. To answer requests of many threads together, pass them to
+    one call, or use `AsyncLLM`.
+
     Args:
         model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
@@ -47,7 +52,8 @@ class LLM:
 
     Attributes:
         engine: core, plan and captured graphs.
-        session: requests in flight, for callers that drive the steps themselves.
+        session: requests in flight, for callers that drive the steps themselves, on one thread and without calls of
+            this object meanwhile.
         start_seconds: duration of the constructor in seconds.
 
     Raises:
@@ -78,6 +84,7 @@ class LLM:
         spec = self.engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
         grammars = grammar_compiler(lambda: tokenizer, spec, self.config)
         self.session = Session(self.engine.core, spec, tokenizer, self.config.seed, grammars)
+        self._calls = CallLock(self.session.abort)
         self.start_seconds = time.perf_counter() - start
 
     @property
@@ -121,7 +128,8 @@ class LLM:
             The outputs. Of several prompts, one that cannot be served has its `error` set, and the others are answered.
 
         Raises:
-            RequestError: the only prompt cannot be served, or an argument is wrong.
+            RequestError: the only prompt cannot be served, an argument is wrong, or this is called inside another call
+                of the same thread, such as from the progress callback of `verify`.
             RequestFailure: work for the only prompt failed. After any error, no request of this call is left in the
                 engine.
 
@@ -131,14 +139,16 @@ class LLM:
             ```
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return answer_inputs(
-            self.session,
-            prompt_list(prompts),
-            plain_prompt,
-            sampling_params=sampling_params,
-            priority=priority,
-            use_tqdm=use_tqdm,
-        )
+        inputs = prompt_list(prompts)
+        with self._calls.held("generate"):
+            return answer_inputs(
+                self.session,
+                inputs,
+                plain_prompt,
+                sampling_params=sampling_params,
+                priority=priority,
+                use_tqdm=use_tqdm,
+            )
 
     def chat(
         self,
@@ -198,19 +208,22 @@ class LLM:
                 variables=chat_template_kwargs,
             )
 
-        return answer_inputs(
-            self.session,
-            conversation_list(messages),
-            encode,
-            sampling_params=sampling_params,
-            priority=None,
-            use_tqdm=use_tqdm,
-        )
+        inputs = conversation_list(messages)
+        with self._calls.held("chat"):
+            return answer_inputs(
+                self.session,
+                inputs,
+                encode,
+                sampling_params=sampling_params,
+                priority=None,
+                use_tqdm=use_tqdm,
+            )
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt, and yield its output after each step that added to it.
 
-        All yields are the same object, which grows. Leaving the loop early aborts the request.
+        All yields are the same object, which grows. Leaving the loop early aborts the request. Other calls may run
+        while the stream is open, in its loop too; the stream continues with what its request has got meanwhile.
 
         Args:
             prompt: as for `generate`.
@@ -229,9 +242,11 @@ class LLM:
                 print(output.outputs[0].text)
             ```
         """
-        output = self.session.add(plain_prompt(prompt), sampling_params or SamplingParams())
+        plain = plain_prompt(prompt)
+        with self._calls.held("stream"):
+            output = self.session.add(plain, sampling_params or SamplingParams())
         try:
-            # Other callers may step the session in between, so the result of one step does not tell what changed.
+            # Other calls may step the session in between, so the result of one step does not tell what changed.
             seen = 0
             while True:
                 if output.error is not None:
@@ -242,13 +257,15 @@ class LLM:
                     yield output
                 if ended:
                     return
-                if not output.finished:
-                    with deferred_interrupts() as interrupted:
-                        self.session.step()
-                    if interrupted():
-                        raise KeyboardInterrupt
+                with self._calls.held("stream"):
+                    # Another thread's call may have finished it.
+                    if not output.finished:
+                        with deferred_interrupts() as interrupted:
+                            self.session.step()
+                        if interrupted():
+                            raise KeyboardInterrupt
         finally:
-            self.session.abort(output)
+            self._calls.abandon(output)
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
         """Return the token ids of a conversation, up to the start of the answer.
@@ -302,6 +319,7 @@ class LLM:
             assert report.ok, report.mismatches
             ```
         """
-        if self.session.has_unfinished:
-            raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
-        return verify_engine(self.engine, num_replays=num_replays, seed=seed, progress=progress)
+        with self._calls.held("verify"):
+            if self.session.has_unfinished:
+                raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
+            return verify_engine(self.engine, num_replays=num_replays, seed=seed, progress=progress)

@@ -83,8 +83,7 @@ def make_capture_list(
         The keys of each set, and notes about sizes that were left out.
 
     Raises:
-        ConfigError: a size is below 1, or can never occur because it is above max_num_batched_tokens and above the
-            tokens of a full decode batch.
+        ConfigError: a size is below 1, or all sizes are above the tokens of the largest step.
 
     Example:
         ```python
@@ -96,19 +95,23 @@ def make_capture_list(
         ```
     """
     query_len = 1 + speculative_tokens
-    largest_decode = max_num_seqs * query_len
     if sizes is not None:
-        _check_sizes(sizes, max(largest_decode, max_num_batched_tokens))
+        _check_sizes(sizes, max_num_batched_tokens)
     notes: list[str] = []
     decode: tuple[GraphKey, ...] = ()
     if mode.decode_full:
-        wanted = [count * query_len for count in default_decode_sizes(max_num_seqs)] if sizes is None else sizes
-        fitting = sorted({size for size in wanted if size <= largest_decode and size % query_len == 0})
-        left_out = sorted(set(wanted) - set(fitting))
+        most_reqs = min(max_num_seqs, max_num_batched_tokens // query_len)
+        wanted = [count * query_len for count in default_decode_sizes(most_reqs)] if sizes is None else sizes
+        fitting = sorted({size for size in wanted if size <= most_reqs * query_len and size % query_len == 0})
+        left_out = _join(sorted(set(wanted) - set(fitting)))
+        if most_reqs < max_num_seqs and not left_out:
+            left_out = f"more than {most_reqs * query_len}"
         if left_out:
+            step = f", and a step at most max_num_batched_tokens={max_num_batched_tokens} tokens"
             notes.append(
-                f"no decode graph of {_join(left_out)} tokens: a decode batch has at most max_num_seqs={max_num_seqs} "
+                f"no decode graph of {left_out} tokens: a decode batch has at most max_num_seqs={max_num_seqs} "
                 f"sequences of {query_len} token{'s' if query_len > 1 else ''}"
+                + (step if most_reqs < max_num_seqs else "")
             )
         decode = tuple(GraphKey(GraphSet.DECODE, size, size // query_len, query_len) for size in fitting)
     other: list[int] = []
@@ -142,6 +145,9 @@ def default_decode_sizes(max_num_seqs: int) -> list[int]:
     Args:
         max_num_seqs: largest number of sequences in a step.
 
+    Returns:
+        The sizes in ascending order; none for a max_num_seqs of 0.
+
     Example:
         ```python
         assert default_decode_sizes(20) == [1, 2, 4, 8, 16, 20]
@@ -152,7 +158,7 @@ def default_decode_sizes(max_num_seqs: int) -> list[int]:
     while size < max_num_seqs:
         sizes.append(size)
         size += max(8, (1 << (size.bit_length() - 1)) // 64)
-    return [*sizes, max_num_seqs]
+    return [*sizes, max_num_seqs] if max_num_seqs else []
 
 
 def default_mixed_sizes(limit: int) -> list[int]:
@@ -178,14 +184,13 @@ def default_mixed_sizes(limit: int) -> list[int]:
 def _check_sizes(sizes: tuple[int, ...], largest: int) -> None:
     if not sizes:
         raise ConfigError("cudagraph_capture_sizes", list(sizes), "name at least one size, or set cudagraph_mode=NONE")
-    for size in sizes:
-        if not 1 <= size <= largest:
-            raise ConfigError(
-                "cudagraph_capture_sizes",
-                size,
-                f"a size must be from 1 to {largest}, the most tokens a step can have (max_num_batched_tokens, "
-                "max_num_seqs)",
-            )
+    smallest = min(sizes)
+    if not 1 <= smallest <= largest:  # some of them may be larger: these are left out with a note
+        raise ConfigError(
+            "cudagraph_capture_sizes",
+            smallest,
+            f"a size must be from 1 to {largest}, the most tokens a step can have (max_num_batched_tokens)",
+        )
 
 
 def _join(sizes: list[int]) -> str:

@@ -47,7 +47,10 @@ POSITIVE_INT = Kind("a positive integer", _is_positive_int)
 LAYERS = Kind(f"a positive integer of at most {MOST_LAYERS}", _is_layer_count)
 POSITIVE_NUMBER = Kind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
 NUMBER = Kind("a finite number", is_number)
-EPSILON = Kind("a float of 0 or more", lambda value: type(value) is float and math.isfinite(value) and value >= 0)
+EPSILON = Kind(
+    "a float of 0 or more, with a point or an exponent such as 0.0 or 1e-06",
+    lambda value: type(value) is float and math.isfinite(value) and value >= 0,
+)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 TEXTS = Kind("a list of texts", _is_list_of_texts)
@@ -95,11 +98,13 @@ _COMMON: dict[str, Field] = {
     "original_max_position_embeddings": Field(None, POSITIVE_INT.or_null()),
     "dtype": Field(None, TEXT.or_null()),
     "torch_dtype": Field(None, TEXT.or_null()),
+    # transformers reads no list here, and without its configuration the tokenizer cannot be loaded.
+    **{name: Field(None, INT.or_null()) for name in ("bos_token_id", "pad_token_id")},
     "eos_token_id": Field(None, ANY),
     "quantization_config": Field(None, ANY),
     **{name: Field(None, POSITIVE_NUMBER.or_null()) for name in LENGTH_FIELDS},
 }
-_LLAMA_EOS = {"eos_token_id": Field(2, ANY)}
+_LLAMA_EOS = {"bos_token_id": Field(1, INT.or_null()), "eos_token_id": Field(2, ANY)}
 _QWEN: dict[str, Field] = {
     **_COMMON,
     "vocab_size": Field(151936, POSITIVE_INT),
@@ -178,7 +183,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens epsilon_cutoff "
         "eta_cutoff encoder_repetition_penalty num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold assistant_lookbehind target_lookbehind num_beam_groups diversity_penalty "
-        "bos_token_id pad_token_id sep_token_id unk_token_id mask_token_id cls_token_id decoder_start_token_id prefix",
+        "sep_token_id unk_token_id mask_token_id cls_token_id decoder_start_token_id prefix",
     ),
     (
         _KERNELS,

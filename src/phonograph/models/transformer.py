@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 
@@ -99,7 +100,8 @@ class Transformer:
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
         """Restrict `forward` to these layers inside the context, to compile its kernels.
 
-        The first, second and last layer, and layers with different attention, launch all kernels.
+        The first, second and last layer, layers with different attention, and neighbours with different formats of
+        weights launch all kernels.
         """
         every, self._indices = self._indices, indices
         try:
@@ -147,6 +149,6 @@ class Transformer:
 
     def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
         """Yield each layer with the product that reads the stream after it, None after the last layer."""
-        last = len(self.layers) - 1
-        for index in self._indices:
-            yield self.layers[index], None if index == last else self.layers[index + 1].qkv
+        # Of a part of the layers, the stream is made for the next one of the part, whose format may be another.
+        for index, following in zip_longest(self._indices, self._indices[1:]):
+            yield self.layers[index], None if following is None else self.layers[following].qkv

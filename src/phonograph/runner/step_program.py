@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
+from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_inputs import Inputs
@@ -92,7 +94,8 @@ class StepProgram:
     def few_layers(self) -> AbstractContextManager[None]:
         """Return a context in which `run` launches every kernel of its shape, but computes few layers.
 
-        These are the first two layers, the last, and one of each kind of attention. The outputs are meaningless.
+        These are the first two layers, the last, one of each kind of attention, and two neighbours for each pair of
+        weight formats, because the kernel before a product depends on its format. The outputs are meaningless.
         """
         layers = self.attention.layers
         last = len(layers) - 1
@@ -102,4 +105,14 @@ class StepProgram:
             values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
             kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
             kinds.setdefault(kind, layer.index)
-        return self.model.only_layers(sorted({0, min(1, last), last, *kinds.values()}))
+        formats = [self._weight_formats(index) for index in range(last + 1)]
+        pairs = {pair: index for index, pair in reversed([*enumerate(pairwise(formats))])}
+        neighbours = {index + side for index in pairs.values() for side in (0, 1)}
+        return self.model.only_layers(sorted({0, min(1, last), last, *kinds.values(), *neighbours}))
+
+    def _weight_formats(self, layer: int) -> tuple[Scheme | None, ...]:
+        """Return the formats of a layer's projections. GGUF files and `ignore` patterns mix them."""
+        spec = self.model.spec
+        return tuple(
+            spec.scheme_of(f"{matrix.prefix}.{part}") for matrix in spec.matrices(layer) for part in matrix.parts
+        )

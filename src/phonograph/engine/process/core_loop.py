@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from phonograph.engine.metrics.step_record import StepRecord
@@ -15,7 +16,7 @@ from phonograph.errors import RequestError, RequestFailure, cause_text
 log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 0.002
-"""Time for commands between two steps, so that a burst of new requests does not delay running ones."""
+"""Time for commands between two steps, so that new requests, of one call or of many, do not delay running ones."""
 
 
 @dataclass(slots=True)
@@ -29,6 +30,19 @@ class _Open:
     ended: set[int] = field(default_factory=set[int])
 
 
+class _Adding:
+    """A call whose prompts are being queued.
+
+    keys: all prompts of the call
+    left: those that are not queued yet
+    """
+
+    def __init__(self, command: Add) -> None:
+        self.keys = list(command.prompts)
+        self.left = dict(command.prompts)
+        self.params, self.priority = command.params, command.priority
+
+
 class CoreLoop:
     """A session driven by commands. It reports token ids; the client makes text and finds stop strings."""
 
@@ -37,6 +51,7 @@ class CoreLoop:
         self._channel = channel
         self._by_key: dict[int, _Open] = {}
         self._by_output: dict[int, _Open] = {}
+        self._adding: deque[_Adding] = deque()
         self._num_steps = 0
         self._steps: list[StepRecord] = []
         session.core.on_step = lambda record: self._steps.append(record)
@@ -54,17 +69,18 @@ class CoreLoop:
         """
         refused: dict[int, RequestError | RequestFailure] = {}
         aborted = False
-        command = self._channel.receive(wait=not self._session.has_unfinished)
+        command = self._channel.receive(wait=not self._session.has_unfinished and not self._adding)
         until = time.monotonic() + COMMAND_SECONDS
         while command is not None:
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Add):
-                self._add(command, refused)
+                self._adding.append(_Adding(command))
             elif isinstance(command, Abort):
                 self._abort(command)
                 aborted = True
             command = self._channel.receive(wait=False) if time.monotonic() < until else None
+        self._add_prompts(until, refused)
         changed: list[RequestOutput] = []
         if self._session.has_unfinished:
             changed = self._session.step()
@@ -74,21 +90,37 @@ class CoreLoop:
             self._report(changed, refused)
         return True
 
-    def _add(self, command: Add, refused: dict[int, RequestError | RequestFailure]) -> None:
-        for key, token_ids in command.prompts.items():
-            try:
-                output = self._session.add(token_ids, command.params, priority=command.priority)
-            except Exception as error:
-                refused[key] = self._error_of(f"prompt {key}", error)
-                for other in command.prompts:
-                    self._abort(Abort(other))
+    def _add_prompts(self, until: float, refused: dict[int, RequestError | RequestFailure]) -> None:
+        """Queue prompts until the time is over, at least one. The rest follows after the next step."""
+        while self._adding:
+            call = self._adding[0]
+            if not call.left:
+                self._adding.popleft()
+                continue
+            key = next(iter(call.left))
+            self._add(key, call.left.pop(key), call, refused)
+            if time.monotonic() >= until:
                 return
-            opened = _Open(key, output, [0] * len(output.outputs))
-            self._by_key[key] = self._by_output[id(output)] = opened
+
+    def _add(
+        self, key: int, token_ids: list[int], call: _Adding, refused: dict[int, RequestError | RequestFailure]
+    ) -> None:
+        try:
+            output = self._session.add(token_ids, call.params, priority=call.priority)
+        except Exception as error:
+            refused[key] = self._error_of(f"prompt {key}", error)
+            call.left.clear()
+            for other in call.keys:
+                self._abort(Abort(other))
+            return
+        opened = _Open(key, output, [0] * len(output.outputs))
+        self._by_key[key] = self._by_output[id(output)] = opened
 
     def _abort(self, command: Abort) -> None:
         opened = self._by_key.get(command.key)
         if opened is None:
+            for call in self._adding:
+                call.left.pop(command.key, None)
             return
         self._session.abort(opened.output, command.index)
         if opened.output.finished:

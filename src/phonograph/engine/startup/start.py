@@ -65,6 +65,7 @@ def verify_engine(
     if plan.resolution.mode is not GraphMode.NONE and not plan.captures.largest_first():
         problem = f"leaves no graph to verify: {'; '.join(plan.captures.notes)}"
         raise ConfigError("cudagraph_capture_sizes", list(plan.config.cudagraph_capture_sizes or ()), problem)
-    report = verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
-    engine.core.scheduler.reset_prefix_cache()
-    return report
+    try:
+        return verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
+    finally:  # also after a refusal or Ctrl-C: the subject has overwritten cached blocks
+        engine.core.scheduler.reset_prefix_cache()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
 from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 from phonograph.models.hub import first_line, hub_problem
+
+log = logging.getLogger(__name__)
 
 DEMO = "demo"
 _GGUF = ".gguf"
@@ -27,8 +31,12 @@ def names_model(text: str) -> bool:
         return True
     path = os.path.expanduser(text)
     if os.path.isdir(path):
-        return any(name == "config.json" or name.endswith(_GGUF) for name in os.listdir(path))
+        return _holds_model(path)
     return text.endswith(_GGUF) and os.path.isfile(path)
+
+
+def _holds_model(folder: str) -> bool:
+    return any(name == "config.json" or name.endswith(_GGUF) for name in os.listdir(folder))
 
 
 def is_gguf(path: Path) -> bool:
@@ -54,7 +62,9 @@ def model_path(
     Raises:
         ModelError: there is no such folder, it has several GGUF files, or the hub cannot provide it.
     """
-    if model == DEMO and not Path(model).exists():
+    if model == DEMO:
+        if os.path.isdir(DEMO) and _holds_model(DEMO):
+            _warn_of_folder()
         return MODEL_DIRECTORY
     # os.path takes any text; pathlib raises for texts that cannot be paths.
     folder = Path(model).expanduser()
@@ -89,9 +99,24 @@ def model_path(
     except Exception as error:  # errors of the client and of its HTTP library
         at_revision = f" at revision {revision!r}" if revision else ""
         problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local folder"
-        near = difflib.get_close_matches(hub_id.lower(), HUB_IDS, n=3)
-        hint = f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
-        raise ModelError(f"model {hub_id!r}{at_revision} is not a local folder and {problem}{hint}") from error
+        raise ModelError(
+            f"model {hub_id!r}{at_revision} is not a local folder and {problem}{_similar(hub_id)}"
+        ) from error
+
+
+@cache
+def _warn_of_folder() -> None:
+    """Log, once, that a folder has the name of the demo model."""
+    log.warning("model 'demo' is the model in the package; the folder of that name here is './demo'")
+
+
+def _similar(hub_id: str) -> str:
+    """Return a hint with the names in the package that are like a name, or nothing."""
+    near = difflib.get_close_matches(hub_id.lower(), [DEMO, *HUB_IDS], n=3)
+    if near[:1] == [DEMO]:
+        return f"; did you mean {DEMO!r}, the model in the package?"
+    near = [name for name in near if name != DEMO]
+    return f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
 
 
 def _gguf_file(folder: Path) -> Path | None:

@@ -136,13 +136,23 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(408, problem, code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """End the connection with an error, or after the answer in progress."""
+        """End the connection with an error, or after the answer in progress.
+
+        A request whose body cannot be read to its end is not waited for: it gets the error at once.
+        """
         self._refusal = error
         self._stop_timer()
         self.pipeline.clear()
-        if self._running is not None and not self._running.response_complete:
-            self._running.keep_alive = False
-        elif not self.transport.is_closing():
+        running = None if self._answered else self._running
+        if running is not None:
+            running.keep_alive = False
+            if running is not self.cycle or not running.more_body:
+                return
+            # The application sees the end of the body, or a client that has left if the answer is sent here.
+            running.more_body = False
+            running.disconnected = not running.response_started
+            running.message_event.set()
+        if (running is None or running.disconnected) and not self.transport.is_closing():
             body = json.dumps(error.body()).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,10 +12,12 @@ from starlette.responses import Response
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.http.json_parse import parse_json
 
 MAX_BODY_FIELDS = 256
 """Maximum fields of a body: more than any endpoint has."""
-MAX_STREAM_OPTIONS = 16
+MAX_OPTIONS = {"stream_options": 16, "chat_template_kwargs": 1024}
+"""Maximum fields of objects in a body: more than any endpoint or template has."""
 INLINE_BYTES = 16_384
 """Longer bodies are prepared by a thread, and their parsing yields to the event loop between its parts."""
 LIMITS = {
@@ -51,11 +52,8 @@ class JsonRequest(Request):
             return
         try:
             await self._yield()
-            text = body.decode("utf-8-sig")
+            self._value = await parse_json(body)
             del body
-            await self._yield()
-            self._value = json.loads(text)
-            del text
         except UnicodeDecodeError as error:
             raise invalid(None, f"the body is not JSON: not UTF-8 at byte {error.start}", code="invalid_json") from None
         except (ValueError, RecursionError) as error:
@@ -97,9 +95,10 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
         return
     if len(body) > MAX_BODY_FIELDS:
         raise invalid(None, f"the body has {len(body)} fields; no endpoint has more than {MAX_BODY_FIELDS}")
-    options = body.get("stream_options")
-    if isinstance(options, dict) and len(options) > MAX_STREAM_OPTIONS:
-        raise invalid("stream_options", f"stream_options has {len(options)} fields; at most {MAX_STREAM_OPTIONS} exist")
+    for name, most in MAX_OPTIONS.items():
+        options = body.get(name)
+        if isinstance(options, dict) and len(options) > most:
+            raise invalid(name, f"{name} has {len(options)} fields; this server takes {most} at most")
     for name, setting in LIMITS.items():
         value = body.get(name)
         if isinstance(value, list | dict):

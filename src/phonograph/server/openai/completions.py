@@ -28,7 +28,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     headers = serving.admit(body, len(body.prompt))
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
-    prompts, params = await serving.prepare(request, lambda gone: _prepared(serving, body, gone))
+    prompts, params = await serving.prepare(
+        request, lambda gone: _prepared(serving, body, gone), num_prompts=len(body.prompt)
+    )
     call = serving.open(request, prompts, params, body)
     return await respond(call, CompletionAnswer(serving, call, body), body, headers)
 

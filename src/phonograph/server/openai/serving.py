@@ -38,6 +38,8 @@ from phonograph.text.tokenizer import Tokenizer
 THREADS = 2
 """Threads that prepare large requests. The limit on queued body bytes bounds the requests that wait for one."""
 MAX_WARNING_CHARACTERS = 2000
+INLINE_PROMPTS = 32
+"""Prompts of a request that are tokenized on the event loop, if its body is small; a thread does more."""
 USUAL_CHARACTERS = 8
 """Characters per token that few texts exceed on average."""
 Result = TypeVar("Result")
@@ -260,19 +262,22 @@ class Serving:
         call.watch(until_gone(request.receive), client_gone())
         return call
 
-    async def prepare(self, request: Request, work: Callable[[threading.Event], Result]) -> Result:
-        """Run the work of a request that precedes the engine. A thread does it for a large body.
+    async def prepare(
+        self, request: Request, work: Callable[[threading.Event], Result], *, num_prompts: int = 1
+    ) -> Result:
+        """Run the work of a request that precedes the engine. A thread does it for a large body or many prompts.
 
         Args:
             request: the request.
             work: called with an event that is set when the client has disconnected.
+            num_prompts: number of texts to tokenize.
 
         Raises:
             ApiError: the client has disconnected.
         """
         assert isinstance(request, JsonRequest), "the route is a JsonRoute"
         gone = threading.Event()
-        if request.num_bytes <= INLINE_BYTES:
+        if request.num_bytes <= INLINE_BYTES and num_prompts <= INLINE_PROMPTS:
             return work(gone)
         working = asyncio.get_running_loop().run_in_executor(self._threads, work, gone)
         leaving = asyncio.create_task(until_gone(request.receive))
