@@ -79,7 +79,10 @@ class JsonRoute(APIRoute):
 
         async def handle_parsed(request: Request) -> Response:
             parsed = JsonRequest(request.scope, request.receive)
-            await parsed.parse(request.app.state.serving.config)
+            serving = request.app.state.serving
+            await parsed.parse(serving.config)
+            # Before the validation, which would look at each of its tokens.
+            serving.check_token_ids(await parsed.json())
             return await handle(parsed)
 
         return handle_parsed
