@@ -108,7 +108,8 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
             _check(name, len(value), "items", setting, config)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt:
-        lists = [one for one in prompt if isinstance(one, list)]
+        # A prompt of token ids has no lists, unless it is refused later.
+        lists = [] if isinstance(prompt[0], int) else [one for one in prompt if isinstance(one, list)]
         if lists or isinstance(prompt[0], str):
             _check("prompt", len(prompt), "prompts", "max_request_prompts", config)
         num_ids = sum(map(len, lists)) if lists else len(prompt)
