@@ -104,6 +104,13 @@ def test_template_variables_are_bounded(server: Server) -> None:
         }
 
 
+def test_a_prompt_of_too_many_ids_is_refused_before_its_ids_are_looked_at(server: Server) -> None:
+    context = server.engine.facts.context_len
+    for prompt in ([5] * (context + 1), [5, *(["no id"] * context)]):
+        answer = server.post("/v1/completions", {"prompt": prompt})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
 def test_ordinary_requests_are_far_from_the_limits(server: Server) -> None:
     biases = {str(token_id): -1.5 for token_id in range(2000)}
     body = {"prompt": [[5] * 1000] * 16, "max_tokens": 1, "logit_bias": biases, "stop": ["x"] * 20}

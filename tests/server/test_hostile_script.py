@@ -12,6 +12,8 @@ from servers import Server
 
 from checks.serving import hostile
 from checks.serving.hostile_bodies import BODIES
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.http.json_meter import JsonMeter
 
 
 def test_bodies_are_sent_beside_a_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +42,28 @@ def test_each_problem_is_found() -> None:
         assert says in hostile.problems_of(fine | wrong)[0]
 
 
+JUST_BELOW_THE_LIMITS = ("130,000 unknown fields", "500,000 token ids", "2,000 prompts", "100,000 template arguments")
+
+
+def test_bodies_just_below_the_limits_pass_the_meter() -> None:
+    """Else they would not reach what they are there to measure."""
+    config = ServerConfig()
+    for name in JUST_BELOW_THE_LIMITS:
+        JsonMeter(config).check(content := BODIES[name].make())
+        fields = content.count(b'"') // 2 / config.max_request_fields
+        ids = content.count(b",") / config.max_request_token_ids
+        prompts = content.count(b"Tom") / config.max_request_prompts
+        assert max(fields, ids, prompts) > 0.75, name
+
+
 def test_bodies_are_below_the_limit_of_bytes() -> None:
-    for name in ("450,000 empty messages", "one key 2,500,000 times", "10 tools of 400 fields", "a role of 15 MB"):
+    for name in (
+        *JUST_BELOW_THE_LIMITS,
+        "450,000 empty messages",
+        "one key 2,500,000 times",
+        "10 tools of 400 fields",
+        "a role of 15 MB",
+    ):
         content = BODIES[name].make()
         assert len(content) < 16 * 2**20
         json.loads(content)

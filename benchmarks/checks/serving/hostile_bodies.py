@@ -194,11 +194,7 @@ BODIES: Mapping[str, HostileBody] = {
         CHAT, lambda: f'{{"messages": [{{"role": "user", "content": "Hi",{_keys(130_000)}}}]}}'.encode()
     ),
     "500,000 token ids": HostileBody(COMPLETIONS, lambda: _completion(prompt=[5] * 500_000)()),
-    "1,000 prompts of 500 token ids": HostileBody(COMPLETIONS, lambda: _completion(prompt=[[5] * 500] * 1000)()),
     "2,000 prompts": HostileBody(COMPLETIONS, lambda: _completion(prompt=["Tom has 12 apples."] * 2000)()),
-    "2,000 streamed prompts": HostileBody(
-        COMPLETIONS, lambda: _completion(prompt=["Tom has 12 apples."] * 2000, max_tokens=8, stream=True)()
-    ),
     "100,000 template arguments": HostileBody(
         CHAT,
         lambda: json.dumps(

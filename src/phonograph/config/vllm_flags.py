@@ -112,7 +112,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
 _SWITCHES = frozenset(
     flag for flag, values in NEUTRAL.items() if values in (_TRUE, _FALSE) or flag.startswith(("--disable", "--skip"))
 ) | {"--language-model-only"}
-"""Those that take no value on the command line."""
+"""Flags of the table that take no value on the command line."""
 
 
 def is_neutral(name: str, value: object) -> bool:

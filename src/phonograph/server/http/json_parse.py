@@ -148,13 +148,11 @@ class _Parser:
         commas = structure.commas_by_depth.at(depth + 1)
         first, last = np.searchsorted(commas, (start, closer))
         bounds = np.concatenate(([start], commas[first:last], [closer]))
-        ranks = np.searchsorted(structure.commas, bounds)
         value: Any = [] if bracket == b"[" else {}
         index = 0
         while index < len(bounds) - 1:
-            by_commas = np.searchsorted(ranks, ranks[index] + STEP_COMMAS, "right")
-            by_bytes = np.searchsorted(bounds, bounds[index] + STEP_BYTES, "right")
-            after = max(index + 1, int(min(by_commas, by_bytes)) - 1)
+            limit = min(self._comma_after(int(bounds[index])), int(bounds[index]) + STEP_BYTES)
+            after = max(index + 1, int(np.searchsorted(bounds, limit, "right")) - 1)
             begin, end = int(bounds[index]) + 1, int(bounds[after])
             if after == index + 1 and self._num_commas(begin, end) > STEP_COMMAS:
                 stand_in = object()
@@ -181,6 +179,12 @@ class _Parser:
         # An empty list in place of the value: only a name and a colon may precede it.
         (name,) = self._loads(b"{", begin, start, b"[]}")
         return name, start
+
+    def _comma_after(self, begin: int) -> int:
+        """Return the position of the comma that follows a step's commas, or the end of the body."""
+        commas = self._structure.commas
+        index = int(np.searchsorted(commas, begin)) + STEP_COMMAS
+        return int(commas[index]) if index < len(commas) else len(self._body)
 
     def _num_commas(self, begin: int, end: int) -> int:
         first, last = np.searchsorted(self._structure.commas, (begin, end))

@@ -79,7 +79,10 @@ class JsonRoute(APIRoute):
 
         async def handle_parsed(request: Request) -> Response:
             parsed = JsonRequest(request.scope, request.receive)
-            await parsed.parse(request.app.state.serving.config)
+            serving = request.app.state.serving
+            await parsed.parse(serving.config)
+            # Before the validation, which would look at each of its tokens.
+            serving.check_token_ids(await parsed.json())
             return await handle(parsed)
 
         return handle_parsed
@@ -105,7 +108,8 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
             _check(name, len(value), "items", setting, config)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt:
-        lists = [one for one in prompt if isinstance(one, list)]
+        # A prompt of token ids has no lists, unless it is refused later.
+        lists = [] if isinstance(prompt[0], int) else [one for one in prompt if isinstance(one, list)]
         if lists or isinstance(prompt[0], str):
             _check("prompt", len(prompt), "prompts", "max_request_prompts", config)
         num_ids = sum(map(len, lists)) if lists else len(prompt)

@@ -113,6 +113,16 @@ class Serving:
             raise queue_full(f"{engine.num_open} samples are in progress or queued; this server takes {room} at most")
         return headers
 
+    def check_token_ids(self, body: Any) -> None:
+        """Check the length of a prompt of token ids in a body that is not validated yet.
+
+        Raises:
+            ApiError: it is longer than the context.
+        """
+        prompt = body.get("prompt") if isinstance(body, dict) else None
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            self._check_length("prompt", len(prompt), self.engine.facts.context_len)
+
     def encode(
         self,
         prompts: Sequence[str | list[int]],
