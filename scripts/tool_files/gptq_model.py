@@ -62,9 +62,8 @@ def dequantized(module: torch.nn.Module, scales: torch.Tensor) -> torch.Tensor:
     return module.dequantize_weight().t()
 
 
-def reference(written: Path, backend: BACKEND) -> torch.Tensor:
-    """Return logits of the weights that GPTQModel dequantizes from the written files."""
-    loaded = GPTQModel.load(str(written), backend=backend, device="cpu").model
+def reference(written: Path, loaded: torch.nn.Module) -> torch.Tensor:
+    """Return logits of the weights that the modules of a loaded model dequantize."""
     tensors = stored_tensors(written)
     weights = {name: tensor for name, tensor in tensors.items() if name.endswith((".weight", ".bias"))}
     for name, module in loaded.named_modules():
@@ -90,7 +89,7 @@ def main(out: Path, only: list[str]) -> None:
         backend = "torch" if OLD else "fp8_torch" if "fp8" in case else "awq_torch" if "awq" in case else "gptq_torch"
         logits, how = None, "weights by GPTQModel's torch modules with scales in float32; transformers, float32"
         try:
-            logits = reference(written, BACKEND(backend))
+            logits = reference(written, GPTQModel.load(str(written), backend=BACKEND(backend), device="cpu").model)
         except Exception as error:
             print("no reference", case, repr(error)[:600])
         keep_case(out, written, case, packages=["gptqmodel", "transformers", "torch"], logits=logits, reference=how)
