@@ -13,7 +13,6 @@ from tiny_models import keep_case, make_source, random_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTQConfig
 
 CASES: dict[str, dict[str, Any]] = {
-    "gptq": {},
     "gptq-asym": {"sym": False},
     "gptq-some-projections": {"modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]},
 }
