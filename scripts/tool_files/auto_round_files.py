@@ -29,7 +29,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "auto-awq": ("auto_awq", W4 | {"sym": False}),
     "auto-awq-skipped": ("auto_awq", W4 | {"layer_config": {"model.layers.1.mlp.down_proj": {"bits": 16}}}),
     "llm-compressor-w4a16": ("llm_compressor", W4),
-    "llm-compressor-int8": ("llm_compressor", {"scheme": "INT8"}),
     "llm-compressor-fp8-static": ("llm_compressor", {"scheme": "FP8_STATIC"}),
     "auto-round-fp8-static": ("auto_round", {"scheme": "FP8_STATIC"}),
     "auto-round-fp8-block": ("auto_round", {"scheme": "FP8_BLOCK"}),
