@@ -44,6 +44,15 @@ def test_output_and_lse(name: str, device: torch.device) -> None:
     run(FEATURES[name], device, 5e-3)
 
 
+BORDERS = tuple((17, 17 + context) for context in range(56, 72))
+"""Prompts whose first token sees all keys of a tile of 64, one less or one more, and the same for a window of 8."""
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (8, 0)])
+def test_borders_of_tiles(window: tuple[int, int], device: torch.device) -> None:
+    run(Case(batch=BORDERS, window=window), device, 5e-3)
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_wide_heads_where_shared_memory_is_small(
     block_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -108,12 +108,13 @@ def test_large_layers_of_few_rows_keep_the_l1_cache(
         case.check(case.product(case.x, bias=False))
 
 
-def test_a_weight_in_the_middle_of_a_larger_matrix(device: torch.device) -> None:
-    """Its rows are then further apart than they are long."""
-    case = Case(1, 10, 64, torch.float16, device)
-    wide = torch.full((10, 80), float("nan"), dtype=torch.float16, device=device)
-    wide[:, :64] = case.weight
-    gemv.gemv(case.x, wide[:, :64], None, case.out)
+@pytest.mark.parametrize("inputs", [64, 2500])
+def test_a_weight_in_the_middle_of_a_larger_matrix(inputs: int, device: torch.device) -> None:
+    """Its rows are then further apart than they are long. A row of 2500 takes several steps."""
+    case = Case(1, 10, inputs, torch.float16, device)
+    wide = torch.full((10, inputs + 16), float("nan"), dtype=torch.float16, device=device)
+    wide[:, :inputs] = case.weight
+    gemv.gemv(case.x, wide[:, :inputs], None, case.out)
     case.check(case.product(case.x, bias=False))
 
 
@@ -126,7 +127,7 @@ def _config(rows: int, splits: int, *, block_n: int = 32, block_k: int = 64) -> 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "padded"),
-    [(3, 45, 320, 8), (16, 33, 200, 16), (16, 33, 203, 16), (21, 32, 256, 16), (5, 31, 263, 8)],
+    [(3, 45, 320, 8), (16, 33, 200, 16), (16, 33, 203, 16), (21, 32, 256, 16), (5, 31, 263, 8), (5, 31, 208, 8)],
 )
 def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits: int, device: torch.device) -> None:
     """Rows of 203 and 263 begin at odd addresses, where the copy engine cannot fetch them."""
