@@ -31,6 +31,7 @@ from checks.kernel_faults import FAULTS, KERNELS, Fault
 
 CONTROL = "control"
 _VERIFY = ("verify", "--model", "demo", "--device", "cuda", "--num-kv-blocks", "2000", "--replays", "50")
+_BROAD_PROCESSES = 3
 _COPIED = "src", "tests"
 _LINKED = "benchmarks", "docs", "examples", "scripts", "pyproject.toml", "README.md"
 
@@ -49,26 +50,21 @@ class Outcome:
 
 
 class Copy:
-    """A copy of the repository with a cache of compiled kernels of its own, in which programs run."""
+    """A copy of the repository in which programs run, with a cache of compiled kernels."""
 
-    def __init__(self, folder: Path, cache: Path | None = None) -> None:
-        self._folder, self.cache = folder, folder / "kernels"
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self._folder, self._cache = folder, cache
         for name in _COPIED:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in _LINKED:
             (folder / name).symlink_to(ROOT / name)
-        if cache is None:
-            self.cache.mkdir()
-        else:
-            # Compiled files are not changed in place, so that links serve.
-            shutil.copytree(cache, self.cache, copy_function=os.link)
 
     def run(self, *command: str, limit: float) -> tuple[int | None, str]:
         """Run Python with the arguments. Return the exit code, None if it took too long, and its last line."""
         settings = {
             **os.environ,
             "PYTHONPATH": str(self._folder / "src"),
-            "TRITON_CACHE_DIR": str(self.cache),
+            "TRITON_CACHE_DIR": str(self._cache),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -92,14 +88,22 @@ class Copy:
         lines = [line for line in out.splitlines() if line.strip()]
         return process.returncode, lines[-1] if lines else ""
 
-    def test(self, tests: Sequence[str], *, limit: float) -> tuple[str, str]:
-        """Run tests up to the first failure. Return a state of `Outcome`, and the failed test or why none ran."""
+    def test(self, tests: Sequence[str], *, limit: float, processes: int = 0) -> tuple[str, str]:
+        """Run tests up to the first failure. Return a state of `Outcome`, and the failed test or why none ran.
+
+        Args:
+            tests: arguments of pytest.
+            limit: in seconds. With `processes`, tests that take longer have found nothing; without, they hang.
+            processes: number of processes that share the tests; 0 is this one alone.
+        """
         report = self._folder / "report.xml"
         report.unlink(missing_ok=True)
-        options = ("-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={report}")
+        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # That plugin warns beside xdist, and a warning is an error.
+        options += ["-p", "no:benchmark", "-n", str(processes)] if processes else []
         code, last = self.run("-m", "pytest", *options, *tests, limit=limit)
         if code is None:
-            return "killed", f"no end within {limit:g} s: {' '.join(tests)}"
+            return "survived" if processes else "killed", f"no end within {limit:g} s: {' '.join(tests)}"
         cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
         for case in cases:
             if case.find("failure") is not None or case.find("error") is not None:
@@ -111,13 +115,18 @@ class Copy:
 
 
 def try_fault(fault: Fault, cache: Path, folder: Path, *, limits: tuple[float, float], verify: bool) -> Outcome:
-    """Plant a fault in a copy below `folder` and run its tests, each stage within its limit in seconds."""
+    """Plant a fault in a copy in `folder` and run its tests, narrow and broad ones within their limits in seconds.
+
+    The compiled kernels begin with those in `cache`.
+    """
     began = time.monotonic()
-    copy = Copy(folder, cache)
+    copy = Copy(folder, folder / "kernels")
+    # Compiled files are not changed in place, so that links serve.
+    shutil.copytree(cache, folder / "kernels", copy_function=os.link)
     fault.plant(folder)
     state, by = copy.test(fault.narrow, limit=limits[0])
     if state == "survived":
-        state, by = copy.test(fault.broad, limit=limits[1])
+        state, by = copy.test(fault.broad, limit=limits[1], processes=_BROAD_PROCESSES)
     if state == "survived" and verify:
         code, last = copy.run("-m", "phonograph", *_VERIFY, limit=limits[1])
         state, by = ("survived", by) if code == 0 else ("killed", f"verify: {last}")
@@ -125,20 +134,19 @@ def try_fault(fault: Fault, cache: Path, folder: Path, *, limits: tuple[float, f
     return Outcome(name=fault.name, state=state, by=by, seconds=time.monotonic() - began)
 
 
-def try_control(faults: Sequence[Fault], folder: Path, *, at_once: int, limit: float) -> tuple[list[str], Path]:
-    """Run all narrow tests without a fault. Return what did not pass, and the cache of compiled kernels."""
-    copy = Copy(folder)
-    # Each run has its own report, in a folder of links.
+def try_control(faults: Sequence[Fault], folder: Path, cache: Path, *, at_once: int, limit: float) -> list[str]:
+    """Run all narrow tests without a fault, which fills `cache`. Return those that did not pass, and why."""
+    cache.mkdir()
     runs = sorted({fault.narrow for fault in faults})
 
     def one(number: int) -> str | None:
-        again = Copy(folder / f"run{number}", copy.cache)
-        again.cache = copy.cache
-        state, by = again.test(runs[number], limit=limit)
+        began = time.monotonic()
+        state, by = Copy(folder / str(number), cache).test(runs[number], limit=limit)
+        print(f"{CONTROL}: {time.monotonic() - began:6.1f} s  {' '.join(runs[number])}: {by}", flush=True)
         return None if state == "survived" else f"{' '.join(runs[number])}: {by}"
 
     with ThreadPoolExecutor(at_once) as pool:
-        return [failure for failure in pool.map(one, range(len(runs))) if failure is not None], copy.cache
+        return [failure for failure in pool.map(one, range(len(runs))) if failure is not None]
 
 
 def list_faults() -> int:
@@ -155,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at-once", type=int, default=6, help="faults that are tried side by side")
     parser.add_argument("--only", default="", help="try only faults with this text in their name")
-    parser.add_argument("--seconds", type=float, nargs=2, default=(150, 150), help="limits of narrow and broad tests")
+    parser.add_argument("--seconds", type=float, nargs=2, default=(150, 180), help="limits of narrow and broad tests")
     parser.add_argument("--verify", action="store_true", help="run `phonograph verify` on faults that tests pass")
     parser.add_argument("--output", type=Path, help="JSON file for the outcomes")
     parser.add_argument("--list", action="store_true", help="print the faults, check their texts, and end")
@@ -166,9 +174,9 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_mutants_") as name:
         folder = Path(name)
-        failures, cache = try_control(
-            faults, folder / CONTROL, at_once=arguments.at_once, limit=2 * arguments.seconds[0]
-        )
+        cache = folder / "kernels"
+        limit = 2 * arguments.seconds[0]
+        failures = try_control(faults, folder / CONTROL, cache, at_once=arguments.at_once, limit=limit)
         print(f"control: {'; '.join(failures) or 'passed'}, {time.monotonic() - began:.0f} s", flush=True)
         if failures:
             return 1

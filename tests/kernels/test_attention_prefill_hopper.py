@@ -40,10 +40,12 @@ CASES = {
 
 BORDERS = {
     "first token": replace(PLAIN, batch=tuple((17, 17 + context) for context in range(120, 136)), num_sms=3),
-    "window": replace(PLAIN, batch=tuple((17, 17 + context) for context in range(124, 140)), num_sms=3, window=(20, 0)),
+    "window": replace(
+        PLAIN, batch=tuple((17, 17 + context) for context in range(305, 321)), num_sms=3, window=(200, 0)
+    ),
 }
-"""Prompts at each place around the end of a tile of 128: their first token sees all its keys, or one less, and the
-last token's window begins at its end."""
+"""Prompts whose first token sees all keys of a tile of 128, or one less; whose last token's window begins with a tile
+that the first token sees, or one key later."""
 
 
 def random_case(seed: int) -> Case:

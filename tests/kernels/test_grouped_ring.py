@@ -39,6 +39,8 @@ FEW = [
     (5, 200, 1000, FewRowsRingConfig(8, 64, 4, 2, 2, 2, 4)),
     (3, 40, 1160, FewRowsRingConfig(8, 32, 2, 1, 3, 2, 1)),
     (7, 256, 640, FewRowsRingConfig(8, 128, 4, 1, 1, 4, 1)),
+    # A program has two of the three groups.
+    (4, 72, 1536, FewRowsRingConfig(8, 32, 4, 2, 2, 1, 1)),
 ]
 """rows, outputs, inputs, config of the kernel for few rows"""
 

@@ -25,8 +25,8 @@ SIZES = [
     (200, 1000, 512, IntegerRowConfig(8, 64, 4, 2, 2, 2, 4)),
     (40, 1160, 128, IntegerRowConfig(8, 32, 2, 1, 3, 2, 1)),
     (256, 640, 640, IntegerRowConfig(8, 128, 1, 1, 1, 4, 1)),
-    # Programs begin in the middle of a group, so that one has steps of two groups.
-    (72, 1280, 640, IntegerRowConfig(8, 32, 1, 3, 2, 1, 1)),
+    # Programs begin in the middle of a group, and have steps of two.
+    (72, 1920, 640, IntegerRowConfig(8, 32, 1, 4, 2, 1, 1)),
 ]
 """outputs, inputs, group, config"""
 KINDS = "int4 interleaved", "int4 interleaved with zeros"
