@@ -136,7 +136,7 @@ _PRODUCTS: tuple[Fault, ...] = (
         old="mask=square < SQUARE_TILES, other=0.0)",
         new="mask=square < triton.next_power_of_2(SQUARE_TILES), other=0.0)",
         narrow=(_ROW, "-k", "test_numbers_on_the_gpu"),
-        broad=(_ROW, _GROUPED, _SET, *_ENGINE),
+        broad=(_ROW, _GROUPED, *_ENGINE),
     ),
     Fault(
         name="integer row: squares of outputs beyond the last",
@@ -144,7 +144,7 @@ _PRODUCTS: tuple[Fault, ...] = (
         old="value = gl.where(mask, rounded.to(gl.float32), 0.0)",
         new="value = rounded.to(gl.float32)",
         narrow=(_ROW, "-k", "test_numbers_on_the_gpu"),
-        broad=(_ROW, _GROUPED, _SET, *_ENGINE),
+        broad=(_ROW, _GROUPED, *_ENGINE),
     ),
     Fault(
         name="integer row: no wait for the kernel before",
