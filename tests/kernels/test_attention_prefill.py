@@ -44,6 +44,14 @@ def test_output_and_lse(name: str, device: torch.device) -> None:
     run(FEATURES[name], device, 5e-3)
 
 
+@pytest.mark.parametrize(("context", "window"), [(56, (-1, -1)), (140, (100, 0))], ids=["first token", "window"])
+def test_borders_of_tiles(context: int, window: tuple[int, int], device: torch.device) -> None:
+    """Prompts whose first token sees all keys of a tile of 64, or one less; whose last token's window begins with a
+    tile that the first token sees, or one key later."""
+    batch = tuple((17, 17 + context + more) for more in range(16))
+    run(Case(batch=batch, window=window), device, 2e-3)
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_wide_heads_where_shared_memory_is_small(
     block_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,8 @@ import torch
 from prefill_problem import Batch, Case, make_plan, run
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
+from phonograph.kernels.triton.gemm.gemm_dispatch import linear
+from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
 
 hopper = pytest.importorskip("phonograph.kernels.triton.attention.prefill_hopper")
 
@@ -34,6 +36,16 @@ CASES = {
     "decodes alone": replace(PLAIN, batch=((1, 70), (16, 16))),
     "many tiles": replace(PLAIN, batch=((300, 300), (17, 80), (150, 222)), num_sms=3),
 }
+
+
+BORDERS = {
+    "first token": replace(PLAIN, batch=tuple((17, 17 + context) for context in range(120, 136)), num_sms=3),
+    "window": replace(
+        PLAIN, batch=tuple((17, 17 + context) for context in range(305, 321)), num_sms=3, window=(200, 0)
+    ),
+}
+"""Prompts whose first token sees all keys of a tile of 128, or one less; whose last token's window begins with a tile
+that the first token sees, or one key later."""
 
 
 def random_case(seed: int) -> Case:
@@ -102,6 +114,12 @@ def test_on_threads(name: str) -> None:
 
 
 @pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("name", BORDERS)
+def test_borders_on_threads(name: str) -> None:
+    check(BORDERS[name], torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize("seed", range(12))
 def test_any_case_on_threads(seed: int) -> None:
     check(random_case(seed), torch.device("cpu"), max_num_tokens=1200)
@@ -138,6 +156,42 @@ def test_threads_detect_errors(broken: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_device(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(replace(CASES[name], dtype=dtype), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("name", BORDERS)
+def test_borders_on_the_device(name: str, device: torch.device) -> None:
+    check(BORDERS[name], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_keys_that_the_kernel_before_writes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long product writes the cache. The attention starts before the product has ended and must wait for it."""
+    monkeypatch.setattr(attention_prefill, "_HOPPER_TOKENS", 0)
+    case = replace(PLAIN, batch=((128, 128),), num_heads=2, num_kv_heads=1, dtype=torch.bfloat16)
+    plan, batch = make_plan(case, device), Batch(case, device)
+    batch.plan(plan)
+    rows = batch.kv_cache.view(-1, case.head_size)
+    weight = torch.randn(case.head_size, 8192, device=device).to(case.dtype) / 8192**0.5
+    x = torch.randn(len(rows), 8192, device=device).to(case.dtype)
+
+    def step() -> None:
+        linear(x, weight, None, rows, config=LinearConfig(64, 64, 128, 1, 4, 3, 0))
+        batch.attend(plan)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        x.normal_()
+        for tensor in (batch.kv_cache, batch.out_THD, batch.lse_HT):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        batch.dense = [batch.kv_cache[:, batch.block_table[0, :2]].flatten(1, 2).float()]
+        batch.check(1e-2)
 
 
 @pytest.mark.gpu

@@ -54,3 +54,18 @@ def test_offsets(bits: int, device: torch.device) -> None:
     out = torch.full_like(wanted, torch.nan, device=device)
     dequantize_into(there, out)
     torch.testing.assert_close(out.cpu(), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 20), (8, 10)])
+def test_words_of_two_groups(bits: int, group: int, device: torch.device) -> None:
+    """A group that is no multiple of a word's values ends inside a word."""
+    outputs, groups = 11, 6
+    packed = torch.randint(-(2**31), 2**31, (outputs, -(-groups * group * bits // 32)), dtype=torch.int32)
+    zeros = torch.randint(0, 1 << bits, (outputs, groups), dtype=torch.uint8)
+    weight = Grouped(packed, torch.randn(outputs, groups).half(), zeros, bits, group)
+    wanted = dequantize(weight._replace(scales_OG=weight.scales_OG.float()))[:, : groups * group].half()
+    there = weight._replace(packed_OW=packed.to(device), scales_OG=weight.scales_OG.to(device))
+    there = there._replace(zeros_OG=zeros.to(device))
+    out = torch.full((outputs, groups * group), torch.nan, dtype=torch.float16, device=device)
+    dequantize_into(there, out)
+    assert torch.equal(out.cpu(), wanted)

@@ -39,6 +39,8 @@ FEW = [
     (5, 200, 1000, FewRowsRingConfig(8, 64, 4, 2, 2, 2, 4)),
     (3, 40, 1160, FewRowsRingConfig(8, 32, 2, 1, 3, 2, 1)),
     (7, 256, 640, FewRowsRingConfig(8, 128, 4, 1, 1, 4, 1)),
+    # A program has two of the three groups.
+    (4, 72, 1536, FewRowsRingConfig(8, 32, 4, 2, 2, 1, 1)),
 ]
 """rows, outputs, inputs, config of the kernel for few rows"""
 
@@ -58,12 +60,12 @@ def check(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, dev
 
 
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:
-    first = GroupedCase(11, 128, 384, dtype, device, group=128, kind="int4 interleaved")
-    second = GroupedCase(11, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
-    check_norm_between(first, second, RingConfig(16, 64, 128, 1, 3), poisoned(device))
-    first = GroupedCase(5, 128, 384, dtype, device, group=128, kind="int4 interleaved")
-    second = GroupedCase(5, 72, 128, dtype, device, group=128, kind="int4 interleaved with zeros")
-    check_norm_between(first, second, FewRowsRingConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
+    # The last tile of 72 outputs has 8 of them.
+    for hidden in (128, 72):
+        for rows, config in ((11, RingConfig(16, 64, 128, 1, 3)), (5, FewRowsRingConfig(8, 32, 1, 2, 3, 1, 1))):
+            first = GroupedCase(rows, hidden, 384, dtype, device, group=128, kind="int4 interleaved")
+            second = GroupedCase(rows, 72, hidden, dtype, device, group=128, kind="int4 interleaved with zeros")
+            check_norm_between(first, second, config, poisoned(device))
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ SIZES = [
     (200, 1000, 512, IntegerRowConfig(8, 64, 4, 2, 2, 2, 4)),
     (40, 1160, 128, IntegerRowConfig(8, 32, 2, 1, 3, 2, 1)),
     (256, 640, 640, IntegerRowConfig(8, 128, 1, 1, 1, 4, 1)),
+    # Programs begin in the middle of a group, and have steps of two.
+    (72, 1920, 640, IntegerRowConfig(8, 32, 1, 4, 2, 1, 1)),
 ]
 """outputs, inputs, group, config"""
 KINDS = "int4 interleaved", "int4 interleaved with zeros"
@@ -67,10 +69,24 @@ def check_not_finite(dtype: torch.dtype, device: torch.device) -> None:
         assert not case.out.isfinite().any()
 
 
+def check_halves_of_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    """Check integers of the row whose low byte is 128, which is the signed byte -128 and one more in the high byte."""
+    case = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
+    # By the largest number of each 128, 0.5 is the integer 128.
+    case.x.fill_(0.5)
+    case.x[0, ::128] = 127
+    linear(
+        case.x, case.grouped, None, case.out, scratch=poisoned(device), config=IntegerRowConfig(8, 16, 1, 1, 2, 1, 1)
+    )  # fmt: skip
+    case.check(case.product(case.x, bias=False))
+
+
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:
-    first = GroupedCase(1, 128, 384, dtype, device, group=128, kind=KINDS[0])
-    second = GroupedCase(1, 72, 128, dtype, device, group=128, kind=KINDS[1])
-    check_norm_between(first, second, IntegerRowConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
+    # Four tiles of outputs; three, the last of which has 8 outputs.
+    for hidden in (128, 72):
+        first = GroupedCase(1, hidden, 384, dtype, device, group=128, kind=KINDS[0])
+        second = GroupedCase(1, 72, hidden, dtype, device, group=128, kind=KINDS[1])
+        check_norm_between(first, second, IntegerRowConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
 
 
 @pytest.fixture
@@ -98,6 +114,7 @@ def test_norm_on_threads(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_on_threads(dtype: torch.dtype, device: torch.device) -> None:
     check_unlike(dtype, device)
+    check_halves_of_bytes(dtype, device)
     check_not_finite(dtype, device)
 
 
@@ -135,6 +152,7 @@ def test_on_the_gpu(size: Size, kind: str, dtype: torch.dtype, device: torch.dev
 def test_numbers_on_the_gpu(dtype: torch.dtype, device: torch.device) -> None:
     check_norm(dtype, device)
     check_unlike(dtype, device)
+    check_halves_of_bytes(dtype, device)
     check_not_finite(dtype, device)
 
 

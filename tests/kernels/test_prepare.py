@@ -36,9 +36,11 @@ class Sequences:
         self.slot_blocks = torch.full((slots, max_blocks), POISON, dtype=torch.int32, device=device)
         self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
 
-    def draw(self, query_lens: list[int], *, ahead: int = 0) -> tuple[ScheduledBatch, dict[int, int]]:
-        """Draw a batch of sequences in random slots, with the blocks that it needs and `ahead` more."""
-        slots = self.rng.permutation(len(self.computed))[: len(query_lens)].tolist()
+    def draw(
+        self, query_lens: list[int], *, ahead: int = 0, slots: list[int] | None = None
+    ) -> tuple[ScheduledBatch, dict[int, int]]:
+        """Draw a batch of sequences in the slots, or random ones, with the blocks that it needs and `ahead` more."""
+        slots = slots or self.rng.permutation(len(self.computed))[: len(query_lens)].tolist()
         appends: list[BlockAppend] = []
         for slot, query_len in zip(slots, query_lens, strict=True):
             if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
@@ -97,8 +99,16 @@ class Sequences:
         assert (staging[used:] == POISON).all()
         return torch.from_numpy(staging).to(self.device)
 
-    def check(self, query_lens: list[int], *, num_reqs: int, num_tokens: int, ahead: int = 0) -> None:
-        batch, kept = self.draw(query_lens, ahead=ahead)
+    def check(
+        self,
+        query_lens: list[int],
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        ahead: int = 0,
+        slots: list[int] | None = None,
+    ) -> None:
+        batch, kept = self.draw(query_lens, ahead=ahead, slots=slots)
         self.inputs.take_over(batch, SlotFailures())
         key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
         for array in (self.inputs.input_ids_np, self.inputs.positions_np, self.inputs.slot_mapping_np):
@@ -159,6 +169,14 @@ def test_long_query_and_table(device: torch.device) -> None:
     sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
     sequences.check([600], num_reqs=1, num_tokens=700)
     sequences.check([1, 1], num_reqs=2, num_tokens=2, ahead=300)
+
+
+def test_programs_take_several_parts_of_a_long_table(device: torch.device) -> None:
+    """With many requests a row has one program, which takes its table 256 blocks at a time."""
+    sequences = Sequences(slots=520, max_tokens=64, max_len=700, block_size=1, device=device)
+    sequences.check([5, 1], num_reqs=520, num_tokens=6, ahead=600, slots=[3, 7])
+    sequences.computed[[3, 7]] = 590
+    sequences.check([40, 1], num_reqs=520, num_tokens=41, slots=[7, 3])
 
 
 def test_layout_views_share_memory_and_are_aligned() -> None:

@@ -158,7 +158,8 @@ def kv_write(
     cache: torch.Tensor,
     slots: torch.Tensor,
     norm: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """With the key and value heads that the cache has; all other heads are queries."""
     kv_heads, size = cache.shape[3], cache.shape[4]
@@ -172,8 +173,8 @@ def kv_write(
         num_kv_heads=kv_heads,
         qk_norm=norm,
         eps=EPS,
-        k_scale=scale,
-        v_scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -189,6 +190,23 @@ def expected_heads(
     cos, sin = rotary[positions][:, None].double().chunk(2, -1)
     first, second = qk.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1), value
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_keys_and_values_have_scales_of_their_own(tokens: int, device: torch.device) -> None:
+    """A scale of each KV head, in a cache that does not round."""
+    heads, kv_heads, size = 4, 2, 64
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=device)
+    rotary = torch.rand(50, size, device=device)
+    positions = torch.randint(0, 50, (tokens,), device=device)
+    rotated, value = expected_heads(qkv, positions, rotary, None, kv_heads)
+    k_scale, v_scale = torch.rand(2, kv_heads, device=device) + 0.5
+    cache = poison(2, 4, 16, kv_heads, size, dtype=torch.float32, device=device)
+    slots = torch.randperm(64, device=device)[:tokens]
+    kv_write(qkv, positions, rotary, cache, slots, None, k_scale, v_scale)
+    keys, values = cache.flatten(1, 2)[:, slots]
+    assert relative(keys * k_scale[:, None], rotated[:, heads:]) < 1e-5
+    assert relative(values * v_scale[:, None], value) < 1e-5
 
 
 MODELS = [(4096, 32, 8, 128, 14336, False), (1024, 16, 8, 128, 3072, True), (3584, 28, 4, 128, 18944, False)]
@@ -230,7 +248,7 @@ def test_sizes_of_models(
     rotated, value = expected_heads(qkv, positions, rotary, weights, kv_heads)
     cache = poison(2, 200, 16, kv_heads, size, dtype=dtype, device=device)
     slots = torch.randperm(3200, device=device)[:tokens]
-    kv_write(qkv, positions, rotary, cache, slots, weights, None)
+    kv_write(qkv, positions, rotary, cache, slots, weights, None, None)
     assert relative(qkv.unflatten(-1, (-1, size))[:, :heads], rotated[:, :heads]) < limit(dtype)
     assert relative(cache[0].flatten(0, 1)[slots], rotated[:, heads:]) < limit(dtype)
     assert torch.equal(cache[1].flatten(0, 1)[slots].double(), value)
@@ -246,11 +264,11 @@ def test_graph_follows_contents_in_a_cache_beyond_32_bits(device: torch.device) 
     rotary = torch.rand(64, size, device=device)
     positions = torch.zeros(tokens, dtype=torch.int64, device=device)
     slots = torch.full((tokens,), -1, device=device)
-    scale = torch.tensor([0.5, 0.01], device=device)
-    kv_write(qkv, positions, rotary, cache, slots, None, scale)
+    scales = torch.tensor([[0.5, 0.01], [0.2, 0.3]], device=device)
+    kv_write(qkv, positions, rotary, cache, slots, None, *scales)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kv_write(qkv, positions, rotary, cache, slots, None, scale)
+        kv_write(qkv, positions, rotary, cache, slots, None, *scales)
     qkv.copy_(3 * torch.randn_like(qkv))
     positions.random_(0, 64)
     slots.copy_(num_blocks * 16 - 1 - torch.randperm(64, device=device)[:tokens])
@@ -259,7 +277,7 @@ def test_graph_follows_contents_in_a_cache_beyond_32_bits(device: torch.device) 
     graph.replay()
     assert relative(qkv.unflatten(-1, (-1, size))[:, :heads], rotated[:, :heads]) < 1e-2
     kept = slots[slots >= 0]
-    for part, wanted in enumerate((rotated[:, heads:], value)):
+    for part, (wanted, scale) in enumerate(zip((rotated[:, heads:], value), scales, strict=True)):
         got = cache[part, kept // 16, kept % 16].float() * scale[:, None]
         assert relative(got, (wanted[slots >= 0] / scale[:, None]).clamp(-448, 448) * scale[:, None]) < 0.04
     assert int(cache[:, -5:].view(torch.uint8).count_nonzero()) <= 2 * (tokens - 1) * kv_heads * size

@@ -108,12 +108,13 @@ def test_large_layers_of_few_rows_keep_the_l1_cache(
         case.check(case.product(case.x, bias=False))
 
 
-def test_a_weight_in_the_middle_of_a_larger_matrix(device: torch.device) -> None:
-    """Its rows are then further apart than they are long."""
-    case = Case(1, 10, 64, torch.float16, device)
-    wide = torch.full((10, 80), float("nan"), dtype=torch.float16, device=device)
-    wide[:, :64] = case.weight
-    gemv.gemv(case.x, wide[:, :64], None, case.out)
+@pytest.mark.parametrize("inputs", [64, 2500])
+def test_a_weight_in_the_middle_of_a_larger_matrix(inputs: int, device: torch.device) -> None:
+    """Its rows are then further apart than they are long. A row of 2500 takes several steps."""
+    case = Case(1, 10, inputs, torch.float16, device)
+    wide = torch.full((10, inputs + 16), float("nan"), dtype=torch.float16, device=device)
+    wide[:, :inputs] = case.weight
+    gemv.gemv(case.x, wide[:, :inputs], None, case.out)
     case.check(case.product(case.x, bias=False))
 
 

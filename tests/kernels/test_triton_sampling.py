@@ -145,6 +145,28 @@ def test_row_that_no_level_helps(device: torch.device) -> None:
     assert got == host
 
 
+@pytest.mark.parametrize("allowed", [4096, 4097])
+def test_as_many_candidates_as_there_is_room_for(allowed: int, device: torch.device) -> None:
+    """The last candidate is the one that is drawn."""
+    logits = torch.full((4, 5000), -100.0, device=device)
+    logits[:, :allowed] = 0.0
+    logits[:, allowed - 1] = 16.0
+    params = [SamplingParams(top_k=allowed, seed=seed) for seed in range(len(logits))]
+    got, host = _both(logits, params)
+    assert got == host
+    assert got.count(allowed - 1) >= 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 90}, {"top_p": 0.999}])
+def test_min_p_of_tokens_just_below_it(settings: dict[str, Any], device: torch.device) -> None:
+    """They are candidates, because the bound of candidates is a little lower, and together more probable."""
+    logits = torch.full((6, 100), math.log(0.05) * 1.0005, device=device)
+    logits[:, 70] = 0.0
+    params = [SamplingParams(min_p=0.05, seed=seed, **settings) for seed in range(len(logits))]
+    got, host = _both(logits, params)
+    assert got == host == [70] * len(logits)
+
+
 def test_equal_logits_go_by_token_id(device: torch.device) -> None:
     logits = torch.zeros(4, 3000, device=device)
     logits[:, ::2] = -0.0
