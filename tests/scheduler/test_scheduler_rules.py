@@ -163,7 +163,7 @@ def test_a_request_that_has_ended_is_not_kept(end: str) -> None:
         step(scheduler, EOS if end == "stop" else 7)
         if end in ("abort", "failure"):
             (scheduler.abort if end == "abort" else scheduler.fail)(next(iter(scheduler._requests)))
-    step(scheduler)
+    scheduler.schedule()
     assert [sys.getrefcount(one) for one in requests] == before
 
 
