@@ -140,6 +140,17 @@ def test_attention_serves_every_window_of_the_model() -> None:
     assert plan_of(model=replace(DEMO, windows=windows)).attention.windows == ((-1, -1), (31, 0))
 
 
+def test_every_part_of_a_cards_memory_lowers_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context and libraries of CUDA included, which torch does not count."""
+    before = plan_of("h200").memory
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_LIBRARY_BYTES", memory._LIBRARY_BYTES + 10 * before.block)
+        assert plan_of("h200").memory.num_blocks == before.num_blocks - 10
+    share = int(known_device("h200").memory * EngineConfig(model="demo").gpu_memory_utilization)
+    parts = before.weights + before.graphs + before.attention + before.sampling + memory._LIBRARY_BYTES
+    assert before.num_blocks == (share - parts) // before.block
+
+
 def fitting_blocks(error: MemoryLimitError) -> int:
     found = re.search(r"(\d+) blocks \((\d+) bytes\) fit", str(error))
     assert found is not None, str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,6 +79,15 @@ def test_the_start_of_a_stop_string_is_shown_once_it_is_none() -> None:
     builder, shown, _ = build("to be or not to be", stop=["to be or else"])
     assert builder.text == "to be or not to be" and builder.stopped is None
     assert "to be or" not in shown[1], "it might still have become the stop string"
+
+
+@pytest.mark.parametrize("stop", [["abc", "b"], ["b", "abc"], ["bc", "b"], ["b", "b y"]])
+def test_of_stop_strings_in_one_token_the_one_that_ends_first_stops(stop: list[str]) -> None:
+    stream = SimpleNamespace(push=lambda _: "x abc y")
+    tokenizer: Any = SimpleNamespace(stream=lambda **_: stream)
+    builder = TextBuilder(tokenizer, SamplingParams(stop=stop), ())
+    builder.push([0])
+    assert (builder.text, builder.stopped) == ("x a", "b")
 
 
 @given(text=st.text(min_size=1, max_size=40), stop=st.lists(st.text("ab #=1é", min_size=1, max_size=4), max_size=3))

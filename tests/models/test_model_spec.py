@@ -313,6 +313,15 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "llama3.*factor"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor=0.5"),
+        *(
+            (
+                {field: {"rope_type": kind, "factor": 2.0, "partial_rotary_factor": 0.5}},
+                ModelError,
+                f"partial_rotary_factor=0.5 in {field}",
+            )
+            for field in ("rope_scaling", "rope_parameters")
+            for kind in ("linear", "yarn")
+        ),
         ({"num_key_value_heads": 5}, ModelError, "num_key_value_heads=5"),
         ({"head_dim": 63}, ModelError, "head_dim=63"),
         ({"num_hidden_layers": 0}, ModelError, "num_hidden_layers=0"),
