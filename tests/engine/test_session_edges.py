@@ -211,6 +211,19 @@ def test_cached_tokens_are_those_of_the_sample_that_found_most(session: Session)
     assert output.num_cached_tokens == 32
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_cached_tokens_do_not_depend_on_the_sample_that_ends_last(session: Session, early: int) -> None:
+    """The first sample computes the prompt, and the second finds it."""
+    prompt = list(range(90 + early, 130 + early))
+    output = session.add(prompt, SamplingParams(max_tokens=6, n=2, ignore_eos=True))
+    for _ in range(3):
+        session.step()
+    session.abort(output, early)
+    run(session)
+    assert {one.finish_reason for one in output.outputs} == {"abort", "length"}
+    assert output.num_cached_tokens == 32
+
+
 def test_vocabulary_is_checked(session: Session) -> None:
     with pytest.raises(RequestError, match="stop_token_ids=999999"):
         session.add("x", SamplingParams(stop_token_ids=[999999]))

@@ -51,6 +51,22 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("asked", [DECODE_ONLY, BOTH])
+@pytest.mark.parametrize(("level", "tokens"), [(NEVER, 0), (SINGLE, 3)])
+def test_reasons_say_that_there_are_no_pieces_only_where_there_are_none(
+    asked: GraphMode, level: GraphSupport, tokens: int
+) -> None:
+    support = Support(level, "because of the test")
+    with_pieces, without = (
+        resolve_mode(asked, support, Pieces(available, "as it is"), speculative_tokens=tokens).reasons[-1].text
+        for available in (True, False)
+    )
+    assert (
+        f"{level.name} (because of the test)" in with_pieces and without == f"{with_pieces}; and no pieces (as it is)"
+    )
+    assert ("3 speculative tokens a decode has 4 tokens" in with_pieces) == bool(tokens)
+
+
 def test_the_table_is_complete() -> None:
     assert set(TABLE) == set(itertools.product([None, *GraphMode], GraphSupport))
 

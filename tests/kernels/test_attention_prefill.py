@@ -122,9 +122,7 @@ def test_cuts_take_every_slot_and_no_more(device: torch.device) -> None:
     assert int(plan.merges[: int(plan.header[1]), 3].sum()) == plan.max_slots == 12
 
 
-def check_list(
-    plan: PrefillPlan, batch: tuple[tuple[int, int], ...], *, causal: bool, window: tuple[int, int]
-) -> None:
+def check_list(plan: PrefillPlan, batch: tuple[tuple[int, int], ...], *, causal: bool, window: tuple[int, int]) -> None:
     """Plan a batch, and check that each tile's keys are listed once, longest pieces first."""
     device, group = plan.header.device, plan.group
     plan.entries.fill_(-7)

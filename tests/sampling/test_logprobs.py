@@ -71,6 +71,21 @@ def test_prompt_logprobs_in_chunks(top: int, length: int) -> None:
         check(entry, hidden[i] @ weight.T, targets[i], top)
 
 
+def test_prompt_logprobs_go_on_where_a_row_takes_more_than_their_memory() -> None:
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    calls: list[int] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        assert len(calls) <= 4, "there is no progress"
+        return rows
+
+    found = prompt_logprobs(hidden, head, [3, 1, 0, 7], 2, max_bytes=1)
+    assert calls == [1] * 4
+    for row, token_id, entry in zip(hidden, [3, 1, 0, 7], found, strict=True):
+        check(entry, row, token_id, 2)
+
+
 @pytest.mark.parametrize(("vocab_size", "top"), [(5003, 0), (5003, 5), (5003, 1024), (1021, 1000)])
 def test_prompt_logprobs_keep_to_their_memory(vocab_size: int, top: int) -> None:
     """Peak of live bytes while it runs, beyond what it was given."""

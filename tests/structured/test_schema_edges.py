@@ -252,3 +252,25 @@ def test_a_one_of_that_is_disjoint_only_because_it_was_closed_says_so() -> None:
     for branches, warnings in ((kinds, ()), (overlapping, ("oneOf is treated as anyOf",))):
         assert compiled(compiler, json={"oneOf": branches}).warnings == warnings
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("required", "limits", "right", "wrong"),
+    [
+        # At most, exactly and one more than the required names.
+        (["a"], {"minProperties": 1}, ['{"a": 1}', '{"a": 1, "b": 1}'], ["{}"]),
+        (["a"], {"minProperties": 2}, ['{"a": 1, "b": 1}', '{"a": 1, "c": 1}'], ['{"a": 1}']),
+        (["a", "b"], {"minProperties": 1}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        # The number of names, and the required ones and one more.
+        (["a"], {"maxProperties": 3}, ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}'], ["{}"]),
+        (["a"], {"maxProperties": 2}, ['{"a": 1}', '{"a": 1, "c": 1}'], ['{"a": 1, "b": 1, "c": 1}']),
+        (["a", "b", "c"], {"minProperties": 3, "maxProperties": 3}, ['{"a": 1, "b": 1, "c": 1}'], ['{"a": 1, "b": 1}']),
+    ],
+)
+def test_counts_of_properties_next_to_those_that_the_names_imply(
+    compiler: GrammarCompiler, required: list[str], limits: dict[str, int], right: list[str], wrong: list[str]
+) -> None:
+    names = {"properties": {name: {"const": 1} for name in "abc"}, "additionalProperties": False}
+    grammar = compiled(compiler, json={"type": "object", "required": required, **names, **limits})
+    assert not grammar.warnings
+    assert [takes(grammar, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)

@@ -1,0 +1,55 @@
+"""Sizes of matrices that are not a multiple of the integers in a word: refused by name, or rounded up, by the format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_model, make_checkpoint
+from quantized_checkpoints import FORMATS, quantize_checkpoint
+
+from phonograph.errors import UnsupportedModelError
+from phonograph.kernels.torch.grouped import dequantize
+from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.spec import read_model_spec
+
+
+def scheme_of(name: str, **changes: Any) -> Scheme:
+    scheme = read_quantization(FORMATS[name].config | changes).scheme
+    assert not isinstance(scheme, dict)
+    return scheme  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "packed", "whole", "odd"),
+    [
+        (scheme_of("gptq", bits=4), 8, (24, 40), [(25, 40), (28, 40), (24, 36)]),
+        (scheme_of("gptq", bits=8), 4, (12, 20), [(14, 20), (12, 22)]),
+        (scheme_of("awq"), 8, (24, 40), [(28, 40), (23, 40)]),
+        (scheme_of("packed zeros"), 8, (24, 41), [(28, 40), (23, 40)]),
+    ],
+    ids=["GPTQ", "GPTQ of 8 bits", "AWQ", "zeros of compressed-tensors"],
+)
+def test_refused_sizes_are_named(
+    scheme: Scheme, packed: int, whole: tuple[int, int], odd: list[tuple[int, int]]
+) -> None:
+    for stored in scheme.stored(*whole).values():
+        assert 0 not in stored.shape
+    for outputs, inputs in odd:
+        with pytest.raises(UnsupportedModelError, match=f"{outputs if outputs % packed else inputs}.*multiple"):
+            scheme.stored(outputs, inputs)
+
+
+@pytest.mark.parametrize("name", ["packed", "packed channel", "packed 8 bits"])
+@pytest.mark.parametrize("inputs", [104, 105, 107])
+def test_the_last_word_of_an_output_may_be_partly_used(name: str, inputs: int, tmp_path: Path) -> None:
+    reference = make_checkpoint("llama3", tmp_path, intermediate_size=inputs)
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    reference.load_state_dict(meant)
+    weights: list[Any] = model.quantized
+    wanted = reference.model.layers[-1].mlp.down_proj.weight
+    torch.testing.assert_close(dequantize(weights[-1].values)[:, :inputs], wanted, rtol=1e-5, atol=1e-6)
