@@ -1,0 +1,55 @@
+"""Rooms of the package in which faults are planted, each with the folders of its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "src/phonograph"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sources below the package, and folders below `tests`."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+ROOMS = {
+    "scheduling": Room(("scheduling",), ("scheduler",)),
+    "kv_cache": Room(("kv_cache",), ("cache", "scheduler")),
+    "graphs": Room(("graphs",), ("graphs",)),
+    "runner": Room(("runner",), ("engine",)),
+    "engine": Room(("engine",), ("engine",)),
+    "sampling": Room(("sampling",), ("sampling",)),
+    "text": Room(("text",), ("engine",)),
+    "structured": Room(("structured",), ("structured", "sampling")),
+    "models": Room(("models",), ("models",)),
+    "attention": Room(("attention",), ("attention",)),
+    "torch kernels": Room(("kernels/torch",), ("kernels", "attention", "sampling")),
+    "plans": Room(
+        (
+            *("kernels/triton/step", "kernels/triton/attention/decode_plan.py"),
+            *("kernels/triton/attention/prefill_plan.py", "kernels/triton/attention/page_indices.py"),
+            "kernels/triton/attention/split_batch.py",
+        ),
+        ("kernels", "attention"),
+    ),
+    "http": Room(("server/http",), ("server",)),
+}
+
+
+def sources_of(root: Path, room: str) -> list[str]:
+    """Return the sources of a room, from the root of the repository."""
+    places = [root / PACKAGE / name for name in ROOMS[room].sources]
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+    return [str(file.relative_to(root)) for file in files if file.read_text().strip()]
+
+
+def modules_of(root: Path, folders: Iterable[str] | None = None) -> list[str]:
+    """Return the test modules of some folders, or of all; those that only a GPU runs are left out."""
+    places = [root / "tests" / folder for folder in folders] if folders is not None else [root / "tests"]
+    files = [file for place in places for file in sorted(place.rglob("test_*.py"))]
+    return [str(file.relative_to(root)) for file in files if "_gpu" not in file.stem]
