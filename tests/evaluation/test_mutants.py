@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checks.mutants.rooms import ROOMS, sources_of, modules_of
+from checks.mutants.rooms import ROOMS, modules_of, sources_of
 from checks.mutants.rules import faults_of
 
 ROOT = Path(__file__).parents[2]

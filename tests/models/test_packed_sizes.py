@@ -1,4 +1,4 @@
-"""Sizes of matrices that are not a multiple of the integers in a word: refused by name, or rounded up, by the format."""
+"""Matrices whose sizes are not a multiple of the integers in a word: refused by name, or rounded up."""
 
 from __future__ import annotations
 
