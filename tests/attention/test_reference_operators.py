@@ -277,6 +277,8 @@ def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
     assert (cache == -1).all()
     write(key, key, cache, torch.full((5,), -1), None, None)
     assert (cache == -1).all()
+    write(key, 2 * key, cache, torch.tensor([9, 8]), None, None)
+    torch.testing.assert_close(cache[:, 1, :2], torch.stack([key[[1, 0]], 2 * key[[1, 0]]]))
 
 
 def test_no_two_handles_have_one_address_while_their_owners_live() -> None:
