@@ -28,6 +28,7 @@ FEATURES = {
     "all see all": Case(causal=False),
     "window": Case(window=(20, 0)),
     "window on both sides": Case(window=(20, 11), causal=False),
+    "window of the own key": Case(window=(0, 0)),
     "window to the right": Case(window=(-1, 3), causal=False, block_size=64),
     "window in blocks of a key tile": Case(window=(9, 0), block_size=64),
     "softcap": Case(softcap=5.0),
@@ -86,7 +87,14 @@ BATCHES = [
     # Keys times pieces, and keys times programs, exceed 2^31.
     ((32, 1 << 29),),
 ]
-WINDOWS = [(True, (-1, -1)), (False, (-1, -1)), (True, (300, -1)), (False, (0, 200)), (False, (300, -1))]
+WINDOWS = [
+    (True, (0, 0)),
+    (True, (-1, -1)),
+    (False, (-1, -1)),
+    (True, (300, -1)),
+    (False, (0, 200)),
+    (False, (300, -1)),
+]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=range(len(BATCHES)))
