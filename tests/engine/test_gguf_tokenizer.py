@@ -123,3 +123,26 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     assert llm.tokenizer is None
     with pytest.raises(ModelError, match="no list of str named tokenizer.ggml.tokens.*--tokenizer"):
         Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("llama-bpe", "llama3", "llama-v3"), ["It", "'s", " ", "123", "45", " cafe", "\u0301\n\n", " ", " ok"]),
+        (("qwen2", "deepseek-r1-qwen"), ["It", "'s", " ", "1", "2", "3", "4", "5", " caf\u00e9", "\n\n", " ", " ok"]),
+        (("smollm", "starcoder"), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe", "\u0301", "\n\n ", " ok"]),
+        (("gpt-2",), ["It", "'s", " 12345", " cafe", "\u0301", "\n\n ", " ok"]),
+        (("tekken",), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe\u0301", "\n\n", " ", " ok"]),
+    ],
+)
+def test_splittings_into_words(
+    names: tuple[str, ...], words: list[str], header: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in names:
+        named = {**header, "tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+        backend: Any = Tokenizer.load(write_header(tmp_path / f"{name}.gguf", named)).hugging_face.backend_tokenizer
+        text = "It's 12345 cafe\u0301\n\n  ok"
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        assert [decoders.ByteLevel().decode([piece]) for piece in pieces] == words

@@ -181,6 +181,15 @@ def test_a_cache_that_the_card_does_not_hold(setting: str, free: int | None) -> 
         plan((fits + 1) * block)
 
 
+def test_a_request_that_the_card_does_not_hold() -> None:
+    """Grants are compared with what is free, and one request with what fits."""
+    device = replace(known_device("a10"), free=GIB)
+    model = replace(DEMO, context_length=1 << 24)
+    with pytest.raises(MemoryLimitError, match=r"one request of max_model_len=4000000 needs 62500$") as caught:
+        make_plan(EngineConfig(model="demo", max_model_len=4_000_000, num_kv_blocks=62_500), model, device)
+    assert fitting_blocks(caught.value) < 62_500
+
+
 def test_weights_that_the_card_does_not_hold() -> None:
     large = replace(DEMO, intermediate_size=DEMO.intermediate_size << 14)
     assert large.weight_bytes("bfloat16") > 9 * GIB

@@ -108,15 +108,21 @@ def test_rotary_factors_are_those_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "scaling"),
     [
-        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 1.0}, None),
+        ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, {"type": "linear", "factor": 4.0}),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 128, "finetuned": True},
+            {
+                **{"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 128},
+                "scaling.finetuned": True,
+            },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         ),
     ],
 )
-def test_scaling_of_positions(header: dict[str, Any], scaling: dict[str, Any], qwen2: Path, tmp_path: Path) -> None:
-    keys = {f"qwen2.rope.scaling.{name}": value for name, value in header.items()}
+def test_scaling_of_positions(header: dict[str, Any], scaling: Any, qwen2: Path, tmp_path: Path) -> None:
+    keys = {f"qwen2.rope.{name}": value for name, value in header.items()}
     path = tmp_path / "model.gguf"
     write_gguf(path, qwen2, kinds(rest="Q4_0"), header=keys)
     got = read_model_spec(path)
@@ -324,3 +330,11 @@ def test_headers(header: dict[str, Any], error: type[PhonographError], words: st
         words = words.replace("'phi3'", "'phi3 '")
     with pytest.raises(error, match=f"(?s){words}"):
         load_model(read_model_spec(path), path, dtype=torch.float32, device=CPU)
+
+
+def test_one_value_for_each_layer_is_the_value_of_the_model(qwen2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2, kinds(rest="Q4_0"))
+    plain = read_model_spec(path)
+    write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": [plain.intermediate_size] * 2})
+    assert read_model_spec(path) == plain

@@ -51,5 +51,20 @@ def test_the_last_word_of_an_output_may_be_partly_used(name: str, inputs: int, t
     model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     reference.load_state_dict(meant)
     weights: list[Any] = model.quantized
+    assert weights[-1].values.columns() == -(-dequantize(weights[-1].values).shape[1] // 8) * 8
     wanted = reference.model.layers[-1].mlp.down_proj.weight
     torch.testing.assert_close(dequantize(weights[-1].values)[:, :inputs], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "description"),
+    [
+        ("gptq order", "GPTQ, 4 bits, groups of 32, symmetric, inputs reordered"),
+        ("awq one group", "AWQ, 4 bits, one group, with zeros"),
+        ("packed channel", "compressed-tensors, 4 bits, one group, symmetric"),
+        ("int8 tensor", "compressed-tensors int8, 8 bits, one group, symmetric, one scale a matrix"),
+        ("int8 zeros", "compressed-tensors int8, 8 bits, groups of 32, with zeros"),
+    ],
+)
+def test_names_for_people(name: str, description: str) -> None:
+    assert scheme_of(name).name == description

@@ -28,7 +28,7 @@ ROOMS = {
     "structured": Room(("structured",), ("structured", "sampling")),
     "models": Room(("models",), ("models",)),
     "attention": Room(("attention",), ("attention",)),
-    "torch kernels": Room(("kernels/torch",), ("kernels", "attention", "sampling")),
+    "torch kernels": Room(("kernels/torch",), ("kernels", "attention", "sampling", "models")),
     "plans": Room(
         (
             *("kernels/triton/step", "kernels/triton/attention/decode_plan.py"),
