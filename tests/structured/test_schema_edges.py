@@ -130,6 +130,9 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         (True, ["1", '{"a": [1]}'], ["nope"]),
         ({"exclusiveMinimum": 0, "maximum": 0.5, "type": "number"}, ["0.1", "0.5"], ["0", "0.51", "-0.1"]),
         ({"exclusiveMaximum": -2, "allOf": [{"minimum": -2.5}], "type": "number"}, ["-2.5", "-2.1"], ["-2", "-2.6"]),
+        # The largest numbers that a float holds exactly are bounds as any.
+        ({"type": "integer", "minimum": 2**53}, [str(2**53)], [str(2**53 - 1)]),
+        ({"type": "integer", "maximum": -(2**53)}, [str(-(2**53))], [str(1 - 2**53)]),
         ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
         ({"type": "integer", "enum": [1, "a", 2.5, 3.0]}, ["1"], ['"a"', "2.5"]),
         ({"type": "string", "maxLength": 10**12}, ['"aaa"'], ["1"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +48,18 @@ def sources_of(root: Path, room: str) -> list[str]:
     return [str(file.relative_to(root)) for file in files if file.read_text().strip()]
 
 
-def modules_of(root: Path, folders: Iterable[str] | None = None) -> list[str]:
-    """Return the test modules of some folders, or of all; those that only a GPU runs are left out."""
-    places = [root / "tests" / folder for folder in folders] if folders is not None else [root / "tests"]
-    files = [file for place in places for file in sorted(place.rglob("test_*.py"))]
+def all_tests(root: Path) -> list[str]:
+    """Return the test modules; those that only a GPU runs are left out."""
+    files = sorted((root / "tests").rglob("test_*.py"))
     return [str(file.relative_to(root)) for file in files if "_gpu" not in file.stem]
+
+
+def tests_of(root: Path, room: str, source: str) -> list[str]:
+    """Return the test modules of a source: those of its room, and others that name it."""
+    name = ".".join(Path(source).relative_to("src").with_suffix("").parts)
+    folders = {f"tests/{folder}" for folder in ROOMS[room].tests}
+    return [
+        module
+        for module in all_tests(root)
+        if str(Path(module).parent) in folders or re.search(rf"\b{re.escape(name)}\b", (root / module).read_text())
+    ]

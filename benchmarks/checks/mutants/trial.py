@@ -15,7 +15,7 @@ import pytest
 
 from checks.mutants import forked
 from checks.mutants.coverage_map import PYTEST_OPTIONS, Record, load, record
-from checks.mutants.rooms import ROOMS, modules_of
+from checks.mutants.rooms import tests_of
 from checks.mutants.rules import Fault
 
 _QUICK_SECONDS = 10.0
@@ -75,7 +75,7 @@ class Trial:
         """Plant a fault, and run the tests of its statement: the room's first, the fastest of them at the head."""
         file = self._copy / source
         original = file.read_text()
-        own = set(modules_of(self._root, ROOMS[room].tests))
+        own = set(tests_of(self._root, room, source))
         tests = {module: one.tests_of(source, fault.span) for module, one in records.items()}
         reached = any(tests.values())
         if not reached:  # a statement of a module's head, or one that only a child process runs
