@@ -13,7 +13,13 @@ import torch
 from prefill_problem import MIN_QUERY_LEN, RAGGED, Batch, Case, make_plan, run
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
-from phonograph.kernels.triton.attention.prefill_plan import BLOCK_M, PrefillPlan, make_prefill_plan, plan_prefill
+from phonograph.kernels.triton.attention.prefill_plan import (
+    BLOCK_M,
+    PrefillPlan,
+    make_prefill_plan,
+    multiprocessors_of,
+    plan_prefill,
+)
 
 FEATURES = {
     "plain": Case(),
@@ -112,6 +118,15 @@ def test_the_list_covers_every_key_once(
         device=device,
     )
     check_list(plan, batch, causal=causal, window=window)
+
+
+def test_a_new_plan_has_all_multiprocessors_and_one_word_for_them(device: torch.device) -> None:
+    """`plan_decode` writes that word, next to a counter that must stay zero."""
+    limits = {"max_num_seqs": 3, "max_num_tokens": 400, "num_sms": 132}
+    plan = make_prefill_plan(num_query_heads=2, num_kv_heads=1, head_size=32, device=device, **limits)
+    assert plan.header.tolist() == [0, 0, 0, 132]
+    multiprocessors_of(plan)[0] = 7
+    assert plan.header.tolist() == [0, 0, 0, 7] and multiprocessors_of(plan).shape == (1,)
 
 
 def test_a_full_batch_whose_sequences_have_a_tile_of_few_rows_each(device: torch.device) -> None:

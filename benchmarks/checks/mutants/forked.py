@@ -12,18 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMED_OUT = -1
-VARIABLES = {
-    "TRITON_INTERPRET": "1",
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+VARIABLES = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def prepare() -> None:
     """Set the environment of the tests and import libraries; phonograph is imported by each child."""
     os.environ.update(VARIABLES)
-    sys.dont_write_bytecode = True
     for library in ("numpy", "scipy", "tokenizers", "torch", "transformers", "triton", "zmq"):
         importlib.import_module(library)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -54,6 +56,9 @@ class Trial:
             if name and (root / name).is_file():
                 (self._copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / name, self._copy / name)
+        # Compiled files are checked by the contents of their source, whose time and size a fault may leave as they are.
+        mode = PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(self._copy / "src", quiet=1, workers=1, invalidation_mode=mode)
         forked.prepare()
 
     def records(self, modules: Iterable[str], sources: Iterable[str]) -> dict[str, Record]:
