@@ -39,6 +39,7 @@ ROOMS = {
     ),
     "http": Room(("server/http",), ("server",)),
 }
+ALL = Room((), tuple({folder for room in ROOMS.values() for folder in room.tests}))
 
 
 def sources_of(root: Path, room: str) -> list[str]:
@@ -55,11 +56,12 @@ def all_tests(root: Path) -> list[str]:
 
 
 def tests_of(root: Path, room: str, source: str) -> list[str]:
-    """Return the test modules of a source: those of its room, and others that name it."""
+    """Return the test modules of a source: those of its room, and those of other rooms that name it."""
     name = ".".join(Path(source).relative_to("src").with_suffix("").parts)
-    folders = {f"tests/{folder}" for folder in ROOMS[room].tests}
-    return [
-        module
-        for module in all_tests(root)
-        if str(Path(module).parent) in folders or re.search(rf"\b{re.escape(name)}\b", (root / module).read_text())
-    ]
+    own, others = ({f"tests/{one}" for one in some.tests} for some in (ROOMS[room], ALL))
+    found: list[str] = []
+    for module in all_tests(root):
+        folder = str(Path(module).parent)
+        if folder in own or (folder in others and re.search(rf"\b{re.escape(name)}\b", (root / module).read_text())):
+            found.append(module)
+    return found
