@@ -267,7 +267,7 @@ def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes:
         {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
         {**YARN, "mscale": 0.7},
         {**YARN, "beta_fast": 1e-9, "beta_slow": 1e-9},
-        {**YARN, "beta_fast": 4, "beta_slow": 4, "truncate": False},
+        {**YARN, "beta_fast": 476, "beta_slow": 635},  # for 32 pairs both are the fourth
         {**YARN, "original_max_position_embeddings": 16, "factor": 40.0, "rope_theta": 500},
     ],
 )
