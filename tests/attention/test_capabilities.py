@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -204,3 +207,18 @@ def test_each_limit_of_a_declaration_is_a_reason_of_its_own() -> None:
     one_size = Declaration(head_sizes=(64, 128))
     assert one_size.refusals(right, l4) == []
     assert one_size.refusals(replace(right, head_size=96), l4) == ["head size 96; it has kernels for 64 or 128"]
+
+
+def test_a_file_may_be_in_any_folder_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As namespace packages have several; every pattern must match."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(providers, "_spec", lambda _: SimpleNamespace(submodule_search_locations=map(str, folders)))
+    settings: Any = {"version": "3", "module": "some.thing", "distribution": "some", "library": None, "install": "pip"}
+    provider = providers.Provider(**settings, files=("a*.so", "b.so"))
+    assert provider.absent() == "some is installed without some/a*.so (pip)"
+    (folders[1] / "a1.so").touch()
+    assert provider.absent() == "some is installed without some/b.so (pip)"
+    (folders[0] / "b.so").touch()
+    assert provider.absent() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, normalizers, trainers
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
+from phonograph.text.gguf_tokenizer import make_gguf_tokenizer
 from phonograph.text.tokenizer import Tokenizer
 
 TEXTS = ["Tom has 12 apples; isn't it?", "  two  spaces\n\n\tand tabs ", "h\u00e9llo \u65e5\u672c \U0001f642", ""]
@@ -146,3 +148,11 @@ def test_splittings_into_words(
             text = backend.normalizer.normalize_str(text)
         pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
         assert [decoders.ByteLevel().decode([piece]) for piece in pieces] == words
+
+
+def test_lists_of_mixed_types_are_refused() -> None:
+    for tokens in (["a", 1], [1, "a"], "a"):
+        values = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+        file: Any = SimpleNamespace(path="a.gguf", values=values)
+        with pytest.raises(ModelError, match="no list of str named tokenizer.ggml.tokens"):
+            make_gguf_tokenizer(file)
