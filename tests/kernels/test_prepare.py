@@ -161,6 +161,12 @@ def test_long_query_and_table(device: torch.device) -> None:
     sequences.check([1, 1], num_reqs=2, num_tokens=2, ahead=300)
 
 
+def test_a_long_query_with_a_short_table(device: torch.device) -> None:
+    """As many programs as the tokens need."""
+    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, block_size=64, device=device)
+    sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
+
+
 def test_new_blocks_in_further_chunks_of_a_table_are_kept(device: torch.device) -> None:
     """A request of a batch padded to 300 has three programs, each for 256 entries at a time of its table."""
     sequences = Sequences(slots=300, max_tokens=300, max_len=1600, block_size=1, device=device)

@@ -19,7 +19,7 @@ from gguf_files import own_name, write_gguf
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import dequantize
-from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, fused_schemes
+from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, dequantize_rows, fused_schemes
 from phonograph.models.spec import ModelSpec, read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
@@ -338,3 +338,17 @@ def test_one_value_for_each_layer_is_the_value_of_the_model(qwen2: Path, tmp_pat
     plain = read_model_spec(path)
     write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": [plain.intermediate_size] * 2})
     assert read_model_spec(path) == plain
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_rows_with_numbers_that_are_not_finite_are_refused(number: float) -> None:
+    """The last block of the last row, of a scale that is finite in float16 but for the damaged one."""
+    blocks = np.zeros((5, 3, BLOCK_TYPES["Q8_0"].nbytes), np.uint8)
+    blocks[:, :, :2] = np.full((5, 3, 1), 0.5, np.float16).view(np.uint8)
+    rows, into = torch.from_numpy(blocks.reshape(5, -1)), torch.full((5, 3 * BLOCK_TYPES["Q8_0"].inputs), torch.nan)
+    dequantize_rows("t", "Q8_0", rows, into)
+    assert not into.any()
+    blocks[4, 2, :2] = np.full(1, number, np.float16).view(np.uint8)
+    blocks[4, 2, 2] = 1
+    with pytest.raises(WeightError, match="tensor t has numbers that are infinite or not a number"):
+        dequantize_rows("t", "Q8_0", rows, into)
