@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMED_OUT = -1
-VARIABLES = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+VARIABLES = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CI": ""}
+"""A CPU's tests with one thread each; without CI=true, under which a test whose library is missing fails."""
 
 
 def prepare() -> None:

@@ -55,7 +55,7 @@ def all_tests(root: Path) -> list[str]:
     return [str(file.relative_to(root)) for file in files if "_gpu" not in file.stem]
 
 
-def tests_of(root: Path, room: str, source: str) -> list[str]:
+def own_tests(root: Path, room: str, source: str) -> list[str]:
     """Return the test modules of a source: those of its room, and those of other rooms that name it."""
     name = ".".join(Path(source).relative_to("src").with_suffix("").parts)
     own, others = ({f"tests/{one}" for one in some.tests} for some in (ROOMS[room], ALL))
