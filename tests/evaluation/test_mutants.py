@@ -39,6 +39,11 @@ def test_each_rule(source: str, rule: str, planted: list[str]) -> None:
     assert [one.planted(source) for one in faults_of(source) if one.rule == rule] == planted
 
 
+def test_statements_outside_of_functions_are_told_apart() -> None:
+    faults = faults_of("A = 1\nclass B:\n    c: int = 2\n    def f(self, d=3):\n        return 4\ne = 5\n")
+    assert {one.before: one.at_import for one in faults} == {"1": True, "2": True, "3": True, "4": False, "5": True}
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_model, make_checkpoint
-from quantized_checkpoints import FORMATS, quantize_checkpoint
+from quantized_checkpoints import FORMATS, Format, quantize_checkpoint
 
-from phonograph.errors import UnsupportedModelError
+from phonograph.errors import PhonographError, UnsupportedModelError
 from phonograph.kernels.torch.grouped import dequantize
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Scheme
@@ -54,6 +54,17 @@ def test_the_last_word_of_an_output_may_be_partly_used(name: str, inputs: int, t
     assert weights[-1].values.columns() == -(-dequantize(weights[-1].values).shape[1] // 8) * 8
     wanted = reference.model.layers[-1].mlp.down_proj.weight
     torch.testing.assert_close(dequantize(weights[-1].values)[:, :inputs], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_one_input_are_the_smallest() -> None:
+    def scheme(size: int) -> Scheme:
+        return read_quantization(Format(method="compressed-tensors", group=size).config).scheme  # pyright: ignore
+
+    assert "groups of 1," in scheme(1).name
+    config = Format(method="compressed-tensors", group=1).config
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 0
+    with pytest.raises(PhonographError, match="group_size"):
+        read_quantization(config)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Fault:
         after: source of its replacement.
         start: first byte of the change.
         stop: byte after the last one.
+        at_import: True outside of functions: what runs it first is chance.
     """
 
     rule: str
@@ -50,6 +51,7 @@ class Fault:
     after: str
     start: int
     stop: int
+    at_import: bool
 
     def planted(self, source: str) -> str:
         """Return the source with the fault."""
@@ -71,6 +73,7 @@ class _Planter:
         self._starts = [0]
         for line in source.encode().splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
+        self._depth = 0
 
     def statements(self, body: list[ast.stmt]) -> Iterator[Fault]:
         for node in body:
@@ -85,9 +88,11 @@ class _Planter:
             yield self._fault("statement", node, "pass", span)
         if isinstance(node, ast.If | ast.While):
             yield from self._condition(node.test, span, is_guard=_is_guard(node))
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list", "targets", "target", "type_params"):
                 continue
+            self._depth += is_function and field == "body"
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, ast.stmt):
                     yield from self._statement(one)
@@ -95,6 +100,7 @@ class _Planter:
                     yield from self.statements(one.body)
                 elif isinstance(one, ast.AST):
                     yield from self._expression(one, span)
+            self._depth -= is_function and field == "body"
 
     def _condition(self, test: ast.expr, span: range, *, is_guard: bool = False) -> Iterator[Fault]:
         if isinstance(test, ast.Constant) or "TYPE_CHECKING" in ast.unparse(test):
@@ -157,7 +163,8 @@ class _Planter:
         start = self._starts[node.lineno - 1] + node.col_offset
         stop = self._starts[node.end_lineno - 1] + node.end_col_offset
         text = after if isinstance(after, str) else ast.unparse(after)
-        return Fault(rule, node.lineno, span, self._data[start:stop].decode(), text, start, stop)
+        before = self._data[start:stop].decode()
+        return Fault(rule, node.lineno, span, before, text, start, stop, at_import=self._depth == 0)
 
 
 def _is_effect(node: ast.stmt) -> bool:

@@ -87,7 +87,7 @@ class Trial:
         own = set(own_tests(self._root, room, source))
         tests = {module: one.tests_of(source, fault.span) for module, one in records.items()}
         reached = any(tests.values())
-        if not reached:  # a statement of a module's head, or one that only a child process runs
+        if fault.at_import or not reached:  # a module's own statement, or one that only a child process runs
             tests = {module: list(one.seconds) for module, one in records.items() if one.lines.get(source)}
         seconds = {module: sum(records[module].seconds[test] for test in some) for module, some in tests.items()}
         order = sorted((module for module, some in tests.items() if some), key=lambda module: seconds[module])
