@@ -20,6 +20,7 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.reference.backend import ReferenceCapabilities
+from phonograph.attention.triton import capabilities as triton_capabilities
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphSupport
@@ -222,3 +223,10 @@ def test_a_file_may_be_in_any_folder_of_its_package(tmp_path: Path, monkeypatch:
     assert provider.absent() == "some is installed without some/b.so (pip)"
     (folders[0] / "b.so").touch()
     assert provider.absent() is None
+
+
+def test_our_own_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, reason in ((None, "the package triton is not installed"), ("a spec", None)):
+        monkeypatch.setattr(triton_capabilities, "find_spec", lambda name, found=found: found)
+        missing = TRITON.missing()
+        assert missing is reason is None or (missing or "").startswith(reason or "?")

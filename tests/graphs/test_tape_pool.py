@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phonograph.graphs.tape.pool import ALIGNMENT, PoolPlan, plan_pool, storage_id
+from phonograph.graphs.tape.tape import TapeRuntime
 
 
 def plan_of(calls: list[str], sizes: dict[str, int], keep: str = "", own: str = "") -> tuple[dict[str, int], PoolPlan]:
@@ -65,3 +66,14 @@ def test_what_is_live_together_does_not_overlap(seed: int) -> None:
             first, second = sorted((one, other), key=found.__getitem__)
             assert found[first] + sizes[first] <= found[second]
     assert all(place % ALIGNMENT == 0 and place + sizes[name] <= plan.num_bytes for name, place in found.items())
+
+
+def test_poison_is_nan_in_every_format() -> None:
+    runtime = TapeRuntime()
+    x = torch.randn(64)
+    runtime.capture(lambda: ((x + 1) * 2,))
+    runtime.poison()
+    assert runtime.memory_bytes
+    for pool in runtime._pools:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+            assert pool.view(torch.uint8).view(dtype).float().isnan().all()

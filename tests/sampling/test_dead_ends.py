@@ -1,17 +1,20 @@
-"""The parameter that leaves a request without a next token, by name, and none where a token is left."""
+"""The parameter that leaves a request without a next token, by name; and work that fails for one row of several."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from token_grammars import END, VOCAB, InTurn
 
+from phonograph.core.batch import SlotFailure
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.sampling.dead_ends import dead_end
+from phonograph.sampling.failures import SlotFailures
 
 RULED = {"structured_outputs": StructuredOutputs(regex="ab")}
 BANNED = {"logit_bias": {token_id: -math.inf for token_id in range(VOCAB)}}
@@ -58,3 +61,21 @@ def test_the_cause_is_named(one: Request, says: str) -> None:
 )
 def test_a_token_is_left(one: Request) -> None:
     assert dead_end(one, VOCAB) is None
+
+
+@pytest.mark.parametrize("bad", [None, 0, 2])
+@pytest.mark.parametrize("rows", [[2], [0], [0, 1, 2]])
+def test_work_that_raises_for_several_rows_is_repeated_row_by_row(rows: list[int], bad: int | None) -> None:
+    calls: list[list[int]] = []
+
+    def work(some: Sequence[int]) -> None:
+        calls.append(list(some))
+        if bad in some:
+            raise ValueError("a test")
+
+    failures = SlotFailures()
+    failures.run_rows(rows, [7, 8, 9], "a part", work)
+    alone = [[row] for row in rows]
+    assert calls == ([rows] if bad not in rows or len(rows) == 1 else [rows, *alone])
+    failed = [] if bad is None or bad not in rows else [[7, 8, 9][bad]]
+    assert failures.by_slot == {slot: SlotFailure("a part", "ValueError: a test") for slot in failed}
