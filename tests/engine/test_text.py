@@ -90,6 +90,25 @@ def test_of_stop_strings_in_one_token_the_one_that_ends_first_stops(stop: list[s
     assert (builder.text, builder.stopped) == ("x a", "b")
 
 
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["ab", "cx", "xy", "q"], ["ab", "abc", "abcx", "abcxxyq"]),  # "x", then "xy", might become "xyz"
+        (["xyx", "y", "q"], ["xy", "xy", "xyxyq"]),
+        (["aaaa", "z"], ["aa", "aaaaz"]),
+    ],
+)
+def test_only_what_may_begin_a_stop_string_is_withheld(pieces: list[str], shown: list[str]) -> None:
+    arriving = iter(pieces)
+    tokenizer: Any = SimpleNamespace(stream=lambda **_: SimpleNamespace(push=lambda _: next(arriving)))
+    builder = TextBuilder(tokenizer, SamplingParams(stop=["xyz", "aab"]), ())
+    found = []
+    for count in range(1, len(pieces) + 1):
+        builder.push([0] * count)
+        found.append(builder.text)
+    assert found == shown
+
+
 @given(text=st.text(min_size=1, max_size=40), stop=st.lists(st.text("ab #=1é", min_size=1, max_size=4), max_size=3))
 def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: list[str]) -> None:
     whole = TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True)
