@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionLayer
+from phonograph.core.batch import SlotFailure, StepOutput
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
+from phonograph.runner.steps import take_tokens
 
 
 class Backend:
@@ -106,3 +108,24 @@ def test_all_layers_are_back_after_few(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model._indices == [0, 4]
         raise ValueError
     assert model._indices == range(5)
+
+
+@pytest.mark.parametrize("bad", [-1, -2, 10, 11])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tokens_outside_the_vocabulary_fail_their_slots(bad: int, place: int) -> None:
+    right = [0, 9, 5]
+    output = StepOutput()
+    take_tokens(output, [4, 2, 7], right, 10)
+    assert (output.slots, output.token_ids, output.failures) == ([4, 2, 7], right, {})
+    tokens = [*right[:place], bad, *right[place + 1 :]]
+    slot = output.slots[place]
+    take_tokens(output, [4, 2, 7], tokens, 10)
+    assert output.token_ids == [*right[:place], 0, *right[place + 1 :]] and [*output.failures] == [slot]
+    assert output.failures[slot].no_token == (bad == -1)
+    assert bad == -1 or output.failures[slot].problem == f"the device returned {bad}; token ids are 0 to 9"
+    first = SlotFailure("before", "a test")
+    output.failures[slot] = first
+    take_tokens(output, [4, 2, 7], tokens, 10)
+    assert output.failures == {slot: first}
+    take_tokens(output, [], [], 10)
+    assert output.token_ids == []

@@ -109,6 +109,10 @@ def test_rotary_factors_are_those_of_llama_3(tmp_path: Path) -> None:
     ("header", "scaling"),
     [
         ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.original_context_length": 128},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
         ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"scale_linear": 1.0}, None),
         ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, {"type": "linear", "factor": 4.0}),

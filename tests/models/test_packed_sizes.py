@@ -79,3 +79,15 @@ def test_groups_of_one_input_are_the_smallest() -> None:
 )
 def test_names_for_people(name: str, description: str) -> None:
     assert scheme_of(name).name == description
+
+
+def test_each_module_counts_once_in_the_progress_of_loading(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, intermediate_size=104)
+    quantize_checkpoint(tmp_path, FORMATS["packed"])
+    steps: list[tuple[int, int]] = []
+    spec = read_model_spec(tmp_path)
+    load_model(
+        spec, tmp_path, dtype=torch.float32, device=torch.device("cpu"), progress=lambda *step: steps.append(step)
+    )
+    total = len(spec.tensor_shapes()) + 7 * spec.num_layers
+    assert steps[-1] == (total, total) and {of for _, of in steps} == {total}
