@@ -110,7 +110,7 @@ def test_rotary_factors_are_those_of_llama_3(tmp_path: Path) -> None:
     [
         ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
-            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.original_context_length": 128},
+            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 8.0},
             {"rope_type": "linear", "factor": 4.0},
         ),
         ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
