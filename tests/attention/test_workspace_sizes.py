@@ -30,7 +30,7 @@ def test_integers() -> None:
 
 
 def test_partial_results() -> None:
-    """Of decodes for all slots; in FA2 also of prefills that fill the device, with speculation of all slots'."""
+    """Decodes of all slots; in FA2 also prefills that fill the device, with speculation those of all slots."""
     assert FA3.floats() == FA2.floats() == 32 * 320 * 16 * 129 * 4 + 4096
     few = replace(LIMITS, max_num_seqs=2)
     assert replace(FA3, limits=few).floats() == 32 * 33 * 16 * 129 * 4 + 4096
