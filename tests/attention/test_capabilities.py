@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.attention.backend import Capabilities
+from phonograph.attention.capabilities import Declaration
 from phonograph.attention.flash_attn import providers
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
@@ -16,6 +20,7 @@ from phonograph.attention.flash_attn.capabilities import (
 )
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.reference.backend import ReferenceCapabilities
+from phonograph.attention.triton import capabilities as triton_capabilities
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import known_device
 from phonograph.graphs.modes import GraphSupport
@@ -164,3 +169,64 @@ def test_levels_and_mechanisms() -> None:
 def test_only_the_reference_and_our_own_need_nothing_else() -> None:
     assert REFERENCE.missing() is None
     assert all(capabilities.missing() for capabilities in (FA2, FA3, FA4))
+
+
+def test_each_limit_of_a_declaration_is_a_reason_of_its_own() -> None:
+    """Values on the limit are served."""
+    declared = Declaration(
+        capabilities=(8, 9),
+        min_capability=(8, 9),
+        head_size_multiple=8,
+        max_head_size=128,
+        block_size_multiple=16,
+        layouts=(KVLayout.NHD,),
+        left_window_only=True,
+    )
+    right = replace(SPEC, num_query_heads=8, num_kv_heads=8, windows=((-1, 0), (5, -1)))
+    l4 = known_device("l4")
+    assert l4.capability == (8, 9) and declared.refusals(right, l4) == []
+    refused = {
+        "head size 136; it has kernels for multiples of 8 up to 128": {"head_size": 136},
+        "head size 100; it has kernels for multiples of 8 up to 128": {"head_size": 100},
+        "block size 24; it takes multiples of 16": {"block_size": 24},
+        f"KV layout {KVLayout.HND.value}; it reads {KVLayout.NHD.value}": {"layout": KVLayout.HND},
+        "8 query heads with 16 KV heads; it groups": {"num_kv_heads": 16},
+        "KV cache dtype float16 with dtype bfloat16; the cache takes": {"kv_cache_dtype": "float16"},
+        "KV cache dtype float8_e5m2; it reads float16 or bfloat16": {"kv_cache_dtype": "float8_e5m2"},
+        "a window that looks ahead": {"windows": ((5, 1),)},
+        "ALiBi; it takes no slopes": {"alibi": True},
+        "attention sinks; its kernels have none": {"sinks": True},
+        "encoder_only attention; it serves decoder": {"kind": AttentionKind.ENCODER_ONLY},
+    }
+    for reason, changes in refused.items():
+        (found,) = declared.refusals(replace(right, **changes), l4)
+        assert found.startswith(reason)
+    devices = {"b200": "it runs on 8.x or 9.x", "a100-80gb": "it needs 8.9 or more", "cpu": "it runs on cuda"}
+    for device, reason in devices.items():
+        (found,) = declared.refusals(right, known_device(device))
+        assert found.endswith(reason)
+    one_size = Declaration(head_sizes=(64, 128))
+    assert one_size.refusals(right, l4) == []
+    assert one_size.refusals(replace(right, head_size=96), l4) == ["head size 96; it has kernels for 64 or 128"]
+
+
+def test_a_file_may_be_in_any_folder_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As namespace packages have several; every pattern must match."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(providers, "_spec", lambda _: SimpleNamespace(submodule_search_locations=map(str, folders)))
+    settings: Any = {"version": "3", "module": "some.thing", "distribution": "some", "library": None, "install": "pip"}
+    provider = providers.Provider(**settings, files=("a*.so", "b.so"))
+    assert provider.absent() == "some is installed without some/a*.so (pip)"
+    (folders[1] / "a1.so").touch()
+    assert provider.absent() == "some is installed without some/b.so (pip)"
+    (folders[0] / "b.so").touch()
+    assert provider.absent() is None
+
+
+def test_our_own_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, reason in ((None, "the package triton is not installed"), ("a spec", None)):
+        monkeypatch.setattr(triton_capabilities, "find_spec", lambda name, found=found: found)
+        missing = TRITON.missing()
+        assert missing is reason is None or (missing or "").startswith(reason or "?")

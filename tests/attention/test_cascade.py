@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from paged import Batch
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.attention.backend import AttentionCall, BatchLimits, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_refusals
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes, cascade_refusals
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
-from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.selection import load, select
-from phonograph.core.device import known_device
+from phonograph.core.device import DeviceSpec, known_device
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.cascade_tensors import PrefixCut
@@ -95,6 +95,25 @@ def test_settings_that_no_backend_cascades_with(changes: dict[str, object], word
     assert cascade_refusals(SPEC) == []
     (refusal,) = cascade_refusals(replace(SPEC, **changes))
     assert refusal.startswith("cascade attention ") and words in refusal
+
+
+def test_the_bytes_of_a_cascade() -> None:
+    """Two launches with LSE, the output of one, and a block table: 16 decodes of 32 heads, and 63 blocks of each."""
+
+    class Sized(ReferenceCapabilities):
+        def buffer_bytes(
+            self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+        ) -> int:
+            assert spec.lse and not spec.cascade and len(graphs) == 1 and graphs[0].cascade
+            return 1_000_000 * limits.max_num_seqs + limits.max_num_tokens
+
+    limits = BatchLimits(max_num_seqs=16, max_num_tokens=4096, max_model_len=1000)
+    graphs = [GraphKey(GraphSet.DECODE, 16, 16, 1), GraphKey(GraphSet.DECODE, 16, 16, 1, cascade=True)]
+    spec = replace(HALF, num_query_heads=32, head_size=128, block_size=16, dtype="bfloat16")
+    parts = 1_000_000 + 16_000_000 + 2 * 16
+    assert cascade_bytes(Sized(), spec, H200, limits, graphs) == parts + 16 * 32 * 128 * 2 + 4 * 16 * 63
+    wider = replace(spec, dtype="float32", speculative_tokens=2)
+    assert cascade_bytes(Sized(), wider, H200, limits, graphs) == parts + 64 + 48 * 32 * 128 * 4 + 4 * 16 * 63
 
 
 # -- who can -----------------------------------------------------------------------------------------------------------

@@ -108,6 +108,16 @@ def test_block_table_entries_beyond_a_sequence_are_never_followed(beyond: int) -
     assert_right(Paged([1, 1, 1, 6], [3, 30, 17, 22], beyond=beyond, empty=2, padding=3))
 
 
+@pytest.mark.parametrize("beyond", [-1, 0, 2**30])
+def test_decodes_that_end_beside_the_end_of_a_block_of_a_half_precision_cache(beyond: int) -> None:
+    """Blocks of such a cache are gathered before they are read; those without a visible key are not."""
+    batch = Paged([1] * 5, [SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 5 * SIZE - 1], beyond=beyond)
+    batch.cache = batch.cache.bfloat16()
+    for contents in (batch.keys, batch.values):
+        contents[:] = [torch.from_numpy(one).bfloat16().double().numpy() for one in contents]
+    assert_right(batch)
+
+
 def test_lengths_that_fall_into_several_buckets() -> None:
     lens = [700, 3, 650, 9, 8, 1, 90, 80, 2, 1000]
     assert len(decode_module()._buckets(lens, 64)) > 1
@@ -267,6 +277,8 @@ def test_write_takes_a_mapping_shorter_than_the_keys() -> None:
     assert (cache == -1).all()
     write(key, key, cache, torch.full((5,), -1), None, None)
     assert (cache == -1).all()
+    write(key, 2 * key, cache, torch.tensor([9, 8]), None, None)
+    torch.testing.assert_close(cache[:, 1, :2], torch.stack([key[[1, 0]], 2 * key[[1, 0]]]))
 
 
 def test_no_two_handles_have_one_address_while_their_owners_live() -> None:

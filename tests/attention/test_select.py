@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,23 @@ def other_backend() -> type[AttentionBackend]:
 
 
 OTHER = Registered(capabilities=Other(), loader=other_backend)
+
+
+def test_a_part_of_a_split_is_loaded_as_a_part() -> None:
+    """A backend may need other tensors where it serves a part of the batch; one without a loader for that has one."""
+
+    class Whole(ReferenceBackend): ...
+
+    class Part(ReferenceBackend): ...
+
+    class Splitting(Other):
+        name = "splitting"
+
+    registered = Registered(capabilities=Splitting(), loader=lambda: Whole, part_loader=lambda: Part)
+    backends = [OTHER, registered]
+    made: Any = load(select("prefill=splitting,decode=other", None, HALF, H100, backends))
+    assert made.keywords == {"prefill": Part, "decode": ReferenceBackend}
+    assert load(select("splitting", None, HALF, H100, backends)) is Whole
 
 
 def test_out_of_tree_backends(monkeypatch: pytest.MonkeyPatch) -> None:

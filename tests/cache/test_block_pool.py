@@ -96,6 +96,20 @@ def test_equal_contents_keep_the_first_name() -> None:
     assert pool.find(b"same") == first
 
 
+def test_a_name_is_removed_from_used_and_free_blocks_and_others_stay() -> None:
+    pool = BlockPool(4)
+    used, free, other = (pool.allocate() for _ in range(3))
+    for block_id, digest in ((used, b"used"), (free, b"free"), (other, b"other")):
+        pool.name(block_id, digest)
+    pool.release([free])
+    pool.unname(b"unknown")
+    for digest in (b"used", b"free", b"free"):
+        pool.unname(digest)
+    assert [pool.find(digest) for digest in (b"used", b"free", b"other")] == [None, None, other]
+    check_pool(pool, [([used], 1), ([other], 1)])
+    assert pool.num_free == 2 and pool.allocate() != pool.allocate()
+
+
 def leak(pool: BlockPool, table: list[int]) -> None:
     table.pop()
 

@@ -13,15 +13,18 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sentencepiece_like import sentencepiece_like
+from tokenizers import decoders
 from tokenizers_made import MAKERS
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, TokenTexts
+from phonograph.text.detokenizer import TokenBytes
 from phonograph.text.output_text import TextBuilder
 from phonograph.text.tokenizer import Tokenizer
 
@@ -202,3 +205,25 @@ def test_thousands_of_lone_bytes_are_text(kind: str) -> None:
     shown = [stream.push(lone) for _ in range(6000)]
     assert "".join(shown) + stream.finish() == "\ufffd" * 6000
     assert all(shown), "nothing waits for what cannot complete it"
+
+
+@pytest.mark.parametrize(
+    ("parts", "local"),
+    [
+        ([decoders.Fuse(), decoders.Strip(" ", 1, 0)], True),
+        ([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)], True),
+        ([decoders.Strip(" ", 0, 1), decoders.Fuse()], True),
+        ([decoders.Replace("_", " "), decoders.Fuse(), decoders.Fuse()], True),
+        # What ends the text so far is not stripped once more follows.
+        ([decoders.Fuse(), decoders.Strip(" ", 0, 1)], False),
+        ([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)], False),
+        # A replacement may take the end of a token with the beginning of the next one.
+        ([decoders.Fuse(), decoders.Replace("_", " ")], False),
+        ([decoders.Fuse(), decoders.ByteFallback()], False),
+        ([decoders.BPEDecoder("</w>")], False),
+        ([], True),
+    ],
+)
+def test_decoders_whose_tokens_do_not_depend_on_their_neighbours(parts: list[Any], local: bool) -> None:
+    backend = SimpleNamespace(decoder=decoders.Sequence(parts) if parts else None)
+    assert TokenBytes(backend)._is_local is local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, normalizers, trainers
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
+from phonograph.text.gguf_tokenizer import make_gguf_tokenizer
 from phonograph.text.tokenizer import Tokenizer
 
 TEXTS = ["Tom has 12 apples; isn't it?", "  two  spaces\n\n\tand tabs ", "h\u00e9llo \u65e5\u672c \U0001f642", ""]
@@ -123,3 +125,34 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     assert llm.tokenizer is None
     with pytest.raises(ModelError, match="no list of str named tokenizer.ggml.tokens.*--tokenizer"):
         Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("llama-bpe", "llama3", "llama-v3"), ["It", "'s", " ", "123", "45", " cafe", "\u0301\n\n", " ", " ok"]),
+        (("qwen2", "deepseek-r1-qwen"), ["It", "'s", " ", "1", "2", "3", "4", "5", " caf\u00e9", "\n\n", " ", " ok"]),
+        (("smollm", "starcoder"), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe", "\u0301", "\n\n ", " ok"]),
+        (("gpt-2",), ["It", "'s", " 12345", " cafe", "\u0301", "\n\n ", " ok"]),
+        (("tekken",), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe\u0301", "\n\n", " ", " ok"]),
+    ],
+)
+def test_splittings_into_words(
+    names: tuple[str, ...], words: list[str], header: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in names:
+        named = {**header, "tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+        backend: Any = Tokenizer.load(write_header(tmp_path / f"{name}.gguf", named)).hugging_face.backend_tokenizer
+        text = "It's 12345 cafe\u0301\n\n  ok"
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        assert [decoders.ByteLevel().decode([piece]) for piece in pieces] == words
+
+
+def test_lists_of_mixed_types_are_refused() -> None:
+    for tokens in (["a", 1], [1, "a"], "a"):
+        values = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+        file: Any = SimpleNamespace(path="a.gguf", values=values)
+        with pytest.raises(ModelError, match="no list of str named tokenizer.ggml.tokens"):
+            make_gguf_tokenizer(file)

@@ -140,6 +140,17 @@ def test_attention_serves_every_window_of_the_model() -> None:
     assert plan_of(model=replace(DEMO, windows=windows)).attention.windows == ((-1, -1), (31, 0))
 
 
+def test_every_part_of_a_cards_memory_lowers_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context and libraries of CUDA included, which torch does not count."""
+    before = plan_of("h200").memory
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_LIBRARY_BYTES", memory._LIBRARY_BYTES + 10 * before.block)
+        assert plan_of("h200").memory.num_blocks == before.num_blocks - 10
+    share = int(known_device("h200").memory * EngineConfig(model="demo").gpu_memory_utilization)
+    parts = before.weights + before.graphs + before.attention + before.sampling + memory._LIBRARY_BYTES
+    assert before.num_blocks == (share - parts) // before.block
+
+
 def fitting_blocks(error: MemoryLimitError) -> int:
     found = re.search(r"(\d+) blocks \((\d+) bytes\) fit", str(error))
     assert found is not None, str(error)
@@ -168,6 +179,15 @@ def test_a_cache_that_the_card_does_not_hold(setting: str, free: int | None) -> 
     assert taken < (free or 24 * GIB) < taken + GIB + memory.block
     with pytest.raises(MemoryLimitError, match=setting):
         plan((fits + 1) * block)
+
+
+def test_a_request_that_the_card_does_not_hold() -> None:
+    """Grants are compared with what is free, and one request with what fits."""
+    device = replace(known_device("a10"), free=GIB)
+    model = replace(DEMO, context_length=1 << 24)
+    with pytest.raises(MemoryLimitError, match=r"one request of max_model_len=4000000 needs 62500$") as caught:
+        make_plan(EngineConfig(model="demo", max_model_len=4_000_000, num_kv_blocks=62_500), model, device)
+    assert fitting_blocks(caught.value) < 62_500
 
 
 def test_weights_that_the_card_does_not_hold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 import torch
 from host_runtime import CallRuntime
 
+from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
-from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.runner import Runner
+from phonograph.graphs.capture_list import make_capture_list
+from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet, GraphSupport, Support
+from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.runner.runner import Runner, shape_of
 
 KEYS = (
     GraphKey(GraphSet.MIXED, 64, 4),
@@ -147,3 +152,37 @@ def test_a_replay_needs_inputs_of_its_own() -> None:
     with pytest.raises(ReplayError):
         runner.replay(key)
     assert done == [("replay", 2)]
+
+
+@pytest.mark.parametrize("leaves_rows_out", [False, True])
+@pytest.mark.parametrize("scores_prompts", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 99])
+def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
+    leaves_rows_out: bool, scores_prompts: bool, num_tokens: int
+) -> None:
+    captures = make_capture_list(GraphMode.FULL, max_num_seqs=4, max_num_batched_tokens=128, max_capture_tokens=8)
+    resolution = resolve_mode(GraphMode.FULL, Support(GraphSupport.ALWAYS, "a test"), Pieces(True, "a test"))
+    runner: Any = SimpleNamespace(
+        _prefixes=None,
+        dispatcher=Dispatcher(resolution, captures, max_num_tokens=128),
+        counts=Counter[str](),
+        _leaves_rows_out=lambda key: leaves_rows_out,
+    )
+    lens = [1, num_tokens - 1]
+    batch = ScheduledBatch(slots=[0, 1], query_lens=lens, context_lens=[4, 0], num_decodes=1, num_tokens=num_tokens)
+    decision, prefix_len = Runner._decide(runner, batch, scores_prompts)
+    assert (decision.key is None) == (num_tokens == 99 or (scores_prompts and leaves_rows_out))
+    assert runner.counts == {decision.label: 1} and prefix_len is None
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "num_decodes", "uniform"),
+    [([1, 1], 2, 1), ([3, 3], 0, 3), ([1, 3], 1, None), ([3, 3, 2], 0, None), ([5], 0, 5)],
+)
+def test_shapes_of_batches(query_lens: list[int], num_decodes: int, uniform: int | None) -> None:
+    batch = ScheduledBatch(
+        slots=[*range(len(query_lens))], query_lens=query_lens, num_decodes=num_decodes, num_tokens=7
+    )
+    prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
+    assert shape_of(batch) == BatchShape(num_tokens=7, num_reqs=len(query_lens), uniform_query_len=uniform)
+    assert shape_of(batch, prefixes).prefix_len == (0 if uniform is None else 16)

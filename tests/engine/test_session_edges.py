@@ -160,6 +160,27 @@ def test_all_samples_are_queued_or_none(session: Session) -> None:
     assert other.outputs[0].finish_reason == again.outputs[0].finish_reason == "length"
 
 
+def test_samples_that_were_queued_leave_with_one_that_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = session.core.scheduler
+    add = scheduler.add
+
+    def refusing(request: Any) -> None:
+        if request.request_id.endswith("-2"):
+            raise RequestError("n", 3, "is too many for a test")
+        add(request)
+
+    monkeypatch.setattr(scheduler, "add", refusing)
+    with pytest.raises(RequestError, match="too many for a test"):
+        session.add("x", SamplingParams(n=3, max_tokens=4), request_id="a")
+    assert not scheduler.has_unfinished
+    monkeypatch.undo()
+    again = session.add("x", SamplingParams(n=3, max_tokens=1), request_id="a")
+    run(session)
+    assert [len(one.token_ids) for one in again.outputs] == [1] * 3
+
+
 def test_samples_of_many_requests_have_ids_of_their_own(session: Session) -> None:
     outputs = [session.add("x", SamplingParams(n=2, max_tokens=1), request_id=f"r{place}") for place in range(12)]
     run(session)
@@ -208,6 +229,19 @@ def test_cached_tokens_are_those_of_the_sample_that_found_most(session: Session)
     prompt = list(range(50, 90))
     output = session.add(prompt, SamplingParams(max_tokens=2, n=2, ignore_eos=True))
     run(session)
+    assert output.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_cached_tokens_do_not_depend_on_the_sample_that_ends_last(session: Session, early: int) -> None:
+    """The first sample computes the prompt, and the second finds it."""
+    prompt = list(range(90 + early, 130 + early))
+    output = session.add(prompt, SamplingParams(max_tokens=6, n=2, ignore_eos=True))
+    for _ in range(3):
+        session.step()
+    session.abort(output, early)
+    run(session)
+    assert {one.finish_reason for one in output.outputs} == {"abort", "length"}
     assert output.num_cached_tokens == 32
 
 

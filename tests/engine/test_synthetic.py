@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.errors import MemoryLimitError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
@@ -46,3 +48,20 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
     rng = np.random.default_rng(seed)
     for _ in range(20):
         batches.random_batch(key, rng)
+
+
+def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
+    def batches(num_blocks: int) -> SyntheticBatches:
+        return SyntheticBatches(
+            lambda batch, _: batch, vocab_size=10, max_model_len=64, block_size=16, num_blocks=num_blocks
+        )
+
+    key, cascading = GraphKey(GraphSet.DECODE, 8, 8, 1), GraphKey(GraphSet.DECODE, 8, 8, 1, cascade=True)
+    for one in (key, cascading):
+        with pytest.raises(MemoryLimitError, match=r"needs 8 KV blocks of 16 tokens, but there are 7; grant more"):
+            batches(7).capture_batch(one)
+    full, shared = batches(8).capture_batch(cascading), batches(9).capture_batch(cascading)
+    assert (full.prefix_len, shared.prefix_len) == (0, 16)
+    assert batches(9).capture_batch(key).prefix_len is None
+    assert len({block for blocks in full.blocks for block in blocks}) == 8
+    assert len({blocks[0] for blocks in shared.blocks}) == 1 and len({blocks[1] for blocks in shared.blocks}) == 8

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,6 +79,34 @@ def test_the_start_of_a_stop_string_is_shown_once_it_is_none() -> None:
     builder, shown, _ = build("to be or not to be", stop=["to be or else"])
     assert builder.text == "to be or not to be" and builder.stopped is None
     assert "to be or" not in shown[1], "it might still have become the stop string"
+
+
+@pytest.mark.parametrize("stop", [["abc", "b"], ["b", "abc"], ["bc", "b"], ["b", "b y"]])
+def test_of_stop_strings_in_one_token_the_one_that_ends_first_stops(stop: list[str]) -> None:
+    stream = SimpleNamespace(push=lambda _: "x abc y")
+    tokenizer: Any = SimpleNamespace(stream=lambda **_: stream)
+    builder = TextBuilder(tokenizer, SamplingParams(stop=stop), ())
+    builder.push([0])
+    assert (builder.text, builder.stopped) == ("x a", "b")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["ab", "cx", "xy", "q"], ["ab", "abc", "abcx", "abcxxyq"]),  # "x", then "xy", might become "xyz"
+        (["xyx", "y", "q"], ["xy", "xy", "xyxyq"]),
+        (["aaaa", "z"], ["aa", "aaaaz"]),
+    ],
+)
+def test_only_what_may_begin_a_stop_string_is_withheld(pieces: list[str], shown: list[str]) -> None:
+    arriving = iter(pieces)
+    tokenizer: Any = SimpleNamespace(stream=lambda **_: SimpleNamespace(push=lambda _: next(arriving)))
+    builder = TextBuilder(tokenizer, SamplingParams(stop=["xyz", "aab"]), ())
+    found = []
+    for count in range(1, len(pieces) + 1):
+        builder.push([0] * count)
+        found.append(builder.text)
+    assert found == shown
 
 
 @given(text=st.text(min_size=1, max_size=40), stop=st.lists(st.text("ab #=1é", min_size=1, max_size=4), max_size=3))

@@ -8,7 +8,7 @@ import pytest
 
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
-from phonograph.graphs.resolve import Pieces, resolve_mode
+from phonograph.graphs.resolve import Pieces, Reason, resolve_mode, without_support
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 DECODE_ONLY, BOTH = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE
@@ -51,6 +51,22 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("asked", [DECODE_ONLY, BOTH])
+@pytest.mark.parametrize(("level", "tokens"), [(NEVER, 0), (SINGLE, 3)])
+def test_reasons_say_that_there_are_no_pieces_only_where_there_are_none(
+    asked: GraphMode, level: GraphSupport, tokens: int
+) -> None:
+    support = Support(level, "because of the test")
+    with_pieces, without = (
+        resolve_mode(asked, support, Pieces(available, "as it is"), speculative_tokens=tokens).reasons[-1].text
+        for available in (True, False)
+    )
+    assert (
+        f"{level.name} (because of the test)" in with_pieces and without == f"{with_pieces}; and no pieces (as it is)"
+    )
+    assert ("3 speculative tokens a decode has 4 tokens" in with_pieces) == bool(tokens)
+
+
 def test_the_table_is_complete() -> None:
     assert set(TABLE) == set(itertools.product([None, *GraphMode], GraphSupport))
 
@@ -72,3 +88,17 @@ def test_table(asked, level, pieces, tokens, expected) -> None:
         assert after.text, "no step without a reason"
     if asked is not None and expected is not asked:
         assert len(resolution.reasons) > 1
+
+
+def test_a_resolution_is_described_with_what_was_asked_for() -> None:
+    support, pieces = Support(UNIFORM, "of the test"), Pieces(True, "as it is")
+    default, changed, kept = (resolve_mode(asked, support, pieces) for asked in (None, FULL, PIECEWISE))
+    assert default.label == "mode FULL_AND_PIECEWISE (default)"
+    assert changed.label == "mode FULL_AND_PIECEWISE (FULL was asked for)"
+    assert kept.label == "mode PIECEWISE"
+    assert [str(one) for one in changed.reasons] == [
+        "FULL: asked for",
+        "FULL -> FULL_AND_PIECEWISE: support is UNIFORM_BATCH, and mixed batches need ALWAYS (of the test)",
+    ]
+    assert without_support(changed.reasons[-1].text, support).endswith("need ALWAYS")
+    assert str(Reason(FULL, FULL, "a cause")) == "FULL: a cause"

@@ -205,6 +205,13 @@ def test_data_dependent_shape(runtime: TapeRuntime, x: torch.Tensor, shape) -> N
         runtime.capture(lambda: (shape(x),))
 
 
+def test_a_mask_beside_other_indices(runtime: TapeRuntime) -> None:
+    x, rows, mask = torch.randn(3, 3), torch.tensor([0, 2, 1]), torch.tensor([True, False, True])
+    with pytest.raises(CaptureError, match="with a mask"):
+        runtime.capture(lambda: (x[rows[:2], mask],))
+    runtime.capture(lambda: (x[rows, rows],))
+
+
 def test_host_data_and_random_numbers_inside_a_capture(runtime: TapeRuntime, x: torch.Tensor) -> None:
     with pytest.raises(CaptureError, match="host data"):
         runtime.capture(lambda: (x + torch.tensor(1.0),))

@@ -24,7 +24,9 @@ SMALL = [
     Case(batch=((1, 150), (1, 40)), num_query_heads=71, num_kv_heads=1, max_query_len=1, num_sms=3),
     Case(batch=((2, 150), (16, 200)), num_query_heads=12, num_kv_heads=1, num_sms=1),
     Case(batch=QUERIES, window=(70, 0), sinks=True),
+    Case(batch=QUERIES, window=(0, 0)),
     Case(batch=((1, 150), (12, 200), (3, 3)), causal=False, window=(40, 5), block_size=128),
+    Case(batch=((1, 150), (12, 200), (3, 3)), causal=False, window=(0, 2)),
     Case(batch=((1, 150), (12, 200), (3, 3)), causal=False, block_size=64),
     Case(batch=QUERIES[:4], softcap=2.5, alibi=True, sinks=True, hnd=True),
     Case(batch=RAGGED, head_size=72, max_query_len=1, sinks=True),
@@ -71,22 +73,26 @@ def test_one_plan_serves_any_batch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lens", "chunk_tiles", "chunks", "empty"),
+    ("lens", "left", "chunk_tiles", "chunks", "empty"),
     [
         # Two units of 9 tiles each among 8 programs: 3 tiles each.
-        ([513], 3, 6, 0),
+        ([513], -1, 3, 6, 0),
         # Units of 9 and 6 tiles: a fair share of the 30 is 4, but makes 10 chunks.
-        ([513, 350], 5, 8, 0),
+        ([513, 350], -1, 5, 8, 0),
         # More units than programs.
-        ([513, 64, 64, 64, 64], 1, 26 + 10 * 2, 2),
-        ([0, 0], 1, 0, 0),
+        ([513, 64, 64, 64, 64], -1, 1, 26 + 10 * 2, 2),
+        ([0, 0], -1, 1, 0, 0),
+        # The keys of a window are counted from the tile in which it begins.
+        ([513, 350], 0, 1, 4, 0),
+        ([513], 64, 1, 4, 0),
+        ([513], 65, 1, 6, 0),
     ],
 )
 def test_few_units_are_cut_evenly(
-    lens: list[int], chunk_tiles: int, chunks: int, empty: int, device: torch.device
+    lens: list[int], left: int, chunk_tiles: int, chunks: int, empty: int, device: torch.device
 ) -> None:
     batch = tuple((min(length, 1), length) for length in lens)
-    problem = Problem(Case(batch=batch, num_sms=4), device)
+    problem = Problem(Case(batch=batch, num_sms=4, window=(left, -1)), device)
     plan = problem.plan()
     problem.check(plan)
     assert plan.programs == 8

@@ -13,7 +13,13 @@ import torch
 from prefill_problem import MIN_QUERY_LEN, RAGGED, Batch, Case, make_plan, run
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
-from phonograph.kernels.triton.attention.prefill_plan import BLOCK_M, make_prefill_plan, plan_prefill
+from phonograph.kernels.triton.attention.prefill_plan import (
+    BLOCK_M,
+    PrefillPlan,
+    make_prefill_plan,
+    multiprocessors_of,
+    plan_prefill,
+)
 
 FEATURES = {
     "plain": Case(),
@@ -28,6 +34,7 @@ FEATURES = {
     "all see all": Case(causal=False),
     "window": Case(window=(20, 0)),
     "window on both sides": Case(window=(20, 11), causal=False),
+    "window of the own key": Case(window=(0, 0)),
     "window to the right": Case(window=(-1, 3), causal=False, block_size=64),
     "window in blocks of a key tile": Case(window=(9, 0), block_size=64),
     "softcap": Case(softcap=5.0),
@@ -94,7 +101,14 @@ BATCHES = [
     # Keys times pieces, and keys times programs, exceed 2^31.
     ((32, 1 << 29),),
 ]
-WINDOWS = [(True, (-1, -1)), (False, (-1, -1)), (True, (300, -1)), (False, (0, 200)), (False, (300, -1))]
+WINDOWS = [
+    (True, (0, 0)),
+    (True, (-1, -1)),
+    (False, (-1, -1)),
+    (True, (300, -1)),
+    (False, (0, 200)),
+    (False, (300, -1)),
+]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=range(len(BATCHES)))
@@ -102,23 +116,53 @@ WINDOWS = [(True, (-1, -1)), (False, (-1, -1)), (True, (300, -1)), (False, (0, 2
 def test_the_list_covers_every_key_once(
     batch: tuple[tuple[int, int], ...], causal: bool, window: tuple[int, int], device: torch.device
 ) -> None:
-    group, kv_heads = 4, 8
     plan = make_prefill_plan(
-        num_query_heads=group * kv_heads,
-        num_kv_heads=kv_heads,
+        num_query_heads=32,
+        num_kv_heads=8,
         head_size=32,
         max_num_seqs=16,
         max_num_tokens=9000,
         num_sms=132,
         device=device,
     )
+    check_list(plan, batch, causal=causal, window=window)
+
+
+def test_a_new_plan_has_all_multiprocessors_and_one_word_for_them(device: torch.device) -> None:
+    """`plan_decode` writes that word, next to a counter that must stay zero."""
+    limits = {"max_num_seqs": 3, "max_num_tokens": 400, "num_sms": 132}
+    plan = make_prefill_plan(num_query_heads=2, num_kv_heads=1, head_size=32, device=device, **limits)
+    assert plan.header.tolist() == [0, 0, 0, 132]
+    multiprocessors_of(plan)[0] = 7
+    assert plan.header.tolist() == [0, 0, 0, 7] and multiprocessors_of(plan).shape == (1,)
+
+
+def test_a_full_batch_whose_sequences_have_a_tile_of_few_rows_each(device: torch.device) -> None:
+    """Each sequence ends in a tile that is not full, so that there are more tiles than the rows would fill."""
+    lengths = {"max_num_seqs": 64, "max_num_tokens": 64 * 17}
+    plan = make_prefill_plan(num_query_heads=1, num_kv_heads=1, head_size=32, num_sms=2, device=device, **lengths)
+    check_list(plan, ((17, 17),) * 64, causal=True, window=(-1, -1))
+    assert int(plan.header[0]) == 64
+
+
+def test_cuts_take_every_slot_and_no_more(device: torch.device) -> None:
+    """The best cut of this batch makes 18 partial results, and the next best 12, for which there is room."""
+    limits = {"max_num_seqs": 3, "max_num_tokens": 400}
+    plan = make_prefill_plan(num_query_heads=2, num_kv_heads=1, head_size=32, num_sms=2, device=device, **limits)
+    check_list(plan, ((32, 22394), (17, 6001), (300, 18582)), causal=True, window=(-1, -1))
+    assert int(plan.merges[: int(plan.header[1]), 3].sum()) == plan.max_slots == 12
+
+
+def check_list(plan: PrefillPlan, batch: tuple[tuple[int, int], ...], *, causal: bool, window: tuple[int, int]) -> None:
+    """Plan a batch, and check that each tile's keys are listed once, longest pieces first."""
+    device, group = plan.header.device, plan.group
     plan.entries.fill_(-7)
     plan.merges.fill_(-7)
     lengths = torch.tensor([0] + [query_len for query_len, _ in batch]).cumsum(0).int().to(device)
     seq_lens = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
     plan_prefill(plan, lengths, seq_lens, min_query_len=MIN_QUERY_LEN, causal=causal, window=window)
     num_entries, num_merges, *counters = plan.header.tolist()
-    assert counters == [0, 132]
+    assert counters == [0, plan.num_sms]
     assert (plan.entries[num_entries:] == -7).all()
     assert (plan.merges[num_merges:] == -7).all()
     rows = plan.entries[:num_entries].tolist()

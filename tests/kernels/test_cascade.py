@@ -31,8 +31,9 @@ def test_cut(kernels: ModuleType, max_seqs: int, max_blocks: int, block_size: in
         prefix_len = prefix_blocks * block_size
         seq_lens = np.zeros(num_slots, np.int32)
         seq_lens[:num_seqs] = rng.integers(prefix_len + 1, max_blocks * block_size + 1, num_seqs)
+        seq_lens[0] = max_blocks * block_size  # to the last entry of its table
         starts = np.minimum(np.arange(num_slots + 1), num_seqs).astype(np.int32)
-        table = rng.integers(0, 10_000, (num_slots, max_blocks + 2)).astype(np.int32)
+        table = rng.integers(0, 10_000, (num_slots, max_blocks + int(rng.integers(0, 3)))).astype(np.int32)
         for tensor in (cut.prefix_starts[1:], cut.prefix_lens, cut.suffix_lens, cut.suffix_table):
             tensor.fill_(-7)
         inputs = (

@@ -179,6 +179,18 @@ def test_programs_take_several_parts_of_a_long_table(device: torch.device) -> No
     sequences.check([40, 1], num_reqs=520, num_tokens=41, slots=[7, 3])
 
 
+def test_a_long_query_with_a_short_table(device: torch.device) -> None:
+    """As many programs as the tokens need."""
+    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, block_size=64, device=device)
+    sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
+
+
+def test_new_blocks_in_further_chunks_of_a_table_are_kept(device: torch.device) -> None:
+    """A request of a batch padded to 300 has three programs, each for 256 entries at a time of its table."""
+    sequences = Sequences(slots=300, max_tokens=300, max_len=1600, block_size=1, device=device)
+    sequences.check([1, 1], num_reqs=300, num_tokens=300, ahead=900)
+
+
 def test_layout_views_share_memory_and_are_aligned() -> None:
     layout = StepLayout(max_num_seqs=5, max_num_tokens=7, max_appends=3)
     words = np.zeros(layout.num_words, np.int32)

@@ -19,7 +19,7 @@ from gguf_files import own_name, write_gguf
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import dequantize
-from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, fused_schemes
+from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, dequantize_rows, fused_schemes
 from phonograph.models.spec import ModelSpec, read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
@@ -108,15 +108,25 @@ def test_rotary_factors_are_those_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "scaling"),
     [
-        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 128, "finetuned": True},
+            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 8.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 1.0}, None),
+        ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, {"type": "linear", "factor": 4.0}),
+        (
+            {
+                **{"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 128},
+                "scaling.finetuned": True,
+            },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         ),
     ],
 )
-def test_scaling_of_positions(header: dict[str, Any], scaling: dict[str, Any], qwen2: Path, tmp_path: Path) -> None:
-    keys = {f"qwen2.rope.scaling.{name}": value for name, value in header.items()}
+def test_scaling_of_positions(header: dict[str, Any], scaling: Any, qwen2: Path, tmp_path: Path) -> None:
+    keys = {f"qwen2.rope.{name}": value for name, value in header.items()}
     path = tmp_path / "model.gguf"
     write_gguf(path, qwen2, kinds(rest="Q4_0"), header=keys)
     got = read_model_spec(path)
@@ -384,3 +394,25 @@ def test_ends_of_turns(
     tokens = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": [kind] * len(texts)}
     write_gguf(path, qwen2, kinds(rest="F16"), header=tokens | header)
     assert set(read_model_spec(path).eos_token_ids) == ends
+
+
+def test_one_value_for_each_layer_is_the_value_of_the_model(qwen2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2, kinds(rest="Q4_0"))
+    plain = read_model_spec(path)
+    write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": [plain.intermediate_size] * 2})
+    assert read_model_spec(path) == plain
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_rows_with_numbers_that_are_not_finite_are_refused(number: float) -> None:
+    """The last block of the last row, of a scale that is finite in float16 but for the damaged one."""
+    blocks = np.zeros((5, 3, BLOCK_TYPES["Q8_0"].nbytes), np.uint8)
+    blocks[:, :, :2] = np.full((5, 3, 1), 0.5, np.float16).view(np.uint8)
+    rows, into = torch.from_numpy(blocks.reshape(5, -1)), torch.full((5, 3 * BLOCK_TYPES["Q8_0"].inputs), torch.nan)
+    dequantize_rows("t", "Q8_0", rows, into)
+    assert not into.any()
+    blocks[4, 2, :2] = np.full(1, number, np.float16).view(np.uint8)
+    blocks[4, 2, 2] = 1
+    with pytest.raises(WeightError, match="tensor t has numbers that are infinite or not a number"):
+        dequantize_rows("t", "Q8_0", rows, into)

@@ -267,6 +267,7 @@ def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes:
         {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
         {**YARN, "mscale": 0.7},
         {**YARN, "beta_fast": 1e-9, "beta_slow": 1e-9},
+        {**YARN, "beta_fast": 476, "beta_slow": 635},  # for 32 pairs both are the fourth
         {**YARN, "original_max_position_embeddings": 16, "factor": 40.0, "rope_theta": 500},
     ],
 )
@@ -313,6 +314,15 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "llama3.*factor"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor=0.5"),
+        *(
+            (
+                {field: {"rope_type": kind, "factor": 2.0, "partial_rotary_factor": 0.5}},
+                ModelError,
+                f"partial_rotary_factor=0.5 in {field}",
+            )
+            for field in ("rope_scaling", "rope_parameters")
+            for kind in ("linear", "yarn")
+        ),
         ({"num_key_value_heads": 5}, ModelError, "num_key_value_heads=5"),
         ({"head_dim": 63}, ModelError, "head_dim=63"),
         ({"num_hidden_layers": 0}, ModelError, "num_hidden_layers=0"),

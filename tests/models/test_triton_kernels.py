@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from kernel_sets import OwnQueries
 
+from phonograph.models.layers import triton_kernels
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.triton_kernels import TritonKernels
@@ -138,3 +141,15 @@ def test_rows_are_left_out_of_long_steps_only(
     assert leaving(2) == [129, 199, 200, 256], "the weights of 128 take as long as of one"
     assert leaving(100) == [200, 256]
     assert leaving(2, batch_invariant=True) == []
+
+
+@pytest.mark.parametrize(("room", "takes"), [(False, False), (True, False), (True, True)])
+def test_inputs_in_fp8_lie_in_the_scratch(room: bool, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there is room for them and the product takes them."""
+    scaled = SimpleNamespace(rows=lambda *shape: shape) if room else None
+    kernels: Any = SimpleNamespace(_scratch=SimpleNamespace(scaled=scaled))
+    layer: Any = SimpleNamespace(weight=SimpleNamespace(operand=None))
+    monkeypatch.setattr(triton_kernels, "takes_fp8_rows", lambda *_: takes)
+    rows_TI = torch.zeros(3, 8)
+    found = TritonKernels._input_of(kernels, layer, rows_TI)
+    assert found == (3, 8) if takes else found is rows_TI

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from token_grammars import END, VOCAB, InTurn
 
-from phonograph.core.grammar import GrammarError
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
@@ -18,33 +17,6 @@ from phonograph.kernels.torch.sampling import mask_tokens
 from phonograph.sampling import grammar_masks
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
-
-VOCAB, END = 70, 69
-
-
-class InTurn:
-    """A grammar of one output: these tokens in turn, each one of several, then the end."""
-
-    def __init__(self, *choices: Sequence[int]) -> None:
-        self.choices = [*choices, [END]]
-        self.place = 0
-
-    def matcher(self) -> InTurn:
-        return InTurn(*self.choices[:-1])
-
-    @property
-    def ended(self) -> bool:
-        return self.place == len(self.choices)
-
-    def accept(self, token_id: int) -> None:
-        if token_id not in self.choices[self.place]:
-            raise GrammarError(f"the token {token_id} is not allowed here")
-        self.place += 1
-
-    def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
-        bits = np.zeros(bitmask_RW.shape[1] * 32, np.uint8)
-        bits[self.choices[self.place]] = 1
-        bitmask_RW[row] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def make(slots: int = 3) -> Sampler:

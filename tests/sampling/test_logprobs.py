@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.core.batch import TokenLogprobs
+from phonograph.core.batch import NewSequence, ScheduledBatch, SlotFailure, TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.sampling.logprobs import prompt_logprobs, token_logprobs
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.logprobs import prompt_logprobs, step_prompt_logprobs, token_logprobs
 from phonograph.sampling.sampler import Sampler
 
 
@@ -71,6 +72,21 @@ def test_prompt_logprobs_in_chunks(top: int, length: int) -> None:
         check(entry, hidden[i] @ weight.T, targets[i], top)
 
 
+def test_prompt_logprobs_go_on_where_a_row_takes_more_than_their_memory() -> None:
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    calls: list[int] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        assert len(calls) <= 4, "there is no progress"
+        return rows
+
+    found = prompt_logprobs(hidden, head, [3, 1, 0, 7], 2, max_bytes=1)
+    assert calls == [1] * 4
+    for row, token_id, entry in zip(hidden, [3, 1, 0, 7], found, strict=True):
+        check(entry, row, token_id, 2)
+
+
 @pytest.mark.parametrize(("vocab_size", "top"), [(5003, 0), (5003, 5), (5003, 1024), (1021, 1000)])
 def test_prompt_logprobs_keep_to_their_memory(vocab_size: int, top: int) -> None:
     """Peak of live bytes while it runs, beyond what it was given."""
@@ -85,3 +101,36 @@ def test_prompt_logprobs_keep_to_their_memory(vocab_size: int, top: int) -> None
             live += event.nbytes()
             peak = max(peak, live)
     assert max_bytes // 4 < peak <= max_bytes
+
+
+def test_a_step_reports_the_prompt_tokens_of_its_chunks_only() -> None:
+    """Its sequences: a decode, a prompt's first chunk, one's last chunk, one without logprobs, and one that fails."""
+    sizes = [(1, 4, 5, 1), (3, 0, 9, 2), (4, 5, 9, 0), (3, 0, 9, None), (2, 0, 9, 1)]
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(sum(size[0] for size in sizes), 30, generator=generator)
+    live = {
+        slot: NewSequence(
+            slot=slot,
+            request_id="r",
+            token_ids=torch.randint(0, 30, (12,), generator=generator).tolist(),
+            prompt_len=prompt_len,
+            num_computed=0,
+            params=SamplingParams(prompt_logprobs=top),
+        )
+        for slot, (_, _, prompt_len, top) in enumerate(sizes)
+    }
+    batch = ScheduledBatch(slots=[0, 1, 2, 3, 4], query_lens=[s[0] for s in sizes], context_lens=[s[1] for s in sizes])
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        if torch.equal(rows[0], hidden[11]):
+            raise ValueError("a test")
+        return rows
+
+    failures = SlotFailures()
+    found = step_prompt_logprobs(batch, live, hidden, head, failures)
+    assert failures.by_slot == {4: SlotFailure("log-probabilities of the prompt", "ValueError: a test")}
+    # A decode predicts no prompt token, and neither does the last row of a prompt.
+    assert {slot: len(entries) for slot, entries in found.items()} == {1: 3, 2: 3}
+    for slot, start, first in ((1, 1, 1), (2, 4, 6)):
+        for place, entry in enumerate(found[slot]):
+            check(entry, hidden[start + place], live[slot].token_ids[first + place], sizes[slot][3] or 0)

@@ -99,6 +99,31 @@ def test_a_failure_that_is_known_after_a_preemption() -> None:
     assert num_found(scheduler, [*range(8), 1, 2]) == 0
 
 
+def test_a_failure_after_a_preempted_request_has_found_its_own_blocks_again() -> None:
+    scheduler = Scheduler(limits(num_blocks=6, max_num_seqs=2))
+    add(scheduler, request("a", 8, max_tokens=8), bad := request("b", range(8), max_tokens=12))
+    states: list[RequestState] = []
+    while not states or states[-1] is not RequestState.RUNNING or RequestState.PREEMPTED not in states:
+        step(scheduler)
+        states.append(bad.state)
+    batch = scheduler.schedule()
+    scheduler.update(batch, failed(batch, bad.slot))
+    assert bad.finished and not scheduler.has_unfinished
+    assert num_found(scheduler, [*range(8), 1, 2]) == 0
+
+
+def test_a_late_failure_does_not_end_another_request_of_the_same_id() -> None:
+    scheduler = Scheduler(limits())
+    add(scheduler, old := request("a"))
+    batch = scheduler.schedule()
+    scheduler.abort("a")
+    add(scheduler, new := request("a"))
+    assert scheduler.update(batch, failed(batch, *batch.slots)) == []
+    assert (old.failure, new.failure, new.finished) == (None, None, False)
+    step(scheduler)
+    assert len(new.output_token_ids) == 1
+
+
 def test_requests_that_share_a_failed_block_go_on() -> None:
     scheduler, prompt = Scheduler(limits()), list(range(8))
     add(scheduler, bad := request("b", [*prompt, 50]), other := request("c", [*prompt, 60], max_tokens=9))

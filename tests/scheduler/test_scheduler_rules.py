@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from invariants import check_scheduler
 from scheduling import EOS, add, limits, output_of, request, step
@@ -149,6 +151,20 @@ def test_abort_wherever_a_request_stands() -> None:
         check_scheduler(scheduler)
         assert not scheduler.abort(name)
     assert not scheduler.has_unfinished and scheduler.stats.blocks_used == 0
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "abort", "failure"])
+def test_a_request_that_has_ended_is_not_kept(end: str) -> None:
+    scheduler = Scheduler(limits(max_num_seqs=2))
+    requests = [request(name, max_tokens=2) for name in "abcdef"]
+    before = [sys.getrefcount(one) for one in requests]
+    add(scheduler, *requests)
+    while scheduler.has_unfinished:
+        step(scheduler, EOS if end == "stop" else 7)
+        if end in ("abort", "failure"):
+            (scheduler.abort if end == "abort" else scheduler.fail)(next(iter(scheduler._requests)))
+    scheduler.schedule()
+    assert [sys.getrefcount(one) for one in requests] == before
 
 
 def test_tokens_in_flight_of_an_aborted_request_are_dropped_also_when_its_id_is_used_again() -> None:

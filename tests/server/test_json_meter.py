@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.server.http import json_meter
 from phonograph.server.http.api_errors import ApiError
 from phonograph.server.http.json_meter import MAX_NUMBER, JsonMeter
 
@@ -94,3 +95,13 @@ def test_a_text_is_refused_before_its_end() -> None:
     with pytest.raises(ApiError, match=re.escape("more than 10000 texts, field names, lists and objects")):
         for _ in range(3):
             meter.check(piece)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9])
+def test_a_text_is_counted_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_meter, "PIECE", size)
+    JsonMeter(ServerConfig(max_request_depth=8)).check_text("[" * 8 + "]" * 8)
+    for text, limits in (("[" * 9, {"max_request_depth": 8}), ('["\u00e9", "", ""]', {"max_request_fields": 3})):
+        meter = JsonMeter(ServerConfig(**limits))
+        with pytest.raises(ApiError):
+            meter.check_text(text)

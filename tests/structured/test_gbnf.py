@@ -11,6 +11,7 @@ from gbnf_reference import Grammar, languages, random_grammar, written
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from phonograph.structured.gbnf import lark_from_gbnf
+from phonograph.structured.runs import Item, _lead_bytes, _Search
 
 LIMITS = LLParserLimits(max_items_in_row=20_000)
 PIECES = ("aa", "ab", "ba", "bab", "aba", "bbbb", "aab", "cab", "bé", "éa", "éé", "ü-é", "-é")
@@ -189,3 +190,27 @@ def test_long_and_deep_grammars_convert_in_linear_time() -> None:
     chain = "root ::= r0\n" + "".join(f"r{index} ::= r{index + 1}\n" for index in range(5_000)) + 'r5000 ::= "a"'
     for source in (deep, chain, 'root ::= "' + "x" * 100_000 + '"', "root ::= [" + "x" * 100_000 + "]"):
         assert lark_from_gbnf(source)
+
+
+def test_lead_bytes_begin_the_characters_of_a_class() -> None:
+    """All bytes from the lowest to the highest; of a negated class all beyond ASCII, and none that it excludes."""
+    characters = [*map(chr, range(1, 0x250)), "\u0800", "\u20ac", "\uffff", "\U00010000", "\U0010ffff"]
+    for low, high in (("a", "z"), ("a", "a"), ("\x7f", "\x80"), ("b", "\u20ac"), ("\u0100", "\U0010ffff")):
+        first, last = low.encode()[0], high.encode()[0]
+        written = rf"\u{{{ord(low):x}}}-\u{{{ord(high):x}}}"
+        kept, others = _lead_bytes(f"/[{written}]/"), _lead_bytes(f"/[^{written}]/")
+        assert [byte for byte in range(256) if kept >> byte & 1] == [*range(first, last + 1)]
+        assert all(others >> one.encode()[0] & 1 for one in characters if not low <= one <= high)
+        assert not any(others >> byte & 1 for byte in range(first, min(last + 1, 0x80)))
+
+
+def test_each_set_of_the_search_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that comes to its limit in its sets, not only in its rules, ends with no runs."""
+    symbol = r"/[\u{61}-\u{7a}]/"
+    rules = {"root": [[Item(symbol, 0, None), Item(symbol)]]}
+    search = _Search(rules)
+    search._first("root"), search._follow(("root", 0, 0)), search._follow(("root", 0, 1))
+    before = search._work
+    monkeypatch.setattr(search, "_follow", lambda place: {("root", 0, 1)})
+    search.unsafe_runs()
+    assert search._work > before

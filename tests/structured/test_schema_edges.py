@@ -130,6 +130,9 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         (True, ["1", '{"a": [1]}'], ["nope"]),
         ({"exclusiveMinimum": 0, "maximum": 0.5, "type": "number"}, ["0.1", "0.5"], ["0", "0.51", "-0.1"]),
         ({"exclusiveMaximum": -2, "allOf": [{"minimum": -2.5}], "type": "number"}, ["-2.5", "-2.1"], ["-2", "-2.6"]),
+        # The largest numbers that a float holds exactly are bounds as any.
+        ({"type": "integer", "minimum": 2**53}, [str(2**53)], [str(2**53 - 1)]),
+        ({"type": "integer", "maximum": -(2**53)}, [str(-(2**53))], [str(1 - 2**53)]),
         ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
         ({"type": "integer", "enum": [1, "a", 2.5, 3.0]}, ["1"], ['"a"', "2.5"]),
         ({"type": "string", "maxLength": 10**12}, ['"aaa"'], ["1"]),
@@ -252,3 +255,25 @@ def test_a_one_of_that_is_disjoint_only_because_it_was_closed_says_so() -> None:
     for branches, warnings in ((kinds, ()), (overlapping, ("oneOf is treated as anyOf",))):
         assert compiled(compiler, json={"oneOf": branches}).warnings == warnings
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("required", "limits", "right", "wrong"),
+    [
+        # At most, exactly and one more than the required names.
+        (["a"], {"minProperties": 1}, ['{"a": 1}', '{"a": 1, "b": 1}'], ["{}"]),
+        (["a"], {"minProperties": 2}, ['{"a": 1, "b": 1}', '{"a": 1, "c": 1}'], ['{"a": 1}']),
+        (["a", "b"], {"minProperties": 1}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        # The number of names, and the required ones and one more.
+        (["a"], {"maxProperties": 3}, ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}'], ["{}"]),
+        (["a"], {"maxProperties": 2}, ['{"a": 1}', '{"a": 1, "c": 1}'], ['{"a": 1, "b": 1, "c": 1}']),
+        (["a", "b", "c"], {"minProperties": 3, "maxProperties": 3}, ['{"a": 1, "b": 1, "c": 1}'], ['{"a": 1, "b": 1}']),
+    ],
+)
+def test_counts_of_properties_next_to_those_that_the_names_imply(
+    compiler: GrammarCompiler, required: list[str], limits: dict[str, int], right: list[str], wrong: list[str]
+) -> None:
+    names = {"properties": {name: {"const": 1} for name in "abc"}, "additionalProperties": False}
+    grammar = compiled(compiler, json={"type": "object", "required": required, **names, **limits})
+    assert not grammar.warnings
+    assert [takes(grammar, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)

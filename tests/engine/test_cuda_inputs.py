@@ -1,0 +1,73 @@
+"""Inputs of a GPU, prepared by the kernel, are those of the CPU, over the steps of a scheduler under pressure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scheduling import add, limits, request
+from step_rows import rows_of
+
+from phonograph.core.batch import StepOutput
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.runner.cpu_inputs import CpuInputs
+from phonograph.sampling.failures import SlotFailures
+from phonograph.scheduling.scheduler import Scheduler
+
+cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
+
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_size": 4}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COUNTS = ("num_reqs", "num_decodes", "num_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
+
+
+def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(*args, **kwargs)
+
+
+@pytest.mark.parametrize("most_appends", [2, 4096])
+def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads that hold few blocks send the rest ahead."""
+    monkeypatch.setattr(cuda_inputs, "_MAX_APPENDS", most_appends)
+    rng = np.random.default_rng(most_appends)
+    on_cpu, on_gpu = CpuInputs(**SIZES), cuda_inputs.CudaInputs(**SIZES, vocab_size=99, device=DEVICE)
+    scheduler = Scheduler(limits(num_blocks=16))
+    for name in "abcde":
+        add(scheduler, request(name, int(rng.integers(1, 30)), max_tokens=int(rng.integers(20, 34))))
+    preempted = 0
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        preempted = scheduler.stats.num_preemptions
+        key = GraphKey(GraphSet.MIXED, 16, 4) if rng.random() < 0.7 else None
+        prefix_len = int(rng.integers(0, 3)) * 4 if rng.random() < 0.5 else None
+        for inputs in (on_cpu, on_gpu):
+            inputs.take_over(batch, SlotFailures())
+        rows = rows_of(batch)
+        wanted = on_cpu.write(rows, key, prefix_len=prefix_len)
+        with monkeypatch.context() as patch:
+            if DEVICE.type == "cpu":
+                patch.setattr(torch, "empty", unpinned)
+            common = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
+        num_reqs, num_tokens = (key.num_reqs, key.num_tokens) if key else (batch.num_reqs, batch.num_tokens)
+        on_gpu.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
+        assert {name: getattr(common, name) for name in COUNTS} == {name: getattr(wanted, name) for name in COUNTS}
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            assert getattr(common, name).tolist() == getattr(wanted, name).tolist(), name
+        for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+            assert np.array_equal(getattr(common, name), getattr(wanted, name)), name
+        for name, count in (("input_ids", num_tokens), ("positions", num_tokens), ("logits_rows", num_reqs)):
+            assert getattr(on_gpu, name)[:count].tolist() == getattr(on_cpu, name)[:count].tolist(), name
+        for row, seq_len in enumerate(wanted.seq_lens.tolist()):
+            used = -(-seq_len // 4)
+            assert common.block_table[row, :used].tolist() == wanted.block_table[row, :used].tolist()
+        assert (common.prefix is None) == (prefix_len is None)
+        if prefix_len is not None:
+            assert (common.prefix.num_tokens, common.prefix.length.tolist()) == (prefix_len, [prefix_len])
+        slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+        tokens = rng.integers(100, 1000, len(slots)).tolist()
+        on_cpu.append_tokens(slots, tokens)
+        on_gpu.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+        scheduler.update(batch, StepOutput(slots=slots, token_ids=tokens))
+    assert preempted, "sequences are loaded again with their output"

@@ -1,0 +1,131 @@
+"""Parts of a step by themselves: attention as the model calls it, and the layers that launch every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.attention.backend import AttentionLayer
+from phonograph.core.batch import SlotFailure, StepOutput
+from phonograph.models.transformer import Transformer
+from phonograph.runner.step_attention import StepAttention
+from phonograph.runner.step_program import StepProgram
+from phonograph.runner.steps import take_tokens
+
+
+class Backend:
+    """Records its calls, and fills only the first row of an output."""
+
+    def __init__(self, *, clears_padding: bool, reads_on_host: bool) -> None:
+        self.clears_padding, self.reads_on_host = clears_padding, reads_on_host
+        self.calls: list[str] = []
+
+    def schedule(self, metadata: Any) -> None:
+        self.calls.append(f"schedule {metadata}")
+
+    def write_kv(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, call: Any) -> None:
+        self.calls.append(f"write {call.layer.index} {call.metadata}")
+
+    def forward(self, q_THD: torch.Tensor, call: Any, out_THD: torch.Tensor) -> None:
+        self.calls.append(f"read {call.layer.index} {call.metadata}")
+        if self.clears_padding:
+            out_THD.zero_()
+        out_THD[0] = 1
+
+
+class Runtime:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def eager_call(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        self.backend.calls.append("between")
+        function(*tensors)
+
+
+@pytest.mark.parametrize("clears_padding", [False, True])
+@pytest.mark.parametrize("reads_on_host", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_calls_of_attention(clears_padding: bool, reads_on_host: bool, pieces: bool) -> None:
+    backend = Backend(clears_padding=clears_padding, reads_on_host=reads_on_host)
+    layers = [AttentionLayer(index=index, scale=1.0) for index in range(2)]
+    caches = [torch.zeros(1), torch.ones(1)]
+    slots = torch.arange(9)
+    made: Any = (backend, layers, caches, slots, Runtime(backend))
+    attend = StepAttention(*made)
+    attend.pieces = pieces
+    attend.metadata = "m"  # pyright: ignore[reportAttributeAccessIssue]
+    q_THD, k_TKD = torch.full((3, 2, 4), torch.nan), torch.zeros(3, 1, 4)
+    attend.schedule()
+    out_THD = attend(q_THD, k_TKD, k_TKD, 1)
+    assert out_THD.is_contiguous() and out_THD[0].eq(1).all() and not out_THD[1:].any()
+    host = ["between"] if pieces and reads_on_host else []
+    between = ["between"] if pieces else []
+    assert backend.calls == [*host, "schedule m", *host, "write 1 m", *between, "read 1 m"]
+    target = attend.kv_target(1, 5)
+    assert (target[0] is caches[1], target[1].tolist(), target[-1]) == (True, [0, 1, 2, 3, 4], clears_padding)
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([(-1, -1)], [0]),
+        ([(-1, -1)] * 2, [0, 1]),
+        ([(-1, -1)] * 5, [0, 1, 4]),
+        ([(-1, -1), (3, 0), (3, 0), (7, 0), (3, 0), (7, 0), (3, 0)], [0, 1, 3, 6]),
+    ],
+)
+def test_few_layers_are_the_ends_and_one_of_each_kind(windows: list[tuple[int, int]], expected: list[int]) -> None:
+    found: list[Sequence[int]] = []
+
+    @contextmanager
+    def only_layers(indices: Sequence[int]) -> Iterator[None]:
+        found.append(indices)
+        yield
+
+    layers = [AttentionLayer(index=index, scale=1.0, window=window) for index, window in enumerate(windows)]
+    program: Any = SimpleNamespace(
+        attention=SimpleNamespace(layers=layers), model=SimpleNamespace(only_layers=only_layers)
+    )
+    with StepProgram.few_layers(program):
+        assert found == [expected]
+    # Scales are told apart by their tensors.
+    scales = torch.ones(1), torch.ones(1)
+    program.attention.layers = [
+        AttentionLayer(index=index, scale=1.0, k_scale=scales[index == 2], v_scale=scales[0]) for index in range(5)
+    ]
+    with StepProgram.few_layers(program):
+        assert found[1] == [0, 1, 2, 4]
+
+
+def test_all_layers_are_back_after_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(_indices=range(5))
+    with pytest.raises(ValueError), Transformer.only_layers(model, [0, 4]):
+        assert model._indices == [0, 4]
+        raise ValueError
+    assert model._indices == range(5)
+
+
+@pytest.mark.parametrize("bad", [-1, -2, 10, 11])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tokens_outside_the_vocabulary_fail_their_slots(bad: int, place: int) -> None:
+    right = [0, 9, 5]
+    output = StepOutput()
+    take_tokens(output, [4, 2, 7], right, 10)
+    assert (output.slots, output.token_ids, output.failures) == ([4, 2, 7], right, {})
+    tokens = [*right[:place], bad, *right[place + 1 :]]
+    slot = output.slots[place]
+    take_tokens(output, [4, 2, 7], tokens, 10)
+    assert output.token_ids == [*right[:place], 0, *right[place + 1 :]] and [*output.failures] == [slot]
+    assert output.failures[slot].no_token == (bad == -1)
+    assert bad == -1 or output.failures[slot].problem == f"the device returned {bad}; token ids are 0 to 9"
+    first = SlotFailure("before", "a test")
+    output.failures[slot] = first
+    take_tokens(output, [4, 2, 7], tokens, 10)
+    assert output.failures == {slot: first}
+    take_tokens(output, [], [], 10)
+    assert output.token_ids == []
