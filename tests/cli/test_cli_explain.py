@@ -123,7 +123,7 @@ def test_batches_are_ordered_decodes_first_and_classified(run_json: Any, llama: 
     assert first["batch"] == "2 x 1@9, 5@5, 7@20"
     assert (first["num_decodes"], first["num_reqs"], first["num_tokens"]) == (2, 4, 14)
     assert first["padded_tokens"] == int(first["graph"].split("[")[1].split()[0]) >= 14
-    assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 tokens, 1 slots]")
+    assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 token, 1 slot]")
 
 
 def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[str]) -> None:

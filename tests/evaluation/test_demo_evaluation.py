@@ -82,7 +82,7 @@ def test_the_same_answers_in_every_mode(demo_llm: LLM) -> None:
             (comparison,) = compare(first.items, second.items)
             assert comparison.divergences == [], mode
             assert comparison.difference == comparison.standard_error == 0.0
-    assert labels == {"eager", "full decode", "full mixed", "piecewise piecewise"}
+    assert labels == {"eager", "full decode", "full mixed", "piecewise"}
 
 
 @pytest.mark.parametrize(

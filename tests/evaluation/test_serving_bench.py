@@ -118,7 +118,7 @@ def test_a_tokenizer_that_makes_no_text_is_named() -> None:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     make = random_prompts(tokenizer, random.Random(), "text")
-    with pytest.raises(ConfigError, match=r"prompt_format='text': no text has 1 tokens of this tokenizer; use tokens"):
+    with pytest.raises(ConfigError, match=r"prompt_format='text': no text has 1 token of this tokenizer; use tokens"):
         make(1)
 
 
@@ -260,7 +260,7 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--request-timeout", "nan"], "request_timeout=nan"),
         (["--endpoint", "/v1/embeddings"], "endpoint='/v1/embeddings'"),
         (["--endpoint", "/v1/chat/completions", "--prompt-format", "tokens"], "prompt_format='tokens'"),
-        (["--dataset-name", "jsonl"], "dataset_path=None"),
+        (["--dataset-name", "jsonl"], "dataset_path is required with dataset_name='jsonl'"),
         (["--dataset-path", "x"], "dataset_path="),
         (["--extra-body", "[1]"], "extra_body='[1]'"),
         (["--input-len", "4090"], "max_model_len=4096"),

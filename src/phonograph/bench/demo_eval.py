@@ -16,7 +16,7 @@ from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import tasks
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 MAX_QUESTIONS = 100_000
 """Questions of one task at most; all are encoded before the first is answered."""
@@ -108,7 +108,7 @@ def evaluate_demo(
         raise ConfigError("problems", num_problems, "with recalls=0 there is nothing to ask; give one of them")
     tokenizer = llm.tokenizer
     if tokenizer is None:
-        raise ConfigError("tokenizer", llm.config.tokenizer, "the evaluation asks in text; give the model a tokenizer")
+        raise ConfigError("tokenizer", UNSET, "is required, since the evaluation asks in text; the model has none")
     longest = llm.plan.limits.max_model_len - tasks.RECALL_TOKENS - _SENTENCE
     if num_recalls and not _SENTENCE <= recall_tokens <= longest:
         problem = f"from {_SENTENCE} to {longest} leave room for the question and the answer (max_model_len)"

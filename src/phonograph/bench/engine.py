@@ -23,7 +23,7 @@ from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 from phonograph.runner.steps import PendingStep
 
 DECODE_TURNS = 2
@@ -176,7 +176,7 @@ def bench_throughput(
         "out_tok_s": round(run.output_tokens / run.seconds, 1),
         **_token_times(run.answers),
     }
-    case = f"{num_prompts} requests" + (", longest first" if longest_first else "")
+    case = counted(num_prompts, "request") + (", longest first" if longest_first else "")
     yield Row(suite="throughput", case=case, facts=facts, steps=run.steps)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from phonograph.bench.cases import Lengths
 from phonograph.bench.records.results import check_at_least
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -81,8 +81,10 @@ class ServingBench:
     def __post_init__(self) -> None:
         if self.endpoint not in (COMPLETIONS, CHAT):
             raise ConfigError("endpoint", self.endpoint, f"must be {COMPLETIONS} or {CHAT}")
-        if (self.dataset_name == "jsonl") != (self.dataset_path is not None):
-            raise ConfigError("dataset_path", self.dataset_path, "goes with dataset_name='jsonl', and only with it")
+        if self.dataset_name == "jsonl" and self.dataset_path is None:
+            raise ConfigError("dataset_path", UNSET, "is required with dataset_name='jsonl'")
+        if self.dataset_name != "jsonl" and self.dataset_path is not None:
+            raise ConfigError("dataset_path", str(self.dataset_path), "goes with dataset_name='jsonl' only")
         if self.is_chat and self.prompt_format == "tokens":
             raise ConfigError("prompt_format", "tokens", "a chat takes text; leave it out, or use another endpoint")
         for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
