@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "decode": ("itl_ms", "floor_ms"),
-    "latency": ("out_len", "bs", "ms"),
+    "latency": ("out_len", "bs", "ms", "prefill_ms", "prefill_tok_s", "decode_ms", "decode_tok_s"),
     "mixed": ("s", "mixed_steps"),
     "throughput": ("in_tok", "out_tok", "s", "out_tok_s"),
     "idle": ("idle_share", "idle_us", "step_us"),
@@ -84,7 +84,7 @@ def latency(
     output: Output = None,
     as_json: Json = False,
 ) -> int:
-    """Time one batch, alone in the engine, from its start to its last token."""
+    """Time one batch, alone in the engine, from its start to its last token, and its prefill and decode apart."""
     from phonograph.bench.suites import latency_suite
 
     workload = latency_suite(
