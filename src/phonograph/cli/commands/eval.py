@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from phonograph.cli import show
+from phonograph.cli.examples import epilogue
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, note, start
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 PROBLEMS, RECALLS = 100, 30
 """Default numbers of questions: a tenth of the published evaluation's, which takes minutes on a CPU."""
 
-app = App(name="eval", help="Evaluate the demo model, and compare evaluations.", help_format="plaintext")
+app = App(
+    name="eval",
+    help="Evaluate the demo model, and compare evaluations.",
+    help_format="plaintext",
+    help_epilogue=epilogue("eval"),
+)
 
 
 def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
@@ -41,7 +47,7 @@ def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-@app.command
+@app.command(help_epilogue=epilogue("eval demo"))
 @_of_the_demo_model
 @takes_engine_config
 def demo(
@@ -90,7 +96,7 @@ def demo(
     return 0
 
 
-@app.command
+@app.command(help_epilogue=epilogue("eval compare"))
 def compare(
     first: Annotated[Path, Parameter(help="A file that eval demo --output wrote.")],
     second: Annotated[Path, Parameter(help="Another, of the same questions.")],
