@@ -14,7 +14,7 @@ def main() -> None:
         print(f"mode: {reason}")
     llm.generate(["1 2 3", "4 5 6 7 8 9"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     for decision, steps in llm.step_counts.most_common():
-        print(f"{steps} steps: {decision}")
+        print(f"{steps} step{'' if steps == 1 else 's'}: {decision}")
 
 
 if __name__ == "__main__":

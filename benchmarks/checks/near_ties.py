@@ -13,7 +13,7 @@ from phonograph.bench.demo_eval import Item
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo.tasks import problems, recalls
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 
 def logit_gaps(
@@ -56,7 +56,7 @@ def logit_gaps(
 def _prompts(llm: LLM, items: Sequence[Item], seed: int, recall_tokens: int) -> dict[tuple[str, int], list[int]]:
     tokenizer = llm.tokenizer
     if tokenizer is None:
-        raise ConfigError("tokenizer", llm.config.tokenizer, "the evaluation asks in text; give the model a tokenizer")
+        raise ConfigError("tokenizer", UNSET, "is required, since the evaluation asks in text; the model has none")
     count = {task: sum(item.task == task for item in items) for task in ("problems", "recalls")}
     texts = {("problems", index): one.question for index, one in enumerate(problems(seed, count["problems"]))}
     drawn = recalls(seed, count["recalls"], recall_tokens, count_tokens=lambda text: len(tokenizer.encode(text)))

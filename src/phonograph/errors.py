@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import cast
+from typing import Final, cast
 
+UNSET: Final = object()
+"""Value of a setting that is missing, in an error. None is a value that was given."""
 _SHOWN = 200
 """Characters of a value in a message."""
 
@@ -35,13 +37,16 @@ class PhonographError(Exception):
 
 
 class ConfigError(PhonographError):
-    """A setting is invalid; the message names it, its value and what would work."""
+    """A setting is invalid; the message names it, its value and what would work.
+
+    Of a setting without a value (UNSET) the message is the name and the problem, which begins with a verb.
+    """
 
     def __init__(self, setting: str, value: object, problem: str) -> None:
         self.setting = setting
-        self.value = value
+        self.value = None if value is UNSET else value
         self.problem = problem
-        super().__init__(f"{setting}={quoted(value)}: {problem}")
+        super().__init__(f"{setting} {problem}" if value is UNSET else f"{setting}={quoted(value)}: {problem}")
 
 
 class ModelError(PhonographError):
@@ -121,6 +126,11 @@ def cause_text(error: BaseException) -> str:
 def shortened(text: str, limit: int = 100) -> str:
     """Return the beginning of a text, for a message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, for a message: "1 token", "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def quoted(value: object, limit: int = _SHOWN) -> str:

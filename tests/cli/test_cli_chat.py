@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import sys
 from typing import Any
@@ -54,6 +55,31 @@ def test_answers_go_to_stdout_and_the_rest_to_stderr(
     assert mode == "mode FULL (default)"
     assert "full decode, 1 full mixed" in steps
     assert unknown.startswith("/shout is not a command; /clear ")
+
+
+def test_a_terminal_shows_speed_and_context_unless_quiet(
+    run_json: Any,
+    demo: list[str],
+    type_lines: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    type_lines(FIRST)
+    (row,) = run_json("chat", *demo)
+    count = row["num_prompt_tokens"] + len(row["token_ids"])
+    assert 0 < row["ttft_seconds"] < row["seconds"]
+    later = (len(row["token_ids"]) - 1) / row["tokens_per_second"]
+    assert 0 < later <= row["seconds"] - row["ttft_seconds"] + 1e-3
+    # Rich reads a terminal from its environment, and the command from the stream.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    speed = rf"[\d.]+ tokens/s, first token after [\d.]+ s, context {count} of 8192 tokens"
+    for flags, shown in (((), True), (("--quiet",), False)):
+        type_lines(FIRST)
+        assert main(["chat", *demo, *flags]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.endswith("19\n")
+        assert bool(re.search(speed, captured.err)) == ("full decode" in captured.err) == shown
 
 
 def test_a_conversation_that_overflows_goes_on_after_clear(

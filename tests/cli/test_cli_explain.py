@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from commands import run
 
+from phonograph.attention.reference.backend import ReferenceCapabilities
+from phonograph.attention.selection import BUILT_IN, Registered
 from phonograph.cli.app import main
 
 GIB = 1024**3
@@ -24,6 +27,35 @@ RESULTS = {
     "ALWAYS": {None: "FULL", "FULL": "FULL"},
     "NEVER": {None: "PIECEWISE", "FULL_DECODE_ONLY": "PIECEWISE", "FULL_AND_PIECEWISE": "PIECEWISE"},
 }
+
+
+def test_on_a_cpu_the_demo_model_fills_25_lines_and_one_says_why_no_gpu_kernel_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(capsys, "explain", "demo", "--device-name", "cpu").splitlines()
+    assert len(lines) <= 25
+    words = [" ".join(line.split()) for line in lines]
+    assert "attention reference: the GPU kernels need a GPU (--matrix has each refusal)" in words
+    assert "mode FULL: the default where support is ALWAYS" in words
+    assert not any("refuses" in line for line in words)
+    matrix = " ".join(run(capsys, "explain", "demo", "--device-name", "cpu", "--matrix").split())
+    assert "triton refused: device cpu is a cpu device; it runs on cuda" in matrix
+
+
+def test_a_refusal_of_another_backend_for_the_cpu_is_still_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(ReferenceCapabilities):
+        name = "mine"
+
+        def why_not(self, spec: object, device: object) -> list[str]:
+            return ["dtype float32; it computes in float16"]
+
+    mine = Registered(capabilities=Refusing(), loader=lambda: None, automatic=True)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("phonograph.attention.selection.registered_backends", lambda: [mine, *BUILT_IN])
+    text = " ".join(run(capsys, "explain", "demo", "--device-name", "cpu").split())
+    assert "each refusal) - mine refuses: dtype float32; it computes in float16 support" in text
 
 
 def backend_flags(label: str) -> list[str]:
@@ -123,7 +155,7 @@ def test_batches_are_ordered_decodes_first_and_classified(run_json: Any, llama: 
     assert first["batch"] == "2 x 1@9, 5@5, 7@20"
     assert (first["num_decodes"], first["num_reqs"], first["num_tokens"]) == (2, 4, 14)
     assert first["padded_tokens"] == int(first["graph"].split("[")[1].split()[0]) >= 14
-    assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 tokens, 1 slots]")
+    assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 token, 1 slot]")
 
 
 def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[str]) -> None:

@@ -45,10 +45,10 @@ def test_the_command_answers_and_counts_its_steps() -> None:
 def test_five_modes_give_the_same_tokens_by_the_graphs_they_name(run_json: Any, demo: list[str]) -> None:
     kinds = {
         "NONE": {"eager"},
-        "PIECEWISE": {"piecewise piecewise"},
+        "PIECEWISE": {"piecewise"},
         "FULL": {"full decode", "full mixed"},
         "FULL_DECODE_ONLY": {"full decode", "eager"},
-        "FULL_AND_PIECEWISE": {"full decode", "piecewise piecewise"},
+        "FULL_AND_PIECEWISE": {"full decode", "piecewise"},
     }
     tokens = {}
     for mode in GraphMode.__members__:

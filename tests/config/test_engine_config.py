@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from phonograph import EngineConfig
-from phonograph.errors import ConfigError, RequestError, quoted
+from phonograph.errors import UNSET, ConfigError, RequestError, counted, quoted
 from phonograph.graphs.modes import GraphMode
 
 
@@ -123,7 +123,7 @@ def test_an_unknown_setting_suggests_the_nearest() -> None:
 
 
 def test_the_model_must_be_given() -> None:
-    assert "model=None: is required" in str(refusal())
+    assert "model is required" in str(refusal())
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,16 @@ def test_compilation_config_that_does_not_work(value: object, says: str) -> None
 def test_a_bad_value_inside_compilation_config_is_named_by_its_setting() -> None:
     error = refusal(model="demo", compilation_config={"cudagraph_capture_sizes": [0]})
     assert error.setting == "cudagraph_capture_sizes"
+
+
+def test_an_error_shows_no_value_of_a_setting_without_one() -> None:
+    missing = ConfigError("model", UNSET, "is required")
+    assert (str(missing), missing.value) == ("model is required", None)
+    assert str(ConfigError("model", None, "must be text")) == "model=None: must be text"
+
+
+def test_a_noun_agrees_with_its_number() -> None:
+    assert [counted(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
 def test_values_are_cut_where_they_are_quoted() -> None:

@@ -164,7 +164,7 @@ def test_null_is_the_default_of_every_setting_in_every_source(null: str, tmp_pat
     assert load("model: demo\n", tmp_path, **{f"PHONOGRAPH_{name.upper()}": null for name in names}) == default
     file = "model: demo\ndtype: float16\nenable_prefix_caching: false\n"
     assert load(file, tmp_path, flags={"dtype": null}, PHONOGRAPH_ENABLE_PREFIX_CACHING=null) == default
-    with pytest.raises(ConfigError, match="model=None: is required"):
+    with pytest.raises(ConfigError, match="model is required"):
         load(f"model: {null}\n", tmp_path)
     with pytest.raises(ConfigError, match="dtypo=.*did you mean dtype"):
         load(f"model: demo\ndtypo: {null}\n", tmp_path)

@@ -26,10 +26,10 @@ from phonograph.graphs.modes import GraphMode
 
 LABELS = {
     GraphMode.NONE: {"eager"},
-    GraphMode.PIECEWISE: {"piecewise piecewise"},
+    GraphMode.PIECEWISE: {"piecewise"},
     GraphMode.FULL: {"full decode", "full mixed"},
     GraphMode.FULL_DECODE_ONLY: {"full decode", "eager"},
-    GraphMode.FULL_AND_PIECEWISE: {"full decode", "piecewise piecewise"},
+    GraphMode.FULL_AND_PIECEWISE: {"full decode", "piecewise"},
 }
 
 
@@ -94,7 +94,7 @@ def test_pieces_leave_out_what_reads_on_the_host(folder: str, method: str, monke
     monkeypatch.setattr(ReferenceBackend, "__init__", start_as_on_a_gpu)
     llm = make_llm(folder, **settings)
     assert tokens_of(llm.generate(prompts, GREEDY)) == expected
-    assert set(llm.step_counts) == {"piecewise piecewise"}
+    assert set(llm.step_counts) == {"piecewise"}
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

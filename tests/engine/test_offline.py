@@ -138,6 +138,14 @@ def test_prompts_of_other_shapes_are_refused(llm: LLM, prompt: Any, says: str) -
     assert not llm.session.has_unfinished
 
 
+@pytest.mark.parametrize("prompts", [["x"], [[1, 2]], [{"prompt": "x"}]])
+def test_a_list_of_prompts_where_one_is_taken_is_refused_as_that(llm: LLM, prompts: Any) -> None:
+    for call in (lambda: list(llm.stream(prompts, SHORT)), lambda: llm.generate([prompts], SHORT)):
+        with pytest.raises(RequestError, match=r"prompt=\[.*is a list of prompts.*`LLM.generate` takes a list"):
+            call()
+    assert not llm.session.has_unfinished
+
+
 @pytest.mark.parametrize("wrong", [7, None, {"prompt": 3}, {"prompt_embeds": [1.0]}])
 def test_of_several_prompts_only_the_one_of_another_shape_is_refused(llm: LLM, wrong: Any) -> None:
     outputs = llm.generate(["x", wrong, "z"], SHORT)
@@ -156,7 +164,7 @@ def test_the_model_is_the_first_argument(llm: LLM, tmp_path: Path) -> None:
     assert llm.config.model == "demo"
     with pytest.raises(ConfigError, match="model='demo': give settings or config, not both"):
         LLM("demo", config=EngineConfig(model="demo"))
-    with pytest.raises(ConfigError, match="model=None: is required"):
+    with pytest.raises(ConfigError, match="model is required"):
         LLM()
     with pytest.raises(TypeError, match="multiple values for argument 'model'"):
         LLM("demo", model="demo")  # pyright: ignore[reportCallIssue]

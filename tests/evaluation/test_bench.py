@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +47,27 @@ def test_latency_of_a_batch(demo_llm: LLM) -> None:
     whole = facts["ttft_seconds"]["mean"] + 5 * facts["itl_seconds"]["mean"]
     assert whole == pytest.approx(facts["latency_seconds"]["mean"], rel=0.02)
     assert demo_llm.engine.core.scheduler.stats.prefix_hits == hits, "a prompt was seen before"
+    assert facts["prefill_ms"] == pytest.approx(facts["ttft_seconds"]["p50"] * 1e3, abs=1e-3)
+    assert all(facts[name] > 0 for name in ("decode_ms", "prefill_tok_s", "decode_tok_s"))
+
+
+def test_prefill_and_decode_are_timed_apart() -> None:
+    """The second request gets its first token when the first has its second one already."""
+
+    def answered(*times: float) -> Answer:
+        return Answer(output=Any, times=list(times))  # pyright: ignore[reportArgumentType]
+
+    def phases(*answers: Answer) -> dict[str, float]:
+        run = SimpleNamespace(answers=answers, seconds=5.0, prompt_tokens=60)
+        return bench_engine._phases([run])  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+
+    assert phases(answered(1.0, 2.0, 3.0), answered(2.0, 3.0, 4.0, 5.0)) == {
+        "prefill_ms": 2000.0,
+        "prefill_tok_s": 30.0,
+        "decode_ms": 3000.0,
+        "decode_tok_s": 1.3,
+    }
+    assert phases(answered(1.0), answered(2.0)) == {"prefill_ms": 2000.0, "prefill_tok_s": 30.0}
 
 
 @pytest.mark.parametrize("longest_first", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ def test_eval_demo_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["tasks"] == shown["tasks"] and len(written["items"]) == 7
     assert sum(item["correct"] for item in written["items"]) == sum(task["correct"] for task in shown["tasks"])
 
-    table = run(capsys, "eval", "demo", "--model", "demo", *few, "--enforce-eager", "--output", second)
+    assert main(["eval", "demo", "--model", "demo", *few, "--enforce-eager", "--output", second]) == 0
+    table, notes = capsys.readouterr()
     assert "problems" in table and "of 5" in table
+    assert re.match(r"5 problems and 2 recalls, about \d+ s\n", notes)
     same = run_json(capsys, "eval", "compare", first, second)
     assert [(task["task"], task["difference"], task["divergences"]) for task in same["tasks"]] == [
         ("problems", 0.0, []),

@@ -118,7 +118,7 @@ def test_a_tokenizer_that_makes_no_text_is_named() -> None:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     make = random_prompts(tokenizer, random.Random(), "text")
-    with pytest.raises(ConfigError, match=r"prompt_format='text': no text has 1 tokens of this tokenizer; use tokens"):
+    with pytest.raises(ConfigError, match=r"prompt_format='text': no text has 1 token of this tokenizer; use tokens"):
         make(1)
 
 
@@ -240,7 +240,8 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     path.write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [1, 2]}\n{"prompt": "c", "output_len": 9}\n')
     flags = ["--dataset-name", "jsonl", "--dataset-path", str(path), "--output-len", "4"]
     with scripted(_answer) as server:
-        found = run_json(capsys, "bench", "serve", "--base-url", server.url, *flags, "--num-prompts", "2")
+        address = ("--host", "127.0.0.1", "--port", server.url.rpartition(":")[2])
+        found = run_json(capsys, "bench", "serve", *address, *flags, "--num-prompts", "2")
         sent = [(body["prompt"], body["max_tokens"], "ignore_eos" in body) for body in server.bodies]
         # The line that is not measured warms up; the end of sequence counts.
         assert sent == [("c", 9, False), ("a", 2, False), ([1, 2], 4, False)]
@@ -260,18 +261,21 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--request-timeout", "nan"], "request_timeout=nan"),
         (["--endpoint", "/v1/embeddings"], "endpoint='/v1/embeddings'"),
         (["--endpoint", "/v1/chat/completions", "--prompt-format", "tokens"], "prompt_format='tokens'"),
-        (["--dataset-name", "jsonl"], "dataset_path=None"),
+        (["--dataset-name", "jsonl"], "dataset_path is required with dataset_name='jsonl'"),
         (["--dataset-path", "x"], "dataset_path="),
         (["--extra-body", "[1]"], "extra_body='[1]'"),
         (["--input-len", "4090"], "max_model_len=4096"),
         (["--base-url", "nowhere"], "base_url='nowhere'"),
+        (["--port", "0"], "port=0: must be a whole number from 1 to 65535"),
+        (["--host", "http://127.0.0.1"], "host='http://127.0.0.1': must be a name or an address"),
+        (["--base-url", "http://127.0.0.1:1", "--port", "9"], "contradicts http://127.0.0.1:9"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_sent(
     flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with scripted(_answer) as server:
-        url = [] if "--base-url" in flags else ["--base-url", server.url]
+        url = [] if {"--base-url", "--host", "--port"} & set(flags) else ["--base-url", server.url]
         assert main(["bench", "serve", *url, *flags]) == 2
         assert server.bodies == []
     (line,) = capsys.readouterr().err.splitlines()

@@ -178,7 +178,7 @@ EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
         ({"structured_outputs": {"grammar": "root ::= root"}}, "grammar='root ::= root': "),
         (
             {"structured_outputs": {"grammar": NOTHING}, "n": 2},
-            "after 1 tokens no token can follow; check for rules that never end",
+            "after 1 token no token can follow; check for rules that never end",
         ),
         (
             {"structured_outputs": {"choice": ["a"]}, "logit_bias": EVERY_BIAS},

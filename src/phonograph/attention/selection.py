@@ -228,7 +228,8 @@ def select(
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
     labels = [one.capabilities.label for one in backends if not one.refusals(spec, device)]
     would = f"would serve: {', '.join(labels)}" if labels else "no backend would serve"
-    raise BackendError(f"attention_backend={name!r} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
+    asked = "attention" if name is None else f"attention_backend={name!r}"
+    raise BackendError(f"{asked} on {device.name}: {refused}. {would[0].upper()}{would[1:]}")
 
 
 def load(selection: Selection) -> MakeBackend:

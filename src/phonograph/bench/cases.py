@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 DECODE_TOKENS = 96
 """Tokens whose time is measured, after a first one."""
@@ -151,7 +151,7 @@ def cases_that_fit(
             raise ConfigError(setting, str(case), problem)
         left_out.append(f"{case} left out: {problem}")
     if not fitting:
-        raise ConfigError(setting, None, f"no case fits this engine: {'; '.join(left_out)}")
+        raise ConfigError(setting, UNSET, f"is not set, and no published case fits this engine: {'; '.join(left_out)}")
     return fitting, left_out
 
 

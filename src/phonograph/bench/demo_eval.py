@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +16,15 @@ from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import tasks
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
+from phonograph.text.tokenizer import Tokenizer
 
 MAX_QUESTIONS = 100_000
 """Questions of one task at most; all are encoded before the first is answered."""
 _SENTENCE = 64
 """Tokens by which the last sentence may exceed the budget of a recall."""
+_PROBE_TOKENS, _PROBE_STEPS = 4096, 8
+"""Tokens of prompts and steps of the measurement for an estimate."""
 
 EvaluationProgress = Callable[[str, int, int, int], None]
 """Callback with the task, the number of its answers, of its questions, and of its correct answers."""
@@ -74,8 +77,19 @@ class TaskResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
     prompt: str
+    worked_answer: str
     expected: str
     is_right: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """Questions of one task, and their prompts as token ids."""
+
+    name: str
+    questions: list[_Question]
+    prompts: list[list[int]]
+    max_tokens: int
 
 
 def evaluate_demo(
@@ -85,6 +99,7 @@ def evaluate_demo(
     num_recalls: int = tasks.EVALUATION_RECALLS,
     recall_tokens: int = tasks.EVALUATION_CONTEXT,
     seed: int = tasks.EVALUATION_SEED,
+    expect: Callable[[float], None] | None = None,
     progress: EvaluationProgress | None = None,
 ) -> list[TaskResult]:
     """Run both tasks, or the one whose number of questions is not 0.
@@ -95,6 +110,7 @@ def evaluate_demo(
         num_recalls: recalls to ask.
         recall_tokens: least tokens of a recall's chat.
         seed: seed of the held-out problems and recalls; the same seed gives the same questions.
+        expect: callback with the estimated seconds, which a short measurement before the first question gives.
         progress: callback after each answer.
 
     Raises:
@@ -108,33 +124,69 @@ def evaluate_demo(
         raise ConfigError("problems", num_problems, "with recalls=0 there is nothing to ask; give one of them")
     tokenizer = llm.tokenizer
     if tokenizer is None:
-        raise ConfigError("tokenizer", llm.config.tokenizer, "the evaluation asks in text; give the model a tokenizer")
+        raise ConfigError("tokenizer", UNSET, "is required, since the evaluation asks in text; the model has none")
     longest = llm.plan.limits.max_model_len - tasks.RECALL_TOKENS - _SENTENCE
     if num_recalls and not _SENTENCE <= recall_tokens <= longest:
         problem = f"from {_SENTENCE} to {longest} leave room for the question and the answer (max_model_len)"
         raise ConfigError("recall_tokens", recall_tokens, problem)
     problems = [
-        _Question(prompt=one.question, expected=str(one.answer), is_right=partial(tasks.score_problem, one))
+        _Question(
+            prompt=one.question,
+            worked_answer=one.worked_answer,
+            expected=str(one.answer),
+            is_right=partial(tasks.score_problem, one),
+        )
         for one in tasks.problems(seed, num_problems)
     ]
     drawn = tasks.recalls(seed, num_recalls, recall_tokens, count_tokens=lambda text: len(tokenizer.encode(text)))
     recalls = [
-        _Question(prompt=one.prompt, expected=one.answer, is_right=partial(tasks.score_recall, one)) for one in drawn
+        _Question(
+            prompt=one.prompt,
+            worked_answer=tasks.recall_reply(one.key, one.answer),
+            expected=one.answer,
+            is_right=partial(tasks.score_recall, one),
+        )
+        for one in drawn
     ]
-    return [
-        _evaluate(llm, task, questions, max_tokens, progress)
-        for task, questions, max_tokens in (
+    every = [
+        _Task(name=name, questions=questions, prompts=_encode(llm, questions), max_tokens=max_tokens)
+        for name, questions, max_tokens in (
             ("problems", problems, tasks.PROBLEM_TOKENS),
             ("recalls", recalls, tasks.RECALL_TOKENS),
         )
         if questions
     ]
+    if expect is not None:
+        expect(sum(_expected_seconds(llm, tokenizer, task) for task in every))
+    return [_evaluate(llm, task, progress) for task in every]
 
 
-def _evaluate(
-    llm: LLM, task: str, questions: list[_Question], max_tokens: int, progress: EvaluationProgress | None
-) -> TaskResult:
-    prompts = [llm.encode_chat([{"role": "user", "content": question.prompt}]) for question in questions]
+def _encode(llm: LLM, questions: Sequence[_Question]) -> list[list[int]]:
+    return [llm.encode_chat([{"role": "user", "content": question.prompt}]) for question in questions]
+
+
+def _expected_seconds(llm: LLM, tokenizer: Tokenizer, task: _Task) -> float:
+    """Estimate the seconds of a task from a few prompts of its lengths and the answers of its training text.
+
+    The prompts are the task's own in reverse, so that the prefix cache does not know the questions afterwards.
+    """
+    slots = min(llm.plan.limits.max_num_seqs, len(task.prompts))
+    probe = [task.prompts[0][::-1]]
+    for prompt in task.prompts[1:slots]:
+        if sum(map(len, probe)) + len(prompt) > _PROBE_TOKENS:
+            break
+        probe.append(prompt[::-1])
+    params = SamplingParams(temperature=0.0, max_tokens=_PROBE_STEPS, ignore_eos=True)
+    run = run_requests(llm, probe, [params] * len(probe))
+    prefill = max(answer.ttft for answer in run.answers)
+    step = (run.seconds - prefill) / (_PROBE_STEPS - 1)
+    answer_tokens = sum(len(tokenizer.encode(question.worked_answer)) for question in task.questions)
+    prompt_tokens = sum(map(len, task.prompts))
+    return prefill * prompt_tokens / run.prompt_tokens + step * max(answer_tokens / slots, _PROBE_STEPS)
+
+
+def _evaluate(llm: LLM, task: _Task, progress: EvaluationProgress | None) -> TaskResult:
+    questions = task.questions
     items: dict[int, Item] = {}
     correct = 0
 
@@ -142,7 +194,7 @@ def _evaluate(
         nonlocal correct
         question, completion = questions[index], answer.completion
         items[index] = Item(
-            task=task,
+            task=task.name,
             index=index,
             correct=question.is_right(completion.text),
             expected=question.expected,
@@ -152,9 +204,9 @@ def _evaluate(
         )
         correct += items[index].correct
         if progress is not None:
-            progress(task, len(items), len(questions), correct)
+            progress(task.name, len(items), len(questions), correct)
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    run = run_requests(llm, prompts, [params] * len(prompts), finished)
+    params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
+    run = run_requests(llm, task.prompts, [params] * len(questions), finished)
     ordered = [items[index] for index in range(len(questions))]
-    return TaskResult(task=task, items=ordered, seconds=run.seconds, steps=run.steps)
+    return TaskResult(task=task.name, items=ordered, seconds=run.seconds, steps=run.steps)

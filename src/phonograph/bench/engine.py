@@ -19,11 +19,11 @@ import torch
 from phonograph.bench.cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
 from phonograph.bench.floor import decode_floor, this_chip
 from phonograph.bench.records.results import BenchProgress, Row, summary
-from phonograph.bench.run_requests import Answer, run_requests
+from phonograph.bench.run_requests import Answer, Run, run_requests
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 from phonograph.runner.steps import PendingStep
 
 DECODE_TURNS = 2
@@ -70,13 +70,14 @@ def bench_latency(
 ) -> Iterator[Row]:
     """Measure the milliseconds from the start of a batch, alone in the engine, to its last token (median).
 
-    Each batch has new prompts, so that no prefix is cached.
+    Prefill ends with the first token of the last request to have one. The rest is decode. Each batch has new prompts,
+    so that no prefix is cached.
     """
     rng = random.Random(0)
     for number, case in enumerate(cases):
         params = [greedy(case.output_len)] * case.num_seqs
         turns = num_iters_warmup + num_iters
-        runs: list[Any] = []
+        runs: list[Run] = []
         for turn in range(turns):
             progress("latency batches", number * turns + turn, len(cases) * turns)
             prompts = [random_prompt(llm, rng, case.input_len) for _ in range(case.num_seqs)]
@@ -87,6 +88,7 @@ def bench_latency(
             "out_len": case.output_len,
             "bs": case.num_seqs,
             "ms": round(statistics.median(run.seconds for run in measured) * 1e3, 3),
+            **_phases(measured),
             "latency_seconds": summary([run.seconds for run in measured]),
             **_token_times([answer for run in measured for answer in run.answers]),
         }
@@ -176,7 +178,7 @@ def bench_throughput(
         "out_tok_s": round(run.output_tokens / run.seconds, 1),
         **_token_times(run.answers),
     }
-    case = f"{num_prompts} requests" + (", longest first" if longest_first else "")
+    case = counted(num_prompts, "request") + (", longest first" if longest_first else "")
     yield Row(suite="throughput", case=case, facts=facts, steps=run.steps)
 
 
@@ -230,6 +232,26 @@ def random_prompt(llm: LLM, rng: random.Random, length: int) -> list[int]:
 
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def _phases(runs: Sequence[Run]) -> dict[str, float]:
+    """Return milliseconds and tokens per second of prefill and decode (medians); no decode after one token."""
+    prefills = [max(answer.ttft for answer in run.answers) for run in runs]
+    decodes = [run.seconds - prefill for run, prefill in zip(runs, prefills, strict=True)]
+    decoded = [
+        sum(time > prefill for answer in run.answers for time in answer.times)
+        for run, prefill in zip(runs, prefills, strict=True)
+    ]
+    facts = _phase("prefill", prefills, [run.prompt_tokens for run in runs])
+    return {**facts, **_phase("decode", decodes, decoded)} if all(decoded) else facts
+
+
+def _phase(name: str, seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
+    rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+    return {
+        f"{name}_ms": round(statistics.median(seconds) * 1e3, 3),
+        f"{name}_tok_s": round(statistics.median(rates), 1),
+    }
 
 
 def _token_times(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phonograph.core.sampling_params import SamplingParams
@@ -14,30 +16,55 @@ if TYPE_CHECKING:
     from phonograph.engine.outputs import RequestOutput
 
 
+@dataclass(slots=True, kw_only=True)
+class StreamedAnswer:
+    """Answer of one prompt with one sample.
+
+    Attributes:
+        output: the output; None if interrupted before the first token.
+        interrupted: True if Ctrl-C ended it.
+        ttft: seconds to the first token.
+        seconds: seconds to the last token.
+    """
+
+    output: RequestOutput | None = None
+    interrupted: bool = False
+    ttft: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second after the first token; None if there is only one."""
+        later = 0 if self.output is None else len(self.output.outputs[0].token_ids) - 1
+        return later / (self.seconds - self.ttft) if later > 0 and self.seconds > self.ttft else None
+
+
 def stream_answer(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]
-) -> tuple[RequestOutput | None, bool]:
+) -> StreamedAnswer:
     """Run one prompt with one sample and pass each new piece of text to `show`.
 
     Ctrl-C ends the answer after the running step. A second Ctrl-C before that interrupts as usual.
-
-    Returns:
-        The output (None if interrupted before the first token), and True if it was interrupted.
 
     Raises:
         RequestError: the prompt cannot be served.
     """
     shown = 0
-    output = None
+    answer = StreamedAnswer()
+    began = time.perf_counter()
     with deferred_interrupts() as interrupted, closing(llm.stream(prompt, params)) as outputs:  # pyright: ignore[reportArgumentType]
         for output in outputs:
+            answer.seconds = time.perf_counter() - began
+            if answer.output is None:
+                answer.output, answer.ttft = output, answer.seconds
             text = output.outputs[0].text
             if len(text) > shown:
                 show(text[shown:])
                 shown = len(text)
             if interrupted():
                 break
-        return output, interrupted()
+        answer.interrupted = interrupted()
+        return answer
 
 
 def print_piece(text: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from phonograph import __version__
+from phonograph.cli.examples import epilogue
 from phonograph.config.vllm_flags import explain_flag, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError
@@ -26,6 +27,7 @@ COMMANDS = {
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score the demo model on held-out tasks, and compare such evaluations.",
     "bench": "Measure published workloads, attention kernels, start-up, idle time.",
+    "models": "List known models, their sizes, and which of them fit the memory here.",
     "config": "Print the effective configuration and where each value comes from.",
 }
 """Subcommands by name, each with its line in the help."""
@@ -34,6 +36,7 @@ WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
 OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
 """Commands that measure engines of other processes."""
+INSTALL = "--install-completion"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = App(
@@ -41,10 +44,17 @@ app = App(
     help="An LLM inference engine that says which attention kernels run your batch, in which CUDA graph, and why.",
     version=__version__,
     help_format="plaintext",
+    help_epilogue=epilogue(""),
 )
 for _name, _summary in COMMANDS.items():
     _function = "app" if _name in WITH_SUBCOMMANDS else _name
-    app.command(f"phonograph.cli.commands.{_name}:{_function}", name=_name, help=_summary)
+    _end = {} if _name in WITH_SUBCOMMANDS else {"help_epilogue": epilogue(_name)}
+    app.command(f"phonograph.cli.commands.{_name}:{_function}", name=_name, help=_summary, **_end)
+app.register_install_completion_command(
+    name=INSTALL,
+    help="Install completion of commands and flags for the shell: bash, zsh, fish or PowerShell.",
+    help_epilogue="Examples:\n  phonograph --install-completion\n  phonograph --install-completion --shell zsh",
+)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -80,7 +90,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
             return _broken_pipe()
         raise
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno not in _DISK_FULL and INSTALL not in words:
             raise
         _discard_output()
         name = error.filename or "the output"

@@ -21,7 +21,7 @@ from rich.table import Table
 from phonograph.cli.progress import progress_bar
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.batch import TokenLogprobs
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
@@ -108,9 +108,8 @@ def start(config: EngineConfig, *, serves: bool = True) -> LLM:
 
 def steps_text(steps: Counter[str]) -> str:
     """Return the steps by kind of decision, as "15 steps: 14 full decode, 1 full mixed"."""
-    total = steps.total()
     kinds = ", ".join(f"{count} {label}" for label, count in steps.most_common())
-    return f"{total} step{'' if total == 1 else 's'}" + (f": {kinds}" if kinds else "")
+    return counted(steps.total(), "step") + (f": {kinds}" if kinds else "")
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import Kind, unless_null
 from phonograph.config.vllm_flags import sampling_hint
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 
 class Settings(BaseModel):
@@ -81,7 +81,7 @@ class Settings(BaseModel):
             hint = sampling_hint(name, cls.known_names()) or nearest(name, cls.known_names())
             return ConfigError(name, settings[name], f"is not a setting; {hint}")
         if first["type"] == "missing":
-            return ConfigError(name, None, f"is required: {cls.model_fields[name].description}")
+            return ConfigError(name, UNSET, f"is required: {cls.model_fields[name].description}")
         return cls.bad_value(name, first["input"])
 
     @classmethod

@@ -56,13 +56,13 @@ KNOWN_DEVICES = {
 }
 
 
-def known_device(name: str) -> DeviceSpec:
-    """Return the published properties of a device by its name.
+def known_device(name: str, setting: str = "device") -> DeviceSpec:
+    """Return the published properties of a device by its name, which `setting` gave.
 
     Raises:
         ConfigError: the device is not known.
     """
     spec = KNOWN_DEVICES.get(name.lower())
     if spec is None:
-        raise ConfigError("device", name, f"is not known; known are {', '.join(KNOWN_DEVICES)}")
+        raise ConfigError(setting, name, f"is not known; known are {', '.join(KNOWN_DEVICES)}")
     return spec

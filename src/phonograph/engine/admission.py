@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.errors import ConfigError, RequestError, shortened
+from phonograph.errors import ConfigError, RequestError, counted, shortened
 from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.text.tokenizer import Tokenizer
 
@@ -118,7 +118,9 @@ def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, l
     room = limits.context_len - prompt_len
     # The scheduler refuses a prompt that leaves no room, with an error about the prompt.
     if params.min_tokens > room > 0:
-        problem = f"at most {room} tokens can follow a prompt of {prompt_len} in a context of {limits.context_len}"
+        problem = (
+            f"at most {counted(room, 'token')} can follow a prompt of {prompt_len} in a context of {limits.context_len}"
+        )
         raise RequestError("min_tokens", params.min_tokens, problem)
 
 

@@ -21,7 +21,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import Prompt, admit_names, admit_parameters, admit_stops, admitted_prompt
 from phonograph.engine.core import EngineCore
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
-from phonograph.errors import RequestError, RequestFailure, cause_text, shortened
+from phonograph.errors import RequestError, RequestFailure, cause_text, counted, shortened
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
@@ -186,7 +186,7 @@ class Session:
             part, problem, no_token = request.failure
             structured = request.params.structured_outputs
             if no_token and part == "grammar" and structured is not None:
-                problem = f"after {len(request.output_token_ids)} tokens {problem}"
+                problem = f"after {counted(len(request.output_token_ids), 'token')} {problem}"
                 raise RequestError(structured.kind, shortened(structured.source), problem)
             error = dead_end(request, self._model.vocab_size) if no_token else None
             raise error or RequestFailure(sample.parent.request_id, part, problem)

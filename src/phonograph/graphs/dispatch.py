@@ -75,7 +75,8 @@ class Decision:
     def label(self) -> str:
         """Short name to count steps by."""
         if self.key is not None:
-            return f"{self.mode.value.lower()} {self.key.kind}"
+            mode = self.mode.value.lower()
+            return mode if mode == self.key.kind else f"{mode} {self.key.kind}"
         return "eager cascade" if self.cascade else "eager"
 
     def eagerly(self, num_tokens: int, why: str) -> Decision:
@@ -163,7 +164,8 @@ class Dispatcher:
 
     def _graph(self, tokens: int, key: GraphKey, kind: str) -> Decision:
         padding = key.num_tokens - tokens
-        text = f"{kind}; " + (f"{padding} of {key.num_tokens} tokens are padding" if padding else "no padding")
+        are = "is" if padding == 1 else "are"
+        text = f"{kind}; " + (f"{padding} of {key.num_tokens} tokens {are} padding" if padding else "no padding")
         if key.graphs is not GraphSet.PIECEWISE:
             return Decision(mode=GraphMode.FULL, key=key, num_tokens=key.num_tokens, cause=kind, reason=text)
         text += "; attention runs between the pieces"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from phonograph.errors import counted
+
 
 class GraphMode(Enum):
     """Modes of running batches, by the field's names.
@@ -113,7 +115,7 @@ class GraphKey:
         return f"cascade {self.graphs.value}" if self.cascade else self.graphs.value
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.num_tokens} tokens, {self.num_reqs} slots]"
+        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}]"
 
 
 @dataclass(frozen=True, slots=True)

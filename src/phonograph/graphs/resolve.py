@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 
 
@@ -142,8 +142,8 @@ def _downgrade(
         return without_full, _with_pieces(f"support is NEVER ({support.reason})", pieces)
     if mode.decode_full and speculative_tokens and level < GraphSupport.UNIFORM_BATCH:
         text = (
-            f"with {speculative_tokens} speculative tokens a decode has {1 + speculative_tokens} tokens, which needs "
-            f"UNIFORM_BATCH; support is {level.name} ({support.reason})"
+            f"with {counted(speculative_tokens, 'speculative token')} a decode has {1 + speculative_tokens} "
+            f"tokens, which needs UNIFORM_BATCH; support is {level.name} ({support.reason})"
         )
         return without_full, _with_pieces(text, pieces)
     if mode is GraphMode.FULL_AND_PIECEWISE and not pieces.available:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 from phonograph.graphs.modes import GraphKey
 
 
@@ -47,7 +47,8 @@ class Drawn:
     def __str__(self) -> str:
         prefix = f", {self.prefix} tokens of all attended once" if self.prefix else ""
         return (
-            f"{self.num_tokens} tokens, {self.num_decodes} decodes + {self.num_prefills} prefills, longest sequence "
+            f"{counted(self.num_tokens, 'token')}, {counted(self.num_decodes, 'decode')} + "
+            f"{counted(self.num_prefills, 'prefill')}, longest sequence "
             f"{self.longest}{prefix}"
         )
 

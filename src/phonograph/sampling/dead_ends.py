@@ -12,7 +12,7 @@ import numpy as np
 
 from phonograph.core.grammar import Grammar
 from phonograph.core.request import Request
-from phonograph.errors import RequestError, shortened
+from phonograph.errors import RequestError, counted, shortened
 from phonograph.sampling.grammar_masks import bitmask_words
 
 
@@ -24,7 +24,11 @@ def dead_end(request: Request, vocab_size: int) -> RequestError | None:
     if request.grammar is not None and structured is not None:
         allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
         if not allowed_V.any():
-            after = f"no token can follow its first {num_tokens} tokens" if num_tokens else "no token can begin it"
+            after = (
+                f"no token can follow its first {counted(num_tokens, 'token')}"
+                if num_tokens
+                else "no token can begin it"
+            )
             problem = f"{after}; check for rules that never end or match no token"
             return RequestError(structured.kind, shortened(structured.source), problem)
     if num_tokens < params.min_tokens:

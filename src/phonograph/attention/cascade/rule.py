@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
 from phonograph.attention.backend import BatchLimits, Capabilities
 from phonograph.core.device import DeviceSpec
+from phonograph.errors import counted
 from phonograph.graphs.modes import CascadeChoice, GraphKey
 
 MIN_PREFIX = 256
@@ -79,7 +80,8 @@ class CascadeRule:
         decoding spreads the prefixes of all requests evenly.
         """
         if num_reqs < MIN_REQUESTS:
-            return CascadeChoice(False, f"{num_reqs} requests are fewer than {MIN_REQUESTS}")
+            are = "is" if num_reqs == 1 else "are"
+            return CascadeChoice(False, f"{counted(num_reqs, 'request')} {are} fewer than {MIN_REQUESTS}")
         if prefix_len < MIN_PREFIX:
             has = f"a common prefix of {prefix_len} tokens" if prefix_len else "no common prefix"
             return CascadeChoice(False, f"{has}, and {MIN_PREFIX} are worth it")

@@ -40,8 +40,7 @@ class ReferenceCapabilities(DeclaredCapabilities):
             )
         return Support(
             GraphSupport.ALWAYS,
-            "its operator reads query_start_loc and seq_lens out of their tensors each time it runs, so nothing about "
-            "the batch is frozen",
+            "its operator reads each batch from tensors; nothing is frozen",
         )
 
 

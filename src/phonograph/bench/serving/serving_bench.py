@@ -37,7 +37,7 @@ def bench_serving(bench: ServingBench, progress: BenchProgress, *, api_key: str 
 
 
 async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str, str]) -> dict[str, Any]:
-    target, served = await load.find_model(Target.parse(bench.base_url), headers)
+    target, served = await load.find_model(Target.parse(bench.base_url or bench.url), headers)
     model = bench.model or served["id"]
     source = bench.tokenizer or served.get("root") or model
     warmups, requests = _requests(bench, None if bench.dataset_name == "jsonl" else _tokenizer(source))

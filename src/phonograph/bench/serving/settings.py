@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from phonograph.bench.cases import Lengths
 from phonograph.bench.records.results import check_at_least
-from phonograph.errors import ConfigError
+from phonograph.errors import UNSET, ConfigError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HOST, PORT = "127.0.0.1", 8000
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, token ids, or the messages of a chat."""
 
@@ -30,7 +31,9 @@ class ServingBench:
     """Settings of one run. The command's flags and their help are made from these fields.
 
     Attributes:
-        base_url: Server to measure.
+        base_url: Server to measure; else http://HOST:PORT.
+        host: Host of the server.
+        port: Port of the server.
         endpoint: /v1/completions or /v1/chat/completions.
         model: Model to ask for; else the first that the server has.
         tokenizer: Folder or hub id of the tokenizer that makes prompts; else the model's.
@@ -56,7 +59,9 @@ class ServingBench:
         ConfigError: a setting is out of range, or contradicts another.
     """
 
-    base_url: str = "http://127.0.0.1:8000"
+    base_url: str | None = None
+    host: str = HOST
+    port: int = PORT
     endpoint: str = COMPLETIONS
     model: str | None = None
     tokenizer: str | None = None
@@ -79,10 +84,18 @@ class ServingBench:
     save_detailed: bool = False
 
     def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "must be a whole number from 1 to 65535")
+        if not self.host or set(self.host) & set("/@?#[] "):
+            raise ConfigError("host", self.host, "must be a name or an address; base_url takes a URL")
+        if self.base_url is not None and (self.host, self.port) != (HOST, PORT):
+            raise ConfigError("base_url", self.base_url, f"contradicts {self.url}, the host and the port; give one")
         if self.endpoint not in (COMPLETIONS, CHAT):
             raise ConfigError("endpoint", self.endpoint, f"must be {COMPLETIONS} or {CHAT}")
-        if (self.dataset_name == "jsonl") != (self.dataset_path is not None):
-            raise ConfigError("dataset_path", self.dataset_path, "goes with dataset_name='jsonl', and only with it")
+        if self.dataset_name == "jsonl" and self.dataset_path is None:
+            raise ConfigError("dataset_path", UNSET, "is required with dataset_name='jsonl'")
+        if self.dataset_name != "jsonl" and self.dataset_path is not None:
+            raise ConfigError("dataset_path", str(self.dataset_path), "goes with dataset_name='jsonl' only")
         if self.is_chat and self.prompt_format == "tokens":
             raise ConfigError("prompt_format", "tokens", "a chat takes text; leave it out, or use another endpoint")
         for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
@@ -96,6 +109,11 @@ class ServingBench:
         Lengths.parse("input_len", self.input_len)
         Lengths.parse("output_len", self.output_len)
         self.extra_fields()
+
+    @property
+    def url(self) -> str:
+        """URL of the host and the port."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def is_chat(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phonograph.bench.serving.settings import Prompt, ServingRequest
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 from phonograph.text.tokenizer import Tokenizer
 
 _ROUNDS = 8
@@ -67,7 +67,9 @@ def random_prompts(
             if length < (with_token := length_of(longer)) <= count:
                 made, length = longer, with_token
         if not made:
-            raise ConfigError("prompt_format", "text", f"no text has {count} tokens of this tokenizer; use tokens")
+            raise ConfigError(
+                "prompt_format", "text", f"no text has {counted(count, 'token')} of this tokenizer; use tokens"
+            )
         return made
 
     return tokens if prompt_format == "tokens" else text

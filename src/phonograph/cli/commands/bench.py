@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from phonograph.cli import show
+from phonograph.cli.examples import epilogue
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import Json, Output, note, start
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "decode": ("itl_ms", "floor_ms"),
-    "latency": ("out_len", "bs", "ms"),
+    "latency": ("out_len", "bs", "ms", "prefill_ms", "prefill_tok_s", "decode_ms", "decode_tok_s"),
     "mixed": ("s", "mixed_steps"),
     "throughput": ("in_tok", "out_tok", "s", "out_tok_s"),
     "idle": ("idle_share", "idle_us", "step_us"),
@@ -52,8 +53,18 @@ CASE_COMMANDS = {
 }
 """Commands whose only option is their cases: the help of the command, and of the option."""
 
-app = App(name="bench", help="Measure what the engine does, on random tokens, or a server.", help_format="plaintext")
-app.command("phonograph.cli.commands.bench_serve:serve", name="serve", help="Load any server with OpenAI's API.")
+app = App(
+    name="bench",
+    help="Measure what the engine does, on random tokens, or a server.",
+    help_format="plaintext",
+    help_epilogue=epilogue("bench"),
+)
+app.command(
+    "phonograph.cli.commands.bench_serve:serve",
+    name="serve",
+    help="Load any server with OpenAI's API.",
+    help_epilogue=epilogue("bench serve"),
+)
 
 
 def _add_case_command(name: str) -> None:
@@ -64,14 +75,14 @@ def _add_case_command(name: str) -> None:
 
     summary, cases = CASE_COMMANDS[name]
     command.__doc__ = f"{summary}\n\nArgs:\n    cases: {cases}\n"
-    app.command(takes_engine_config(command), name=name)
+    app.command(takes_engine_config(command), name=name, help_epilogue=epilogue(f"bench {name}"))
 
 
 for _name in CASE_COMMANDS:
     _add_case_command(_name)
 
 
-@app.command
+@app.command(help_epilogue=epilogue("bench latency"))
 @takes_engine_config
 def latency(
     config: EngineConfig,
@@ -84,7 +95,7 @@ def latency(
     output: Output = None,
     as_json: Json = False,
 ) -> int:
-    """Time one batch, alone in the engine, from its start to its last token."""
+    """Time one batch, alone in the engine, from its start to its last token, and its prefill and decode apart."""
     from phonograph.bench.suites import latency_suite
 
     workload = latency_suite(
@@ -97,7 +108,7 @@ def latency(
     return _run_suites(config, {"latency": workload}, output, as_json=as_json)
 
 
-@app.command
+@app.command(help_epilogue=epilogue("bench throughput"))
 @takes_engine_config
 def throughput(
     config: EngineConfig,
@@ -116,7 +127,7 @@ def throughput(
     return _run_suites(config, {"throughput": workload}, output, as_json=as_json)
 
 
-@app.command
+@app.command(help_epilogue=epilogue("bench suite"))
 @takes_engine_config
 def suite(
     config: EngineConfig,
@@ -142,7 +153,7 @@ def suite(
     return _run_suites(config, {name: every[name] for name in names}, output, as_json=as_json)
 
 
-@app.command
+@app.command(help_epilogue=epilogue("bench attention"))
 @takes_engine_config
 def attention(
     config: EngineConfig,
@@ -182,7 +193,7 @@ def attention(
     return 1 if any("error" in row.facts for row in rows) else 0
 
 
-@app.command
+@app.command(help_epilogue=epilogue("bench startup"))
 @takes_engine_config
 def startup(
     config: EngineConfig,

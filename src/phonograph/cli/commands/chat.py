@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from phonograph.cli.answer import print_piece, stream_answer
+from phonograph.cli.answer import StreamedAnswer, print_piece, stream_answer
 from phonograph.cli.lines import read_line
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
 
 _HELP = "/clear forgets the conversation, /exit ends; Ctrl-C ends an answer"
+_QUIET = "Print answers only: no steps, speed and context. Without a terminal there are no speed and context."
 
 
 @takes_engine_config
@@ -30,6 +31,7 @@ def chat(
     *,
     system: Annotated[str | None, Parameter(help="System message of the conversation.")] = None,
     sampling: SamplingFlags = GREEDY,
+    quiet: Annotated[bool, Parameter(negative="", show_default=False, help=_QUIET)] = False,
     as_json: Json = False,
 ) -> int:
     """Talk with the model: each line of standard input is a turn. /clear forgets the conversation, /exit ends it."""
@@ -37,8 +39,8 @@ def chat(
     llm = start(config)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model} has no chat template; `phonograph generate --raw` continues plain text")
-    conversation = _Conversation(llm, params, system, as_json)
-    if not as_json:
+    conversation = _Conversation(llm, params, system, as_json=as_json, quiet=quiet)
+    if not as_json and not quiet:
         note(llm.plan.resolution.label)
     if sys.stdin.isatty():
         note(_HELP)
@@ -57,12 +59,13 @@ def chat(
 class _Conversation:
     """Turns so far, and the output format of answers."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, as_json: bool) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, as_json: bool, quiet: bool) -> None:
         self._llm = llm
         self._params = params
         self._start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._as_json = as_json
+        self._quiet = quiet
 
     def clear(self) -> None:
         self._messages = list(self._start)
@@ -75,9 +78,7 @@ class _Conversation:
         pieces: list[str] = []
         try:
             prompt = self._llm.encode_chat([*self._messages, turn])
-            output, interrupted = stream_answer(
-                self._llm, prompt, self._params, pieces.append if self._as_json else print_piece
-            )
+            answer = stream_answer(self._llm, prompt, self._params, pieces.append if self._as_json else print_piece)
         except RequestError as error:
             if self._as_json:
                 print_json({"prompt": text, "error": str(error)})
@@ -86,6 +87,7 @@ class _Conversation:
             return
         if not self._as_json:
             print(flush=True)
+        output = answer.output
         if output is None:
             return
         completion = output.outputs[0]
@@ -100,11 +102,24 @@ class _Conversation:
                 "num_cached_tokens": output.num_cached_tokens,
                 "steps": dict(steps),
                 "seconds": round(time.perf_counter() - began, 4),
+                "ttft_seconds": round(answer.ttft, 4),
+                "tokens_per_second": None if (speed := answer.tokens_per_second) is None else round(speed, 2),
             }
             print_json(facts)
             return
+        if self._quiet:
+            return
         cut = {"length": " - cut where max_tokens or the context ended", "abort": " - interrupted"}
-        note(steps_text(steps) + cut.get("abort" if interrupted else completion.finish_reason or "", ""))
+        note(steps_text(steps) + cut.get("abort" if answer.interrupted else completion.finish_reason or "", ""))
+        if sys.stderr.isatty():
+            note(self._speed(answer, len(output.prompt_token_ids) + len(completion.token_ids)))
+
+    def _speed(self, answer: StreamedAnswer, context: int) -> str:
+        """Return the speed of an answer and the context that the conversation takes."""
+        speed = answer.tokens_per_second
+        rate = "" if speed is None else f"{speed:.1f} tokens/s, "
+        most = self._llm.plan.limits.max_model_len
+        return f"{rate}first token after {answer.ttft:.2f} s, context {context} of {most} tokens"
 
 
 def _read_line() -> str | None:

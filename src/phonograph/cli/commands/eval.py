@@ -12,17 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from phonograph.cli import show
+from phonograph.cli.examples import epilogue
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, note, start
 from phonograph.config.engine_config import EngineConfig
-from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_PROBLEMS, EVALUATION_RECALLS, EVALUATION_SEED
+from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_SEED
+from phonograph.errors import counted
 
 if TYPE_CHECKING:
     from phonograph.bench.compare import TaskComparison
     from phonograph.bench.demo_eval import TaskResult
 
-app = App(name="eval", help="Evaluate the demo model, and compare evaluations.", help_format="plaintext")
+PROBLEMS, RECALLS = 100, 30
+"""Default numbers of questions: a tenth of the published evaluation's, which takes minutes on a CPU."""
+
+app = App(
+    name="eval",
+    help="Evaluate the demo model, and compare evaluations.",
+    help_format="plaintext",
+    help_epilogue=epilogue("eval"),
+)
 
 
 def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
@@ -37,14 +47,14 @@ def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-@app.command
+@app.command(help_epilogue=epilogue("eval demo"))
 @_of_the_demo_model
 @takes_engine_config
 def demo(
     config: EngineConfig,
     *,
-    problems: Annotated[int, Parameter(help="Held-out word problems to answer.")] = EVALUATION_PROBLEMS,
-    recalls: Annotated[int, Parameter(help="Recalls from a long context to answer.")] = EVALUATION_RECALLS,
+    problems: Annotated[int, Parameter(help="Held-out word problems to answer.")] = PROBLEMS,
+    recalls: Annotated[int, Parameter(help="Recalls from a long context to answer.")] = RECALLS,
     recall_tokens: Annotated[int, Parameter(help="Tokens of a recall's prompt, at least.")] = EVALUATION_CONTEXT,
     eval_seed: Annotated[
         int, Parameter(help="Seed of problems and recalls; --seed is the engine's.")
@@ -68,6 +78,7 @@ def demo(
             num_recalls=recalls,
             recall_tokens=recall_tokens,
             seed=eval_seed,
+            expect=lambda seconds: note(f"{_questions(problems, recalls)}, about {seconds_text(seconds)}"),
             progress=lambda task, done, total, correct: report(task, done, total, f"{correct / done:.3f} right"),
         )
     facts = {
@@ -85,7 +96,7 @@ def demo(
     return 0
 
 
-@app.command
+@app.command(help_epilogue=epilogue("eval compare"))
 def compare(
     first: Annotated[Path, Parameter(help="A file that eval demo --output wrote.")],
     second: Annotated[Path, Parameter(help="Another, of the same questions.")],
@@ -102,6 +113,18 @@ def compare(
     else:
         _print_comparisons(comparisons)
     return int(any(comparison.divergences for comparison in comparisons))
+
+
+def _questions(problems: int, recalls: int) -> str:
+    kinds = (("problem", problems), ("recall", recalls))
+    return " and ".join(counted(count, noun) for noun, count in kinds if count)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a rough duration: "5 s", "2 min", "1.5 h"."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _task_facts(result: TaskResult) -> dict[str, Any]:

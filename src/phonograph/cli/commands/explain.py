@@ -108,10 +108,7 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
     if name is None:
         return this_device(config.device)
-    try:
-        device = known_device(name)
-    except ConfigError as error:
-        raise ConfigError("device_name", name, error.problem) from None
+    device = known_device(name, setting="device_name")
     if config.device not in ("auto", device.kind):
         raise ConfigError("device", config.device, f"contradicts device_name={name!r}; give one of them")
     return device
@@ -193,14 +190,32 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
         ("device", [_device_line(plan.device)]),
         ("products", _product_lines(plan)),
         ("limits", [", ".join(f"{name} {size}" for name, size in asdict(plan.limits).items())]),
-        ("attention", [plan.selection.capabilities.label, *(f"- {reason}" for reason in plan.selection.reasons)]),
+        ("attention", _attention_lines(plan)),
         ("support", [support.level.name, f"- {support.reason}"]),
-        ("mode", [plan.resolution.mode.value, *(f"- {text}" for text in chain)]),
+        ("mode", _mode_lines(plan, chain)),
         ("graphs", _graph_lines(plan)),
         ("memory", _memory_lines(plan)),
         ("notes", [f"- {text}" for text in plan.notes]),
         ("batches", [line for batch, decision in decided for line in _batch_lines(batch, decision)]),
     ]
+
+
+def _attention_lines(plan: EnginePlan) -> list[str]:
+    """Return the backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
+    selection = plan.selection
+    label = selection.capabilities.label
+    kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
+    if plan.device.kind != "cpu" or not kernels:
+        return [label, *(f"- {reason}" for reason in selection.reasons)]
+    others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
+    return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
+
+
+def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
+    """Return the mode and the steps to it. The only step to a default repeats the mode."""
+    if plan.resolution.asked is None and len(chain) == 1:
+        return chain
+    return [plan.resolution.mode.value, *(f"- {text}" for text in chain)]
 
 
 def _model_line(plan: EnginePlan) -> str:

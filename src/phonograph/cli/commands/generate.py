@@ -54,12 +54,12 @@ def generate(
     shown = [*texts, *map(_shown_ids, ids)]
     began = time.perf_counter()
     if len(encoded) == 1 and n == 1 and not as_json:
-        output, interrupted = stream_answer(llm, encoded[0], params, print_piece)
-        if output is not None and llm.tokenizer is None:
-            print_piece(_shown_ids(output.outputs[0].token_ids))
+        answer = stream_answer(llm, encoded[0], params, print_piece)
+        if answer.output is not None and llm.tokenizer is None:
+            print_piece(_shown_ids(answer.output.outputs[0].token_ids))
         print()
         note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
-        return 130 if interrupted else 0
+        return 130 if answer.interrupted else 0
     outputs = llm.generate(encoded, params)
     seconds = time.perf_counter() - began
     if as_json:

@@ -12,7 +12,7 @@ from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import Json, compact, engine_facts, note, print_json, print_lines, print_table, start
 from phonograph.config.engine_config import EngineConfig
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from phonograph.graphs.modes import GraphKey
@@ -102,4 +102,5 @@ def _print(report: VerifyReport, mismatches: Counter[GraphKey]) -> None:
     print_table(("graphs", "sizes in tokens", "replays", "mismatches"), rows)
     print_lines(report.mismatches)
     if report.ok:
-        print(f"{report.num_replays} replays of {len(report.replays)} graphs, each equal to eager bit by bit")
+        replays, graphs = counted(report.num_replays, "replay"), counted(len(report.replays), "graph")
+        print(f"{replays} of {graphs}, each equal to eager bit by bit")

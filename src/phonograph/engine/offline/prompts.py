@@ -14,6 +14,7 @@ PromptInput = Prompt | Mapping[str, Any]
 """Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`."""
 _KEYS = ("prompt", "prompt_token_ids")
 _CONVERSATION = 'must be a list of messages such as {"role": "user", "content": "Hello"}'
+_ONE = "is a list of prompts, and one prompt is taken here; only `LLM.generate` takes a list"
 _WORKS = "must be text, a list of token ids, a mapping with prompt or prompt_token_ids, or a list of these"
 
 
@@ -64,6 +65,8 @@ def plain_prompt(prompt: object) -> Prompt:
     if not isinstance(prompt, Mapping):
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
             raise RequestError("prompt", shortened(repr(prompt)), _WORKS)
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, Mapping, list, tuple)):
+            raise RequestError("prompt", prompt, _ONE)
         return cast("Prompt", prompt)
     entries = {name: value for name, value in prompt.items() if value is not None}
     for name, value in entries.items():

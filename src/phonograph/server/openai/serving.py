@@ -22,7 +22,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
-from phonograph.errors import EngineUnavailable, PhonographError, RequestError, quoted
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
@@ -88,7 +88,7 @@ class Serving:
         """
         ignored = body.check()
         if body.model is not None and body.model not in self.names:
-            problem = f"the model {quoted(body.model)} does not exist; here is {', '.join(self.names)}"
+            problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
         return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
 
@@ -110,7 +110,8 @@ class Serving:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
-            raise queue_full(f"{engine.num_open} samples are in progress or queued; this server takes {room} at most")
+            problem = f"{counted(engine.num_open, 'sample')} in progress or queued; this server takes {room} at most"
+            raise queue_full(problem)
         return headers
 
     def check_token_ids(self, body: Any) -> None:

@@ -1,0 +1,79 @@
+"""End of each command's help: examples, and the page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+DOCS = "docs/"
+"""Place of the documentation: a folder of the repository."""
+_BENCH = "guides/benchmarking.md"
+_EVAL = "guides/evaluating.md"
+
+
+class Usage(NamedTuple):
+    """Page of the documentation, and examples without the name of the program."""
+
+    page: str
+    examples: tuple[str, ...]
+
+
+USAGE: Mapping[str, Usage] = {
+    "": Usage("start.md", ("chat demo", "models", "explain llama-3.1-8b --device-name h200", "--install-completion")),
+    "generate": Usage(
+        "start.md",
+        (
+            "generate demo 'Ann has 5 pens and buys 4. How many has Ann?'",
+            "generate demo --raw 'Tom has' --temperature 0.8",
+            "generate demo - --json < prompts.txt",
+        ),
+    ),
+    "chat": Usage("start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat demo --quiet")),
+    "explain": Usage(
+        "guides/explain.md",
+        (
+            "explain demo",
+            "explain llama-3.1-8b --device-name h200 --batch 1@65536,5@5",
+            "explain qwen3-8b --device-name a100-80gb --matrix",
+        ),
+    ),
+    "serve": Usage("guides/server.md", ("serve demo", "serve Qwen/Qwen3-0.6B --port 8001 --max-num-seqs 64")),
+    "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
+    "models": Usage("guides/weights.md", ("models", "models --device-name rtx4090")),
+    "config": Usage("start.md", ("config demo --max-num-seqs 64", "config --config settings.yaml --json")),
+    "eval": Usage(_EVAL, ("eval demo", "eval compare first.json second.json")),
+    "eval demo": Usage(
+        _EVAL,
+        ("eval demo", "eval demo --problems 1000 --recalls 300 --output all.json", "eval demo --cudagraph-mode NONE"),
+    ),
+    "eval compare": Usage(_EVAL, ("eval compare first.json second.json",)),
+    "bench": Usage(_BENCH, ("bench latency demo --input-len 500", "bench serve --port 8000")),
+    "bench serve": Usage(
+        _BENCH,
+        (
+            "bench serve --host 127.0.0.1 --port 8000 --request-rate 10",
+            "bench serve --endpoint /v1/chat/completions --max-concurrency 8",
+            "bench serve --base-url https://example.com/api --num-prompts 9",
+        ),
+    ),
+    "bench decode": Usage(_BENCH, ("bench decode demo --cases 1x1k,8x1k",)),
+    "bench latency": Usage(_BENCH, ("bench latency demo --input-len 500,2000 --output-len 64",)),
+    "bench mixed": Usage(_BENCH, ("bench mixed demo --cases 4k",)),
+    "bench throughput": Usage(
+        _BENCH,
+        ("bench throughput demo --num-prompts 64 --input-len 100-500",),
+    ),
+    "bench idle": Usage(_BENCH, ("bench idle demo --cases 1x1k",)),
+    "bench step": Usage(_BENCH, ("bench step demo --cases 32x1k",)),
+    "bench suite": Usage(_BENCH, ("bench suite demo --suites decode,latency",)),
+    "bench attention": Usage(_BENCH, ("bench attention demo --cases decode_8x1k",)),
+    "bench startup": Usage(_BENCH, ("bench startup demo",)),
+}
+"""Usage of the program and of each command, by its words."""
+
+
+def epilogue(command: str) -> str:
+    """Return the text below the help of a command."""
+    page, examples = USAGE[command]
+    lines = ["Examples:", *(f"  phonograph {example}" for example in examples), "", f"Documentation: {DOCS}{page}"]
+    return "\n".join(lines)
