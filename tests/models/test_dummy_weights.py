@@ -42,7 +42,7 @@ def check_a_step(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> N
     with torch.inference_mode():
         hidden_TE = model.forward(tokens, torch.arange(7, device=device), sequences._attention)
         logits_TV = model.logits(hidden_TE).float()
-    assert float(hidden_TE.float().abs().max()) < 15 + 0.5 * spec.hidden_size**0.5
+    assert float(hidden_TE.float().abs().max()) < 20 + 0.01 * spec.hidden_size
     # The norm gives rows of unit size, so that a logit is a sum of products of random signs.
     assert 0.7 < float(logits_TV.std()) / (0.02 * spec.hidden_size**0.5) < 1.4
 
