@@ -36,7 +36,13 @@ FAMILIES = {
     "qwen3": "Qwen3",
 }
 """Names of the families by the model type of an architecture."""
-FORMATS = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "fp8": "FP8"}
+FORMATS = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "auto-round": "AutoRound",
+}
 """Names of the weight formats by `quant_method`."""
 COLUMNS = 118
 """Width of lines of text."""
