@@ -162,6 +162,7 @@ def flag(name: str, prefix: str = "") -> str:
 def settings_page() -> str:
     """Return the page of settings, from the fields of the configuration models."""
     text = [
+        "---\nsearch:\n  boost: 20\n---",
         "# Settings",
         "Each setting has one name in four sources. `max_num_seqs` is a keyword argument of `LLM` and a key of the "
         "YAML file, `--max-num-seqs` is its flag, and `PHONOGRAPH_MAX_NUM_SEQS` its environment variable. A flag "

@@ -70,4 +70,4 @@ def labelled(table: str) -> str:
                 cells[place + 1] = cells[place + 1].replace("<td", f'<td data-label="{html.escape(name)}"', 1)
         return "".join(cells)
 
-    return re.sub(r"<tr>\n<td.*?</tr>", row, table.replace("<table>", '<table class="wide">', 1), flags=re.DOTALL)
+    return re.sub(r"<tr>\n<td.*?</tr>", row, table.replace("<table>", "<table data-wide>", 1), flags=re.DOTALL)

@@ -84,7 +84,7 @@ def test_the_runnable_blocks_of_a_page_run(
         elif mark == "error":
             command, _, message = text.partition("\n")
             assert main(shlex.split(command.removeprefix("$ phonograph "))) == 2
-            check_output(message, capsys.readouterr().err)
+            assert " ".join(capsys.readouterr().err.split()) == " ".join(message.split())
         elif mark == "runnable":
             run_block(page, language, text)
             if output:

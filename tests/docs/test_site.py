@@ -51,8 +51,10 @@ for (const host of document.querySelectorAll(".mermaid")) {
   const drawn = host.shadowRoot?.querySelector("svg");
   if (!drawn) { found.add(`no diagram: ${host.textContent.slice(0, 60)}`); continue; }
   if (drawn.matches("[aria-roledescription=error]")) found.add("a diagram with an error");
-  const {right} = drawn.getBoundingClientRect();
+  const {right, width} = drawn.getBoundingClientRect();
   if (right > wide + 1) found.add("a diagram is cut");
+  const scale = width / drawn.viewBox.baseVal.width;
+  if (scale < (wide < 500 ? 0.45 : 0.65)) found.add(`a diagram is drawn at ${scale.toFixed(2)} of its size`);
   for (const label of host.shadowRoot.querySelectorAll("foreignObject")) {
     if (label.firstElementChild?.scrollWidth > label.clientWidth + 2) found.add(`cut: ${label.textContent.trim()}`);
   }

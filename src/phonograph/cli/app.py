@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 from phonograph import __version__
 from phonograph.config.vllm_flags import explain_flag, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
-from phonograph.errors import PhonographError
+from phonograph.errors import PhonographError, help_section
 
 COMMANDS = {
     "generate": "Continue or answer prompts, and say which graphs ran.",
@@ -91,7 +91,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: object) -> int:
-    print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
+    section = help_section(error)
+    see = f" (see {section})" if section else ""
+    print(f"phonograph: error: {' '.join(str(error).split())}{see}", file=sys.stderr)
     return 2
 
 
