@@ -6,6 +6,7 @@ document, metrics from the collector, models from the registry, and the API by m
 
 from __future__ import annotations
 
+import html
 import inspect
 import os
 import re
@@ -153,6 +154,11 @@ def cell(text: str) -> str:
     return "".join(part if part.startswith("`") else part.replace("|", "&#124;") for part in parts)
 
 
+def code(text: str) -> str:
+    """Return code for a cell, which breaks after each bar."""
+    return f"<code>{html.escape(text).replace('|', '&#124;<wbr>')}</code>"
+
+
 def flag(name: str, prefix: str = "") -> str:
     """Return a flag with an anchor of its name, which leads to itself."""
     anchor = prefix + name.lstrip("-")
@@ -177,7 +183,7 @@ def settings_page() -> str:
         values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
         default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
         names = " ".join(flag(one) for one in (f"--{name.replace('_', '-')}", options.SHORT_NAMES.get(name)) if one)
-        tables.setdefault(heading, []).append((names, f"`{values}`", default, field.description or ""))
+        tables.setdefault(heading, []).append((names, code(values), default, field.description or ""))
     for title, rows in tables.items():
         text += [f"## {title}", table(("flag", "value", "default", "meaning"), rows)]
     return "\n\n".join(text)
@@ -228,9 +234,7 @@ def argument_table(command: App, prefix: str) -> str:
         shown = "" if default in (None, (), "") or default is inspect.Parameter.empty else f"`{default}`"
         names = [name for name in one.names if not name.startswith("--no-")] or list(one.names)
         marks = " ".join(flag(name, prefix) if name.startswith("-") else f"`{name}`" for name in names)
-        rows.append(
-            (marks, f"`{type_text(one.hint)}`", "required" if one.required else shown, one.parameter.help or "")
-        )
+        rows.append((marks, code(type_text(one.hint)), "required" if one.required else shown, one.parameter.help or ""))
     return table(("argument", "value", "default", "meaning"), rows) if rows else ""
 
 

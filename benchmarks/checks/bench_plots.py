@@ -139,7 +139,7 @@ def ratio_chart(title: str, x_label: str, line: str, bars: Sequence[tuple[str, f
     axes.bar_label(drawn, [label for _, _, label in bars], padding=4, fontsize=8)
     axes.axvline(1, color=FLOOR, label=line)
     axes.invert_yaxis()
-    axes.margins(x=0.25)
+    axes.margins(x=0.4)
     axes.grid(visible=False)
     axes.set_xlabel(x_label)
     axes.legend(loc="upper right", frameon=False)

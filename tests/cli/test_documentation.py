@@ -24,6 +24,7 @@ from installed_backend import EXAMPLE
 
 from checks.processes import ServerProcess, free_port
 from phonograph.cli.app import main
+from phonograph.errors import BackendError, ConfigError, MemoryLimitError, help_section
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -177,3 +178,22 @@ def test_examples_and_blocks_that_need_a_server_run(
                     run_block(page, language, text.replace(SERVER, url))
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "section"),
+    [
+        (MemoryLimitError("no memory"), "Out of memory"),
+        (BackendError("no backend"), "No kernel"),
+        (ConfigError("max_model_len", 9, "too long"), "Context too long"),
+        (ConfigError("port", 9, "too low"), None),
+        (ValueError("a bug"), None),
+    ],
+)
+def test_an_error_names_a_section_that_exists(error: Exception, section: str | None) -> None:
+    named = help_section(error)
+    assert (named is None) == (section is None)
+    if named is not None:
+        path, _, anchor = named.partition("#")
+        headings = re.findall(r"^## (.*)$", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert section in headings and anchor == str(section).lower().replace(" ", "-")

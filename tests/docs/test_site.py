@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import browser as browsers
 import pytest
+
+from phonograph.cli.options import ENGINE_FIELDS, SERVER_FIELDS
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -31,6 +35,24 @@ OPEN_ROOTS = """
 const attach = Element.prototype.attachShadow;
 Element.prototype.attachShadow = function (options) { return attach.call(this, {...options, mode: "open"}); };
 """
+SEARCHES = {
+    "--enforce-eager": "reference/settings",
+    "enforce_eager": "reference/settings",
+    "--input-len": "reference/commands",
+    "install": "start",
+    "offline": "start",
+    "openai": "start",
+    "curl": "start",
+    "gguf": "guides/weights",
+    "grammar": "guides/structured-output",
+    "out of memory": "guides/troubleshooting",
+    "nginx": "guides/deployment",
+    "api key": "guides/deployment",
+    "--max-model-len": "reference/settings",
+    "lora": "features",
+    "slot": "glossary",
+}
+"""Words, and a page that is among the first five results."""
 FAULTS = """
 const found = new Set(), wide = document.documentElement.clientWidth, boxes = new Map();
 const box = (element) => {
@@ -92,16 +114,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder; yield its address."""
+
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with served(site) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +168,7 @@ def has_colours(chrome: Chrome, scheme: str) -> bool:
     return True
 
 
-def faults_of(chrome: Chrome, url: str, name: str) -> list[str]:
+def faults_of(chrome: Chrome, url: str, name: str, pictures: Path = SCREENSHOTS) -> list[str]:
     """Open a page once, and look at it in both widths and both schemes."""
     found: list[str] = []
     look(chrome, WIDTHS["desktop"], "light")
@@ -152,7 +182,7 @@ def faults_of(chrome: Chrome, url: str, name: str) -> list[str]:
             faults = chrome.execute_script(FAULTS)
             found += [f"{name}, {device}, {scheme}: {fault}" for fault in faults]
             picture = chrome.execute_cdp_cmd("Page.captureScreenshot", {"format": "jpeg", "quality": 60})
-            (SCREENSHOTS / f"{name}-{device}-{scheme}.jpg").write_bytes(base64.b64decode(picture["data"]))
+            (pictures / f"{name}-{device}-{scheme}.jpg").write_bytes(base64.b64decode(picture["data"]))
     log: list[dict[str, Any]] = chrome.get_log("browser")  # pyright: ignore
     return found + [f"{name}: {entry['message']}" for entry in log if entry["level"] != "INFO"]
 
@@ -181,39 +211,37 @@ def test_no_page_has_an_error_an_undrawn_diagram_or_cut_text(chrome: Chrome, sit
         ("<script>console.error('an error')</script>", "an error"),
     ],
 )
-def test_faults_are_found(chrome: Chrome, site: Path, address: str, body: str, fault: str, tmp_path: Path) -> None:
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page = site / "planted.html"
-    page.write_text(f"<!doctype html><html><body data-md-color-scheme='default'>{body}</body></html>")
+def test_faults_are_found(chrome: Chrome, body: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.html").write_text(f"<!doctype html><body data-md-color-scheme='default'>{body}</body>")
     chrome.get_log("browser")  # pyright: ignore
-    found = faults_of(chrome, f"{address}/planted.html", "planted")
-    for path in SCREENSHOTS.glob("planted-*"):
-        path.unlink()
-    page.unlink()
+    with served(tmp_path) as address:
+        found = faults_of(chrome, f"{address}/planted.html", "planted", tmp_path)
     assert any(fault in each for each in found), found
 
 
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("--enforce-eager", "reference/settings/"),
-        ("enforce_eager", "reference/settings/"),
-        ("out of memory", "guides/troubleshooting/"),
-        ("gguf", "guides/weights/"),
-        ("curl", "start/"),
-        ("nginx", "guides/deployment/"),
-    ],
-)
-def test_search_finds(chrome: Chrome, address: str, words: str, page: str) -> None:
+def test_search_finds_flags_settings_and_tasks(chrome: Chrome, address: str) -> None:
     look(chrome, WIDTHS["desktop"], "light")
+    missed = {words: page for words, page in SEARCHES.items() if not finds(chrome, address, words, page)}
+    assert missed == {}
+
+
+def finds(chrome: Chrome, address: str, words: str, page: str) -> bool:
+    """Return True if a page is among the first five results of a search."""
     chrome.get(f"{address}/roadmap/")
-    field = chrome.find_element("css selector", "input.md-search__input")
     chrome.execute_script("document.querySelector('#__search').click()")
-    field.send_keys(words)
-    links: list[str] = []
-    until = time.monotonic() + 15
-    while not any(page in link for link in links[:5]) and time.monotonic() < until:
-        time.sleep(0.1)
+    chrome.find_element("css selector", "input.md-search__input").send_keys(words)
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
         script = "return [...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
-        links = chrome.execute_script(script)
-    assert any(page in link for link in links[:5]), links
+        if any(f"/{page}/" in link for link in chrome.execute_script(script)[:5]):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_each_flag_has_an_anchor_and_bars_are_bars(site: Path) -> None:
+    settings, commands = ((site / "reference" / name / "index.html").read_text() for name in ("settings", "commands"))
+    anchors = set(re.findall(r'<a class="flag" id="([^"]+)"', settings))
+    assert {name.replace("_", "-") for name in (*ENGINE_FIELDS, *SERVER_FIELDS)} <= anchors
+    assert {"chat-system", "explain-batch", "bench-serve-base-url"} <= set(re.findall(r' id="([^"]+)"', commands))
+    assert "&amp;#124;" not in settings + commands and "╭" not in commands
