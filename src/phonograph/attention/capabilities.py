@@ -18,12 +18,32 @@ class Declaration:
         devices: device kinds.
         capabilities: major versions of compute capabilities; empty for any.
         min_capability: the smallest compute capability.
+        dtypes, kv_dtypes: types of queries and of the KV cache, as torch writes them.
         head_sizes: the only head sizes; empty for any multiple of head_size_multiple up to max_head_size (0: no limit).
+        head_size_multiple, max_head_size: limits where `head_sizes` is empty.
+        block_size_multiple: blocks of the KV cache have a multiple of this many tokens.
+        kinds, layouts: kinds of attention and memory orders of a block.
         windows: layers may have windows.
         left_window_only: these can look back, but not ahead.
         softcap, alibi, sinks: layers may have a softcap, slopes, or a sink for each head.
         lse: `forward` returns the log-sum-exp.
         non_causal: batches of a decoder may come without a causal mask, and `forward` reads `common.causal`.
+
+    Example:
+        ```python
+        from dataclasses import replace
+
+        from phonograph.core.device import known_device
+
+        spec = AttentionSpec(
+            num_query_heads=32, num_kv_heads=8, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
+        )
+        declared = Declaration(softcap=True)
+        assert not declared.refusals(replace(spec, softcap=30.0), known_device("h200"))
+        print(declared.refusals(replace(spec, lse=True), known_device("h200")))
+        ```
+
+        The example of the method continues this one.
     """
 
     devices: tuple[str, ...] = ("cuda",)
@@ -46,7 +66,18 @@ class Declaration:
     non_causal: bool = False
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Return every reason against running `spec` on `device`: the value, and what would work."""
+        """Return every reason against running `spec` on `device`: the value, and what would work.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+
+        Example:
+            ```python
+            (reason,) = declared.refusals(spec, known_device("cpu"))
+            assert "it runs on cuda" in reason
+            ```
+        """
         return [*self._about_device(device), *self._about_numbers(spec), *self._about_features(spec)]
 
     def _about_device(self, device: DeviceSpec) -> list[str]:
@@ -111,11 +142,31 @@ class Declaration:
 
 
 class DeclaredCapabilities(Capabilities):
-    """Capabilities whose refusals begin with those of a declaration."""
+    """Capabilities whose refusals begin with those of a declaration.
+
+    Example:
+        ```python
+        from phonograph.core.device import DeviceSpec
+        from phonograph.graphs.modes import GraphSupport, Support
+
+        class MyCapabilities(DeclaredCapabilities):
+            name = "mine"
+            declared = Declaration(devices=("cpu", "cuda"), windows=True)
+
+            def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+                return Support(GraphSupport.ALWAYS, "its operators read all lengths from tensors")
+        ```
+    """
 
     declared: Declaration
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """Return the refusals of the declaration. A subclass may add others.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+        """
         return self.declared.refusals(spec, device)
 
 
