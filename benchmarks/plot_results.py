@@ -30,10 +30,14 @@ CAP = 4.0
 SERVED = {
     "output_throughput": "output tokens a second",
     "median_ttft_ms": "TTFT, median",
-    "p99_ttft_ms": "TTFT, P99",
     "median_itl_ms": "ITL, median",
-    "p99_itl_ms": "ITL, P99",
 }
+MOST_BARS = 12
+"""Bars of a chart; more cannot be read."""
+DECODES = ("1x1024", "8x1024", "32x1024", "128x1024", "256x512", "8x32768")
+KERNELS = ("decode_1x1k", "decode_8x1k", "decode_1x32k", "decode_128x1k", "prefill_1x8k", "mixed_64dec4k_1x2k")
+"""Cases to draw where a record has more than fit."""
+PROVIDERS = {"triton": "Phonograph", "flash_attn 3": "FlashAttention 3", "flash_attn 2": "FlashAttention 2"}
 
 
 def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -41,12 +45,25 @@ def of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in result["comparison"] if row.get("system", "ours") == "ours"]
 
 
+def peer_name(peer: str, peers: Sequence[str]) -> str:
+    """Return the name of vLLM's backend and graph mode in a chart, which has them only to tell several apart."""
+    return "vLLM" if len(peers) == 1 else f"vLLM, {peer}"
+
+
+def fitting(cases: Sequence[str], chosen: Sequence[str], systems: int) -> list[str]:
+    """Return the cases whose bars fit a chart: all, or the chosen ones, or the first."""
+    most = MOST_BARS // systems
+    return list(cases) if len(cases) <= most else [one for one in cases if one in chosen][:most] or list(cases[:most])
+
+
 def latency_chart(result: dict[str, Any]) -> Axes | None:
     """Milliseconds of one request over its input length, ours and the peers'."""
     rows = [row for row in of_ours(result) if row["suite"] == "latency"]
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        for system, value in {"Phonograph": row["ours"], **row["peers"]}.items():
+        named = {peer_name(peer, peers): value for peer, value in row["peers"].items()}
+        for system, value in {"Phonograph": row["ours"], **named}.items():
             lines.setdefault(system, []).append((float(row["case"]), value))
     title = f"Latency of one request with 4 output tokens, {result['model']}"
     return line_chart(title, "input tokens", "ms", lines) if lines else None
@@ -59,6 +76,8 @@ def decode_chart(result: dict[str, Any]) -> Axes | None:
     if not rows:
         return None
     systems = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    cases = fitting([row["case"] for row in rows], DECODES, 1 + len(systems))
+    rows = [row for row in rows if row["case"] in cases]
 
     def over_floor(values: Sequence[float | None]) -> list[float | None]:
         return [
@@ -67,7 +86,7 @@ def decode_chart(result: dict[str, Any]) -> Axes | None:
         ]
 
     bars = {"Phonograph": over_floor([row["ours"] for row in rows])}
-    bars |= {system: over_floor([row["peers"].get(system) for row in rows]) for system in systems}
+    bars |= {peer_name(system, systems): over_floor([row["peers"].get(system) for row in rows]) for system in systems}
     title = f"Time between tokens over its floor, {result['model']}"
     return bar_chart(title, "x floor", [row["case"] for row in rows], bars, [1.0] * len(rows), cap=CAP)
 
@@ -76,13 +95,15 @@ def attention_chart(records: Sequence[dict[str, Any]]) -> Axes | None:
     """Kernel time over its floor, one bar a provider; the floors are those that our own rows name."""
     rows = [row for record in records for row in record.get("rows", [record]) if "us" in row]
     floors = {row["case"]: row["floor_us"] for row in rows if "floor_us" in row}
-    cases = list(floors)
     best: dict[str, dict[str, float]] = {}
     for row in rows:
         of_provider = best.setdefault(row["provider"], {})
         of_provider[row["case"]] = min(row["us"], of_provider.get(row["case"], row["us"]))
+    cases = fitting(list(floors), KERNELS, max(1, len(best)))
     bars = {
-        provider: [round(times[case] / floors[case], 3) if case in times else None for case in cases]
+        PROVIDERS.get(provider, provider): [
+            round(times[case] / floors[case], 3) if case in times else None for case in cases
+        ]
         for provider, times in best.items()
     }
     return (
@@ -121,8 +142,9 @@ def serving_chart(result: dict[str, Any]) -> Axes | None:
         if row["figure"] in SERVED and row["workload"].startswith(("table", "sweep"))
     }
     workloads = list(dict.fromkeys(workload for workload, _ in ratios))
+    workloads = fitting(workloads, [*workloads[:1], *workloads[2:]], len(SERVED))
     bars = {name: [ratios.get((workload, figure)) for workload in workloads] for figure, name in SERVED.items()}
-    title = f"Phonograph's server beside another, {Path(result['model']).name}"
+    title = f"Phonograph's server beside vLLM's, {Path(result['model']).name}"
     return (
         bar_chart(title, "times as good", workloads, bars, [1.0] * len(workloads), CAP, "as good") if ratios else None
     )

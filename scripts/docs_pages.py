@@ -6,22 +6,24 @@ document, metrics from the collector, models from the registry, and the API by m
 
 from __future__ import annotations
 
-import contextlib
-import io
+import html
+import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
 
+from cyclopts import App
 from fastapi import FastAPI
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from supported_models import formats, hardware_table
 
 from phonograph.cli import options
-from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app, main
+from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app
 from phonograph.config.values import Kind
 from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.models.catalog import HUB_IDS
@@ -32,30 +34,60 @@ from phonograph.server.observe.metrics import EngineCollector
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 API = {
-    "phonograph": (
-        "phonograph.engine.llm.LLM",
-        "phonograph.engine.async_llm.AsyncLLM",
-        "phonograph.core.sampling_params.SamplingParams",
-        "phonograph.core.structured_outputs.StructuredOutputs",
-        "phonograph.config.engine_config.EngineConfig",
-        "phonograph.engine.outputs",
+    "llm": ("Engines: LLM and AsyncLLM", ("phonograph.engine.llm.LLM", "phonograph.engine.async_llm.AsyncLLM")),
+    "sampling": (
+        "Sampling and structured outputs",
+        (
+            "phonograph.core.sampling_params.SamplingParams",
+            "phonograph.core.structured_outputs.StructuredOutputs",
+        ),
     ),
-    "phonograph.attention": (
-        "phonograph.attention.attention_spec",
-        "phonograph.attention.backend",
-        "phonograph.attention.metadata",
+    "outputs": ("Outputs", ("phonograph.engine.outputs",)),
+    "config": ("Configuration", ("phonograph.config.engine_config.EngineConfig",)),
+    "attention": (
+        "phonograph.attention",
+        (
+            "phonograph.attention.capabilities",
+            "phonograph.attention.attention_spec",
+            "phonograph.attention.backend",
+            "phonograph.attention.metadata",
+        ),
     ),
-    "phonograph.graphs": (
-        "phonograph.graphs.modes",
-        "phonograph.graphs.resolve",
-        "phonograph.graphs.capture_list",
-        "phonograph.graphs.dispatch",
-        "phonograph.graphs.runtime",
-        "phonograph.graphs.verification",
+    "graphs": (
+        "phonograph.graphs",
+        (
+            "phonograph.graphs.modes",
+            "phonograph.graphs.resolve",
+            "phonograph.graphs.capture_list",
+            "phonograph.graphs.dispatch",
+            "phonograph.graphs.runtime",
+            "phonograph.graphs.verification",
+        ),
     ),
-    "phonograph.testing": ("phonograph.testing.suite.check_conformance", "phonograph.testing.report"),
+    "testing": (
+        "phonograph.testing",
+        ("phonograph.testing.suite.check_conformance", "phonograph.testing.report"),
+    ),
 }
-"""Objects of the API reference, by the package that a user imports."""
+"""Pages of the API reference: title and objects."""
+ERRORS_PAGE = """# Errors
+
+Each exception is one class of this tree. The message names the setting or parameter, its value and what would work.
+
+| error | what to do |
+|---|---|
+| `MemoryLimitError` | [out of memory](../guides/troubleshooting.md#out-of-memory) |
+| `ConfigError` of `max_model_len` | [context too long](../guides/troubleshooting.md#context-too-long) |
+| `RequestError` of a prompt's length | [context too long](../guides/troubleshooting.md#context-too-long) |
+| `BackendError` | [no kernel](../guides/troubleshooting.md#no-kernel) |
+| `CaptureError`, `ReplayError` | [a graph that is refused](../guides/troubleshooting.md#a-graph-is-refused) |
+| `EngineUnavailable` | [the server answers 503](../guides/troubleshooting.md#the-server-answers-503) |
+| `UnsupportedModelError`, `WeightError` | [a model is refused](../guides/troubleshooting.md#a-model-is-refused) |
+
+::: phonograph.errors
+    options:
+      show_root_heading: false
+"""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -63,10 +95,10 @@ def on_files(files: Any, config: Any) -> Any:
     pages = {
         "reference/settings.md": settings_page(),
         "reference/commands.md": commands_page(),
-        "reference/api.md": api_page(),
+        **{f"reference/api/{name}.md": api_page(title, names) for name, (title, names) in API.items()},
         "reference/endpoints.md": endpoints_page(),
         "reference/metrics.md": metrics_page(),
-        "reference/errors.md": "# Errors\n\n::: phonograph.errors\n    options:\n      show_root_heading: false\n",
+        "reference/errors.md": ERRORS_PAGE,
         "reference/models.md": models_page(),
         "reference/vllm-flags.md": vllm_flags_page(),
         "changelog.md": root_page("CHANGELOG.md"),
@@ -110,15 +142,33 @@ def root_page(name: str) -> str:
     return LINK.sub(moved, text)
 
 
-def table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+def table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [headings, ("---",) * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines) + "\n"
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """Return the text of a cell. A bar stays in code, where Markdown divides no cells, and is an entity elsewhere."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("|", "&#124;") for part in parts)
+
+
+def code(text: str) -> str:
+    """Return code for a cell, which breaks after each bar."""
+    return f"<code>{html.escape(text).replace('|', '&#124;<wbr>')}</code>"
+
+
+def flag(name: str, prefix: str = "") -> str:
+    """Return a flag with an anchor of its name, which leads to itself."""
+    anchor = prefix + name.lstrip("-")
+    return f'<a class="flag" id="{anchor}" href="#{anchor}"><code>{name}</code></a>'
 
 
 def settings_page() -> str:
     """Return the page of settings, from the fields of the configuration models."""
     text = [
+        "---\nsearch:\n  boost: 20\n---",
         "# Settings",
         "Each setting has one name in four sources. `max_num_seqs` is a keyword argument of `LLM` and a key of the "
         "YAML file, `--max-num-seqs` is its flag, and `PHONOGRAPH_MAX_NUM_SEQS` its environment variable. A flag "
@@ -132,40 +182,81 @@ def settings_page() -> str:
         heading = options.HEADINGS.get(name, heading)
         values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
         default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
-        flag = " ".join(f"`{one}`" for one in (f"--{name.replace('_', '-')}", options.SHORT_NAMES.get(name)) if one)
-        tables.setdefault(heading, []).append((flag, f"`{values}`", default, field.description or ""))
+        names = " ".join(flag(one) for one in (f"--{name.replace('_', '-')}", options.SHORT_NAMES.get(name)) if one)
+        tables.setdefault(heading, []).append((names, code(values), default, field.description or ""))
     for title, rows in tables.items():
-        text += [f"## {title}", table(("flag", "value", "default", "meaning"), iter(rows))]
+        text += [f"## {title}", table(("flag", "value", "default", "meaning"), rows)]
     return "\n\n".join(text)
 
 
 def commands_page() -> str:
-    """Return the page of commands, from their help without the settings of the engine and the server."""
-    os.environ["COLUMNS"] = "100"
-    text = ["# Commands", "All commands of an engine also take the flags of [the settings](settings.md)."]
-    shared = set(options.HEADINGS.values())
-    for name in COMMANDS:
-        text.append(f"## phonograph {name}")
+    """Return the page of commands, with the arguments of each but for the settings of the engine and the server."""
+    text = [
+        "# Commands",
+        "All commands of an engine also take the flags of [the settings](settings.md). `phonograph COMMAND --help` "
+        "prints them all.",
+        table(
+            ("command", "purpose"),
+            ((f"[`phonograph {name}`](#phonograph-{name})", summary) for name, summary in COMMANDS.items()),
+        ),
+    ]
+    for name, summary in COMMANDS.items():
         subcommands = [one for one in app[name] if not one.startswith("-")] if name in WITH_SUBCOMMANDS else []
-        for words in [[name], *([name, one] for one in subcommands)]:
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                code = main([*words, "--help"])
-            if code:
-                raise PluginError(f"phonograph {' '.join(words)} --help ended with {code}")
-            sections = re.split(r"\n(?=╭)", printed.getvalue())
-            kept = [one for one in sections if not any(one.lstrip("╭─ ").startswith(title) for title in shared)]
-            text.append("```text\n" + "\n".join(kept).strip() + "\n```")
-    return "\n\n".join(text) + "\n"
+        text += [f"## phonograph {name}", summary]
+        for words in [[name, one] for one in subcommands] or [[name]]:
+            command = app
+            for word in words:
+                command = command[word]
+            if subcommands:
+                text.append(f"### phonograph {' '.join(words)}")
+            text += [described(command), argument_table(command, "-".join(words) + "-")]
+    return "\n\n".join(part for part in text if part) + "\n"
 
 
-def api_page() -> str:
-    """Return the page of the public API."""
-    text = ["# Python API"]
-    for package, names in API.items():
-        text.append(f"## {package}")
-        text += [f"::: {name}\n    options:\n      heading_level: 3" for name in names]
-    return "\n\n".join(text) + "\n"
+def described(command: App) -> str:
+    """Return the docstring of a command up to its arguments."""
+    lines = inspect.cleandoc(inspect.getdoc(command.default_command) or "").splitlines()
+    end = next(
+        (place for place, line in enumerate(lines) if re.fullmatch(r"(Args|Raises|Returns|Examples?):", line)), None
+    )
+    return "\n".join(lines[:end])
+
+
+def argument_table(command: App, prefix: str) -> str:
+    """Return the table of a command's own arguments."""
+    shared = set(options.HEADINGS.values())
+    rows: list[tuple[str, ...]] = []
+    for one in command.assemble_argument_collection(parse_docstring=True):
+        groups = {group if isinstance(group, str) else group.name for group in one.parameter.group or ()}
+        if not one.show or groups & shared:
+            continue
+        default = one.field_info.default
+        shown = "" if default in (None, (), "") or default is inspect.Parameter.empty else f"`{default}`"
+        names = [name for name in one.names if not name.startswith("--no-")] or list(one.names)
+        marks = " ".join(flag(name, prefix) if name.startswith("-") else f"`{name}`" for name in names)
+        rows.append((marks, code(type_text(one.hint)), "required" if one.required else shown, one.parameter.help or ""))
+    return table(("argument", "value", "default", "meaning"), rows) if rows else ""
+
+
+def type_text(hint: Any) -> str:
+    """Return the type of an argument in a few words."""
+    arguments = [one for one in get_args(hint) if one is not type(None)]
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, arguments))
+    if get_origin(hint) in (Union, UnionType):
+        return "|".join(map(type_text, arguments))
+    if get_origin(hint) in (list, tuple):
+        return f"{type_text(arguments[0])} ..." if arguments else "text ..."
+    if get_origin(hint) is Annotated:
+        return type_text(arguments[0])
+    return {"str": "text", "int": "integer", "float": "number", "bool": "flag", "Path": "file"}.get(
+        getattr(hint, "__name__", ""), str(getattr(hint, "__name__", hint))
+    )
+
+
+def api_page(title: str, names: tuple[str, ...]) -> str:
+    """Return a page of the public API."""
+    return "\n\n".join([f"# {title}", *(f"::: {name}\n    options:\n      heading_level: 2" for name in names)]) + "\n"
 
 
 def endpoints_page() -> str:

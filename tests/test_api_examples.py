@@ -26,7 +26,7 @@ def public_names() -> list[str]:
     for node in ast.parse(DOCS_PAGES.read_text(encoding="utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="API")], value=value):
-                return [name for names in ast.literal_eval(value).values() for name in names]
+                return [name for _, names in ast.literal_eval(value).values() for name in names]
     raise AssertionError("scripts/docs_pages.py has no API")
 
 

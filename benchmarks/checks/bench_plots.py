@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,11 @@ matplotlib.rcParams.update(
     }
 )
 FLOOR = "#111827"
+INHERITED = 'fill="currentColor" stroke-linejoin="round" stroke-linecap="butt"'
+COLOURS = (
+    '<style id="standalone">:root { color: #24292f; } '
+    "@media (prefers-color-scheme: dark) { :root { color: #d8dee6; } }</style>"
+)
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Axes:
@@ -38,7 +44,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Sequ
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(x_label)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(frameon=False)
     return axes
 
 
@@ -83,7 +89,7 @@ def panel_chart(
     assert first is not None
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
-    figure.legend(list(found.values()), list(found), loc="outside right upper", frameon=False)
+    first.legend(list(found.values()), list(found), fontsize=7, frameon=False)
     return first
 
 
@@ -116,7 +122,7 @@ def bar_chart(
         for label in axes.get_xticklabels():
             label.set_horizontalalignment("right")
     _draw_floors(axes, floors, line)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(frameon=False)
     return axes
 
 
@@ -133,7 +139,7 @@ def ratio_chart(title: str, x_label: str, line: str, bars: Sequence[tuple[str, f
     axes.bar_label(drawn, [label for _, _, label in bars], padding=4, fontsize=8)
     axes.axvline(1, color=FLOOR, label=line)
     axes.invert_yaxis()
-    axes.margins(x=0.25)
+    axes.margins(x=0.4)
     axes.grid(visible=False)
     axes.set_xlabel(x_label)
     axes.legend(loc="upper right", frameon=False)
@@ -162,7 +168,7 @@ def stacked_chart(
     for place, total in enumerate(totals):
         axes.annotate(f"{total:g}", (place, total), ha="center", va="bottom")
     _draw_floors(axes, floors, "floor")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(frameon=False)
     return axes
 
 
@@ -192,12 +198,12 @@ def roofline_chart(
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("operations a byte")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(frameon=False)
     return axes
 
 
 def _axes(title: str, y_label: str, height: float = 4.5) -> Axes:
-    axes = Figure(figsize=(9, height), layout="constrained").add_subplot()
+    axes = Figure(figsize=(7.5, height), layout="constrained").add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_ylabel(y_label)
     return axes
@@ -211,7 +217,15 @@ def _draw_floors(axes: Axes, floors: Sequence[float | None] | None, name: str) -
 
 
 def save(axes: Axes, path: Path) -> None:
-    """Write a chart as SVG, the same text for the same chart."""
+    """Write a chart as SVG, the same text for the same chart.
+
+    It has no background, and black is the colour of the text around it. In a file of its own that follows the system.
+    """
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None}, transparent=True)
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r" *<defs>\s*<style[^>]*>.*?</style>\s*</defs>\n", "", text, count=1, flags=re.DOTALL)
+    text = text.replace("#000000", "currentColor").replace(FLOOR, "currentColor")
+    text = re.sub(r"<svg ([^>]*)>", rf"<svg \1 {INHERITED}>\n {COLOURS}", text, count=1)
+    path.write_text(text, encoding="utf-8")

@@ -30,6 +30,10 @@ class DenseCapabilities(DeclaredCapabilities):
         dtypes=("float32", "float16", "bfloat16"),
         kv_dtypes=("float32", "float16", "bfloat16"),
         kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
+        windows=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
     )
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:

@@ -113,6 +113,19 @@ class EndpointError(PhonographError):
     """A server to be measured cannot be reached or refuses the benchmark's requests."""
 
 
+def help_section(error: object) -> str | None:
+    """Return the section of the documentation about an error, or None."""
+    if isinstance(error, MemoryLimitError):
+        section = "out-of-memory"
+    elif isinstance(error, BackendError):
+        section = "no-kernel"
+    elif isinstance(error, ConfigError) and error.setting == "max_model_len":
+        section = "context-too-long"
+    else:
+        return None
+    return f"docs/guides/troubleshooting.md#{section}"
+
+
 def _unpickled(kind: type[PhonographError], message: str) -> PhonographError:
     """Return an error with its message; pickle restores its attributes. The constructor would format another one."""
     return kind.__new__(kind, message)

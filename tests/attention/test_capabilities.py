@@ -88,6 +88,7 @@ def test_serves(capabilities: Capabilities, device: str, changes: dict[str, obje
         (FA2, "h100", {"kind": AttentionKind.ENCODER_DECODER}, "which our batches do not have"),
         (FA2, "h100", {"alibi": True, "kind": AttentionKind.ENCODER_ONLY}, "ALiBi in encoder_only attention"),
         (FA2, "h100", {"alibi": True, "lse": True}, "LSE beside ALiBi"),
+        (FA2, "h100", {"alibi": True, "non_causal": True}, "ALiBi in batches without a causal mask"),
         (FA3, "h100", {"block_size": 8}, "multiples of 16"),
         (FA4, "b200", {"kind": AttentionKind.ENCODER}, "without a cache"),
         (FA4, "b200", {"alibi": True}, "ALiBi"),
@@ -111,6 +112,26 @@ def test_refuses_with_the_reason(
     found = refusals(capabilities, device, **changes)
     assert len(found) == 1
     assert part in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"softcap": 30.0}, "softcap 30"),
+        ({"windows": WINDOWS}, "windows"),
+        ({"lse": True}, "LSE"),
+        ({"non_causal": True}, "without a causal mask"),
+        ({"alibi": True}, "ALiBi"),
+        ({"sinks": True}, "sinks"),
+    ],
+)
+def test_a_feature_that_a_declaration_does_not_name_is_refused(changes: dict[str, object], part: str) -> None:
+    """Every optional field of a spec that changes the computation: a first backend need not know of them."""
+    spec, device = replace(SPEC, **changes), known_device("h100")  # type: ignore[arg-type]
+    (refusal,) = Declaration().refusals(spec, device)
+    assert part in refusal
+    said = Declaration(**{name: True for name in changes})  # type: ignore[arg-type]
+    assert said.refusals(spec, device) == [] and Declaration().refusals(SPEC, device) == []
 
 
 def test_every_refusal_is_listed() -> None:

@@ -1,8 +1,14 @@
-"""Code blocks of the documentation that are marked as runnable, and the examples, run on the demo model."""
+"""Code blocks of the documentation that are marked as runnable, and the examples, run on the demo model.
+
+Marks of a block: `runnable`, `runnable with a server`, and `file NAME` for a file that later blocks of the page read.
+`output` below a runnable block is what it prints, and `error` a command line with its error. Lines of dots stand for
+others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -12,14 +18,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from installed_backend import EXAMPLE
 
 from checks.processes import ServerProcess, free_port
 from phonograph.cli.app import main
+from phonograph.errors import BackendError, ConfigError, MemoryLimitError, help_section
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^<!-- (runnable(?: with a server)?) -->\n```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^<!-- (runnable(?: with a server)?|error|file \S+) -->\n```(\w+)\n(.*?)^```$"
+    r"(?:\n<!-- output -->\n```text\n(.*?)^```$)?",
+    flags=re.MULTILINE | re.DOTALL,
+)
+COLUMNS = "100"
+"""Width of the outputs in the documentation."""
 SERVER = "http://127.0.0.1:8000"
 """Address of the server in the documentation; blocks that need one get the test's."""
 BLOCKS = {
@@ -27,7 +41,8 @@ BLOCKS = {
     for page in sorted((ROOT / "docs").rglob("*.md"))
     if BLOCK.search(page.read_text(encoding="utf-8"))
 }
-ALONE = [page for page, blocks in BLOCKS.items() if any(mark == "runnable" for mark, *_ in blocks)]
+WITH_SERVER = "runnable with a server"
+ALONE = [page for page, blocks in BLOCKS.items() if any(mark != WITH_SERVER for mark, *_ in blocks)]
 
 
 def run_block(page: Path, language: str, text: str) -> None:
@@ -35,17 +50,59 @@ def run_block(page: Path, language: str, text: str) -> None:
     if language == "python":
         exec(compile(text, str(page), "exec"), {})
         return
+    if text.startswith("curl "):
+        _, url, *options = shlex.split(text)
+        headers = {name: value for name, value in itertools.pairwise(options) if name.startswith("-")}
+        answer = httpx.post(url, content=headers["-d"], headers=[tuple(headers["-H"].split(": "))], timeout=60)
+        assert answer.status_code == 200, answer.text
+        return
     for line in text.replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "phonograph"
         assert main(arguments) == 0, line
 
 
+def check_output(shown: str, printed: str) -> None:
+    """Compare an output with what a block printed, without spaces at the ends of lines."""
+    rest = "\n".join(line.rstrip() for line in printed.splitlines())
+    for place, part in enumerate(re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE)):
+        lines = part.rstrip("\n")
+        assert lines in rest if place else rest.startswith(lines), f"{lines}\n--- is not in\n{rest}"
+        rest = rest[rest.index(lines) + len(lines) :]
+    assert shown.endswith("...\n") or not rest.strip(), rest
+
+
 @pytest.mark.parametrize("page", ALONE, ids=lambda page: page.stem)
-def test_the_runnable_blocks_of_a_page_run(page: Path) -> None:
-    for mark, language, text in BLOCKS[page]:
-        if mark == "runnable":
+def test_the_runnable_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", COLUMNS)
+    for mark, language, text, output in BLOCKS[page]:
+        capsys.readouterr()
+        if mark.startswith("file "):
+            (tmp_path / mark.removeprefix("file ")).write_text(text, encoding="utf-8")
+        elif mark == "error":
+            command, _, message = text.partition("\n")
+            assert main(shlex.split(command.removeprefix("$ phonograph "))) == 2
+            assert " ".join(capsys.readouterr().err.split()) == " ".join(message.split())
+        elif mark == "runnable":
             run_block(page, language, text)
+            if output:
+                check_output(output, capsys.readouterr().out)
+
+
+def test_an_output_with_a_wrong_line_is_found() -> None:
+    check_output("...\ntwo\n...\nfour\n", "one\ntwo  \nthree\nfour\n")
+    for shown in ("two\n", "...\nfive\n", "...\nfour\ntwo\n", "...\nthree\n"):
+        with pytest.raises(AssertionError):
+            check_output(shown, "one\ntwo\nthree\nfour\n")
+
+
+def test_every_output_below_a_block_is_compared() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        count = page.read_text(encoding="utf-8").count("<!-- output -->")
+        assert count == sum(bool(output) for *_, output in BLOCKS.get(page, ())), page
 
 
 @pytest.mark.parametrize(
@@ -115,9 +172,28 @@ def test_examples_and_blocks_that_need_a_server_run(
             runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
             assert re.search(pattern, capsys.readouterr().out)
         for page, blocks in BLOCKS.items():
-            for mark, language, text in blocks:
-                if mark != "runnable":
+            for mark, language, text, _ in blocks:
+                if mark == WITH_SERVER:
                     assert SERVER in text
                     run_block(page, language, text.replace(SERVER, url))
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "section"),
+    [
+        (MemoryLimitError("no memory"), "Out of memory"),
+        (BackendError("no backend"), "No kernel"),
+        (ConfigError("max_model_len", 9, "too long"), "Context too long"),
+        (ConfigError("port", 9, "too low"), None),
+        (ValueError("a bug"), None),
+    ],
+)
+def test_an_error_names_a_section_that_exists(error: Exception, section: str | None) -> None:
+    named = help_section(error)
+    assert (named is None) == (section is None)
+    if named is not None:
+        path, _, anchor = named.partition("#")
+        headings = re.findall(r"^## (.*)$", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert section in headings and anchor == str(section).lower().replace(" ", "-")

@@ -272,7 +272,7 @@ def test_charts_of_results(benchmark_script: Load, tmp_path: Path) -> None:
         {"suite": "latency", "case": case, "ours": 20.0 * place, "peers": peers}
         for place, case in enumerate(("500", "1000", "16000"), start=1)
     ]
-    comparison.append({"suite": "decode", "case": "1x1024", "ours": 3.9, "peers": {"A & B": 4.75}})
+    comparison.append({"suite": "decode", "case": "1x1024", "ours": 3.9, "peers": {"A & B": 4.75, "C": 4.5}})
     rows = [{"suite": "decode", "case": "1x1024", "system": "ours", "floor_ms": 3.5, "value": 3.9}]
     versus.write_text(json.dumps({"model": "m", "comparison": comparison, "rows": rows}))
     kernels = [
@@ -288,8 +288,8 @@ def test_charts_of_results(benchmark_script: Load, tmp_path: Path) -> None:
     assert texts.keys() == {"latency", "decode", "attention"}
     for text in texts.values():
         ElementTree.fromstring(text)
-    assert ">16000<" in texts["latency"] and "FLASH_ATTN/FULL" in texts["latency"]
-    assert "A &amp; B" in texts["decode"] and ">1x1024<" in texts["decode"]
+    assert ">16000<" in texts["latency"] and ">vLLM<" in texts["latency"] and "FLASH_ATTN" not in texts["latency"]
+    assert ">vLLM, A &amp; B<" in texts["decode"] and ">1x1024<" in texts["decode"]
     attention = script.attention_chart(kernels)
     assert [bar.get_height() for bar in attention.patches] == [2.0, 2.5], "the best of each provider, over the floor"
     script.main(["--versus", str(versus), "--folder", str(tmp_path / "others")])
@@ -340,6 +340,21 @@ def test_a_line_is_logarithmic() -> None:
     chart = line_chart("t", "x", "y", {"a": [(1, 10.0), (100, 1000.0), (10, 100.0)]})
     assert chart.get_xscale() == chart.get_yscale() == "log"
     assert chart.lines[0].get_xydata().tolist() == [[1, 10], [10, 100], [100, 1000]]
+
+
+def test_a_chart_has_twelve_bars_at_most(benchmark_script: Load) -> None:
+    script = benchmark_script("plot_results")
+    assert script.fitting(["a", "b", "c"], ["b"], 4) == ["a", "b", "c"]
+    assert script.fitting([f"{place}" for place in range(7)], ["5", "1"], 2) == ["1", "5"]
+    assert script.fitting([f"{place}" for place in range(7)], [], 2) == [f"{place}" for place in range(6)]
+
+
+def test_a_chart_takes_the_colours_of_the_text_around_it(tmp_path: Path) -> None:
+    save(bar_chart("t", "ms", ["a", "b"], {"x": [2.0, 4.0]}, [1.0, None]), tmp_path / "one.svg")
+    text = (tmp_path / "one.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "currentColor" in text and "#000000" not in text and "#111827" not in text and "#ffffff" not in text
+    assert "prefers-color-scheme: dark" in text and "*{" not in text
 
 
 def test_a_chart_is_the_same_text_again(tmp_path: Path) -> None:

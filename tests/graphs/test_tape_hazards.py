@@ -176,7 +176,7 @@ def test_intermediates_share_memory_and_outputs_do_not(runtime: TapeRuntime, x: 
     ],
 )
 def test_host_read_inside_a_capture(runtime: TapeRuntime, x: torch.Tensor, read) -> None:
-    with pytest.raises(CaptureError, match="host read"):
+    with pytest.raises(CaptureError, match="host read.*reads_on_host"):
         runtime.capture(lambda: (read(x), x)[1:])
 
 
@@ -201,7 +201,7 @@ def test_refused_reads_name_the_operation(runtime: TapeRuntime, x: torch.Tensor)
     ids=["mask", "nonzero", "masked_select", "unique", "repeat_interleave", "where"],
 )
 def test_data_dependent_shape(runtime: TapeRuntime, x: torch.Tensor, shape) -> None:
-    with pytest.raises(CaptureError, match="data-dependent shape"):
+    with pytest.raises(CaptureError, match="data-dependent shape.*reads_on_host"):
         runtime.capture(lambda: (shape(x),))
 
 

@@ -145,7 +145,7 @@ def test_histogram() -> None:
     for value, count in ((0, 1), (1, 2), (1.5, 1), (10, 1), (11, 3)):
         histogram.observe(value, count)
     assert histogram.buckets() == [("1", 3), ("2.5", 4), ("10", 5), ("+Inf", 8)]
-    assert histogram.total == 46.5
+    assert histogram.total == 46.5 and histogram.count == 8
 
 
 def asked_names(queries: list[str]) -> Iterator[str]:

@@ -119,6 +119,52 @@ def test_a_step_can_be_chosen_and_the_page_be_paused(chrome: Chrome, server: Ser
     wait(chrome, lambda: text(chrome, "chosen-what").startswith(f"Step {newest + 3:,}:"))
 
 
+def points(chrome: Chrome, name: str) -> list[tuple[float, float]]:
+    """Points of a tile's line."""
+    found = "return document.querySelector(`#${arguments[0]} + svg polyline`).getAttribute('points')"
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in chrome.execute_script(found, name).split())]
+
+
+def test_every_tile_has_a_value_and_a_line(chrome: Chrome, serve_with: Callable[..., Server]) -> None:
+    server = serve_with()
+    look(chrome)
+    chrome.get(server.url)
+    wait(chrome, lambda: text(chrome, "state") == "Live")
+    before = server.get("/v1/graphs").json()["engine"]
+    assert text(chrome, "errors") == "0, 0" and text(chrome, "first-token") == text(chrome, "inter-token") == "-"
+    assert points(chrome, "first-token") == []
+    assert server.post("/v1/completions", {"prompt": [1], "max_tokens": -1}).status_code == 400
+    assert server.post("/v1/nothing", {}).status_code == 404
+    body = {"prompt": [61] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        pieces = response.iter_raw()
+        next(pieces)
+        wait(chrome, lambda: text(chrome, "errors") == "2, 0" and text(chrome, "inter-token").endswith(" ms"))
+    server.wait_until_idle()
+    names = chrome.execute_script("return [...document.querySelectorAll('#tiles dd')].map((each) => each.id)")
+    assert len(names) == 12
+    for name in set(names) - {"prefix"}:
+        assert text(chrome, name) not in ("", "-"), name
+        assert all(0 <= x <= 60 and 0 <= y <= 16 for x, y in points(chrome, name)) and points(chrome, name), name
+    shown = {
+        name: float(re.findall(r"[\d.]+", text(chrome, name))[0]) / 1000 for name in ("first-token", "inter-token")
+    }
+    after = server.get("/v1/graphs").json()["engine"]
+    assert after["first_token"]["count"] - before["first_token"]["count"] == 1
+    first_token = after["first_token"]["seconds"] - before["first_token"]["seconds"]
+    assert shown["first-token"] == pytest.approx(first_token, rel=0.06)
+    assert 0 < shown["inter-token"] < after["inter_token"]["seconds"] - before["inter_token"]["seconds"]
+    # The errors rose from the floor of their line to its top.
+    assert points(chrome, "errors")[0][1] == 15 and points(chrome, "errors")[-1][1] == 1
+
+
+def test_it_says_which_scales_are_linear(chrome: Chrome, server: Server) -> None:
+    look(chrome)
+    chrome.get(server.url)
+    shown = chrome.execute_script("return document.body.innerText")
+    assert "not linear but that of a square root" in shown and "All scales here are linear" in shown
+
+
 def test_it_fits_a_phone_and_the_dark(chrome: Chrome, server: Server) -> None:
     run(server, [81] * 20, 2)
     look(chrome, width=360, height=740, scheme="dark")
@@ -148,7 +194,7 @@ def test_it_asks_for_the_key(chrome: Chrome, serve_with: Callable[..., Server]) 
 def test_files(serve_with: Callable[..., Server]) -> None:
     """They need no key, load nothing from elsewhere, and lead nowhere else."""
     guarded = serve_with(api_key=["secret"])
-    assert set(FILES) == {"/", "/page/page.css", "/page/page.js", "/page/picture.js"}
+    assert set(FILES) == {"/", "/page/page.css", "/page/page.js", "/page/picture.js", "/page/tiles.js"}
     for url, name in FILES.items():
         answer = guarded.get(url)
         assert answer.status_code == 200 and answer.text == (FOLDER / name).read_text(encoding="utf-8")

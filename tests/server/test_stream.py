@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.models.weights.model_files import model_path
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.http.error_count import ERRORS, ErrorCount, ErrorCounts
 from phonograph.server.http.stream import SERVERS_SEND, EventStream
 from phonograph.server.openai.protocol import CompletionBody
 from phonograph.text.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ class Bench:
         self.call = Call([self.prompt], streams=True, end=self.ends.append)
         self.client, self.answer = Client(), Answer()
         self.stream = EventStream(self.call, self.answer, CompletionBody(prompt="x", stream=True), {})
+        self.errors = ErrorCounts()
         self._next = 0
 
     def grow(self, count: int = 1, *, last: bool = False) -> None:
@@ -94,7 +96,8 @@ class Bench:
         async def receive() -> Message:
             raise AssertionError("nothing is received")
 
-        await self.stream({"type": "http", "extensions": {SERVERS_SEND: self.client.send}}, receive, wrapped)
+        extensions = {SERVERS_SEND: self.client.send, ERRORS: self.errors}
+        await self.stream({"type": "http", "extensions": extensions}, receive, wrapped)
 
 
 def in_loop(body: Callable[[Bench, asyncio.Task[None]], Awaitable[None]]) -> None:
@@ -162,6 +165,7 @@ def test_a_chunk_that_cannot_be_written_ends_its_call_alone() -> None:
         await task
         assert b"internal_error" in bench.client.pieces[-1] and bench.client.pieces[-1].endswith(b"data: [DONE]\n\n")
         assert bench.client.ended and bench.ends == [bench.call]
+        assert (bench.errors.refused, bench.errors.failed) == (0, 1)
 
     in_loop(body)
 
@@ -194,3 +198,26 @@ def test_a_cancelled_stream_closes_its_call() -> None:
         assert bench.ends == [bench.call] and bench.call.on_change is None
 
     in_loop(body)
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "expected"),
+    [("POST", 200, (0, 0)), ("POST", 422, (1, 0)), ("POST", 503, (0, 1)), ("POST", 499, (0, 0)), ("GET", 401, (0, 0))],
+)
+def test_answers_with_an_error_are_counted(method: str, status: int, expected: tuple[int, int]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status})
+
+    counts, client = ErrorCounts(), Client()
+    asyncio.run(ErrorCount(app, counts)({"type": "http", "method": method}, client.send, client.send))  # type: ignore[arg-type]
+    assert (counts.refused, counts.failed) == expected
+
+
+def test_an_exception_of_the_application_is_counted() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("a bug")
+
+    counts, client = ErrorCounts(), Client()
+    with pytest.raises(ValueError, match="a bug"):
+        asyncio.run(ErrorCount(app, counts)({"type": "http", "method": "POST"}, client.send, client.send))  # type: ignore[arg-type]
+    assert (counts.refused, counts.failed) == (0, 1)

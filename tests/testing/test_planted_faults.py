@@ -98,6 +98,19 @@ class IgnoresSoftcap(Sample):
         super().forward(query, call._replace(layer=replace(call.layer, softcap=0.0)), *outputs)
 
 
+class NotCausal(DecodesOnly):
+    def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        return super().refusals(replace(spec, non_causal=False), device)
+
+
+class AlwaysCausal(Sample):
+    capabilities = NotCausal()
+
+    def forward(self, query: Any, call: AnyCall, *outputs: Any) -> None:
+        metadata = replace(call.metadata, common=replace(call.metadata.common, causal=True))
+        super().forward(query, call._replace(metadata=metadata), *outputs)
+
+
 class LeavesPadding(Sample):
     def _put(self, metadata: DenseMetadata, result_RQHD: torch.Tensor, out_THD: torch.Tensor) -> None:
         nobodys = (metadata.sequence_T < 0)[:, None, None]
@@ -225,6 +238,7 @@ def report_of(backend: type[Sample], capabilities: Narrow | None = None) -> Conf
         (UnzeroedTail, "unzeroed metadata tail", "larger batch"),
         (MovedBuffer, "moved buffer", "sequence_T, place_T"),
         (IgnoresSoftcap, "undeclared feature: softcap", "accepted, but not computed"),
+        (AlwaysCausal, "undeclared feature: batches without a causal mask", "accepted, but not computed"),
         (LeavesPadding, "NaN in padding", "were not written"),
         (StaleDecodeCount, "stale decode count", "num_decodes"),
     ],

@@ -229,7 +229,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         reads_on_host: True if `schedule` or `write_kv` copies the batch's numbers to the host, which no capture allows.
             Piecewise graphs then contain neither, as they never contain `forward`. Full graphs need `NEVER`.
 
-    A complete backend of 230 lines is `examples/out_of_tree_backend`.
+    The guide `docs/guides/writing-a-backend.md` has a complete backend of 70 lines, `examples/out_of_tree_backend` one
+    with windows, softcap and the LSE.
 
     Example:
         A step of two requests in one layer: a decode with 8 tokens in the cache, and a prefill of 3 tokens.

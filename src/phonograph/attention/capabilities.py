@@ -12,14 +12,38 @@ from phonograph.core.device import DeviceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """Configurations that a backend serves. The defaults hold for nearly every backend.
+    """Configurations that a backend serves. A feature that a declaration does not name is refused.
 
     Attributes:
         devices: device kinds.
         capabilities: major versions of compute capabilities; empty for any.
         min_capability: the smallest compute capability.
+        dtypes, kv_dtypes: types of queries and of the KV cache, as torch writes them.
         head_sizes: the only head sizes; empty for any multiple of head_size_multiple up to max_head_size (0: no limit).
-        left_window_only: windows can look back, but not ahead.
+        head_size_multiple, max_head_size: limits where `head_sizes` is empty.
+        block_size_multiple: blocks of the KV cache have a multiple of this many tokens.
+        kinds, layouts: kinds of attention and memory orders of a block.
+        windows: layers may have windows.
+        left_window_only: these can look back, but not ahead.
+        softcap, alibi, sinks: layers may have a softcap, slopes, or a sink for each head.
+        lse: `forward` returns the log-sum-exp.
+        non_causal: batches of a decoder may come without a causal mask, and `forward` reads `common.causal`.
+
+    Example:
+        ```python
+        from dataclasses import replace
+
+        from phonograph.core.device import known_device
+
+        spec = AttentionSpec(
+            num_query_heads=32, num_kv_heads=8, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
+        )
+        declared = Declaration(softcap=True)
+        assert not declared.refusals(replace(spec, softcap=30.0), known_device("h200"))
+        print(declared.refusals(replace(spec, lse=True), known_device("h200")))
+        ```
+
+        The example of the method continues this one.
     """
 
     devices: tuple[str, ...] = ("cuda",)
@@ -33,12 +57,27 @@ class Declaration:
     block_size_multiple: int = 1
     kinds: tuple[AttentionKind, ...] = (AttentionKind.DECODER,)
     layouts: tuple[KVLayout, ...] = (KVLayout.NHD, KVLayout.HND)
+    windows: bool = False
     left_window_only: bool = False
+    softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    lse: bool = False
+    non_causal: bool = False
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
-        """Return every reason against running `spec` on `device`: the value, and what would work."""
+        """Return every reason against running `spec` on `device`: the value, and what would work.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+
+        Example:
+            ```python
+            (reason,) = declared.refusals(spec, known_device("cpu"))
+            assert "it runs on cuda" in reason
+            ```
+        """
         return [*self._about_device(device), *self._about_numbers(spec), *self._about_features(spec)]
 
     def _about_device(self, device: DeviceSpec) -> list[str]:
@@ -85,21 +124,49 @@ class Declaration:
         found: list[str] = []
         if spec.kind not in self.kinds:
             found.append(f"{spec.kind.value} attention; it serves {_either(kind.value for kind in self.kinds)}")
-        if self.left_window_only and any(right > 0 for _, right in spec.windows):
+        if spec.windowed and not self.windows:
+            found.append("windows; it attends to all keys of a sequence")
+        elif self.left_window_only and any(right > 0 for _, right in spec.windows):
             found.append("a window that looks ahead; its windows only look back")
+        if spec.softcap and not self.softcap:
+            found.append(f"softcap {spec.softcap:g}; it does not cap logits")
         if spec.alibi and not self.alibi:
             found.append("ALiBi; it takes no slopes")
         if spec.sinks and not self.sinks:
             found.append("attention sinks; its kernels have none")
+        if spec.lse and not self.lse:
+            found.append("the LSE; it returns the output alone")
+        if spec.non_causal and not self.non_causal:
+            found.append("batches without a causal mask; it always applies one")
         return found
 
 
 class DeclaredCapabilities(Capabilities):
-    """Capabilities whose refusals begin with those of a declaration."""
+    """Capabilities whose refusals begin with those of a declaration.
+
+    Example:
+        ```python
+        from phonograph.core.device import DeviceSpec
+        from phonograph.graphs.modes import GraphSupport, Support
+
+        class MyCapabilities(DeclaredCapabilities):
+            name = "mine"
+            declared = Declaration(devices=("cpu", "cuda"), windows=True)
+
+            def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
+                return Support(GraphSupport.ALWAYS, "its operators read all lengths from tensors")
+        ```
+    """
 
     declared: Declaration
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
+        """Return the refusals of the declaration. A subclass may add others.
+
+        Args:
+            spec: attention of the group.
+            device: device, which need not be in this machine.
+        """
         return self.declared.refusals(spec, device)
 
 

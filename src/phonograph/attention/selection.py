@@ -52,7 +52,10 @@ class Registered:
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Return every reason why it cannot run `spec` on `device`."""
-        found = [*self.capabilities.why_not(spec, device)]
+        # The launch over the prefix has no causal mask, and both launches are merged by their LSE.
+        cascades = spec.cascade and self.cascade_loader is not None
+        needed = replace(spec, lse=True, non_causal=True) if cascades else spec
+        found = [*self.capabilities.why_not(needed, device)]
         if spec.cascade:
             found += cascade_refusals(spec)
             if self.cascade_loader is None:

@@ -17,7 +17,7 @@ from phonograph import __version__
 from phonograph.cli.examples import epilogue
 from phonograph.config.vllm_flags import explain_flag, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
-from phonograph.errors import PhonographError
+from phonograph.errors import PhonographError, help_section
 
 COMMANDS = {
     "generate": "Continue or answer prompts, and say which graphs ran.",
@@ -101,7 +101,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: object) -> int:
-    print(f"phonograph: error: {' '.join(str(error).split())}", file=sys.stderr)
+    section = help_section(error)
+    see = f" (see {section})" if section else ""
+    print(f"phonograph: error: {' '.join(str(error).split())}{see}", file=sys.stderr)
     return 2
 
 

@@ -19,10 +19,10 @@ from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLay
 from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,
-    batch_shapes,
     make_batch,
     make_layer,
     quantized,
+    shapes_of,
 )
 from phonograph.testing.oracle import Array, dense_attention
 
@@ -79,9 +79,9 @@ def check_backend(
         spec: configuration of the backend.
         device: device of the tensors.
         seed: seed of the contents.
-        shapes: those of `batch_shapes` for the spec, unless others are given.
+        shapes: those of `shapes_of` for the spec, unless others are given.
     """
-    shapes = shapes or batch_shapes(spec.block_size, spec.kind)
+    shapes = shapes or shapes_of(spec)
     limits = BatchLimits(
         max_num_seqs=max(len(shape.query_lens) + shape.padded_reqs for shape in shapes),
         max_num_tokens=max(sum(shape.query_lens) + shape.padded_tokens for shape in shapes),

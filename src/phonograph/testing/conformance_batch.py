@@ -53,6 +53,11 @@ class PagedBatch:
     slots: list[torch.Tensor]
 
 
+def shapes_of(spec: AttentionSpec) -> list[BatchShape]:
+    """Return the shapes of `batch_shapes` that the caller of a backend with `spec` may send."""
+    return [one for one in batch_shapes(spec.block_size, spec.kind) if one.causal is None or spec.non_causal]
+
+
 def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
     """Lengths around the borders of blocks, in every mix that a step can have."""
     size = block_size

@@ -11,7 +11,7 @@ from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
 from phonograph.attention.backend import Capabilities, MakeBackend
 from phonograph.core.device import DeviceSpec
 from phonograph.testing.conformance import CaseResult, check_backend
-from phonograph.testing.conformance_batch import BatchShape, batch_shapes
+from phonograph.testing.conformance_batch import BatchShape, shapes_of
 from phonograph.testing.report import Check, failed, not_applicable, passed
 from phonograph.testing.specs import everything, spec_text, variations
 
@@ -21,7 +21,7 @@ UNDECLARED = "undeclared feature"
 
 def check_numerics(make: MakeBackend, base: AttentionSpec, device: torch.device) -> Check:
     """Check the plain configuration on every batch of the suite, eagerly and without padding."""
-    problem = _problem(make, base, device, batch_shapes(base.block_size, base.kind))
+    problem = _problem(make, base, device, shapes_of(base))
     if problem:
         return failed(NUMERICS, spec_text(base), f"{problem}; nothing is asked of it here beyond plain attention")
     return passed(NUMERICS, spec_text(base))
@@ -76,8 +76,8 @@ def _check(make: MakeBackend, name: str, feature: str, spec: AttentionSpec, devi
 
 
 def _shapes(spec: AttentionSpec) -> list[BatchShape]:
-    """Few batches, as there are many configurations: decodes, mixed, uniform, and not causal."""
-    shapes = batch_shapes(spec.block_size, spec.kind)
+    """Few batches, as there are many configurations: decodes, mixed, uniform, and not causal where `spec` has them."""
+    shapes = shapes_of(spec)
     if spec.kind is not AttentionKind.DECODER:
         return shapes
     query_len, size = 1 + spec.speculative_tokens, spec.block_size

@@ -19,6 +19,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "attention sinks": {"sinks": True},
     "ALiBi": {"alibi": True},
     "LSE": {"lse": True},
+    "batches without a causal mask": {"non_causal": True},
     "KV layout HND": {"layout": KVLayout.HND},
 }
 _SINGLE: dict[str, dict[str, Any]] = {

@@ -117,7 +117,7 @@ class CascadeBackend(AttentionBackend[AttentionMetadata]):
         self._ordinary = ordinary(replace(spec, cascade=False), device, limits)
         with_lse = replace(spec, cascade=False, lse=True)
         for_prefix, for_suffixes = part_limits(spec, limits)
-        self._prefix = part(with_lse, device, for_prefix)
+        self._prefix = part(replace(with_lse, non_causal=True), device, for_prefix)
         self._suffix = part(with_lse, device, for_suffixes)
         self.capabilities = self._suffix.capabilities
         self.clears_padding = self._ordinary.clears_padding and self._suffix.clears_padding

@@ -52,7 +52,7 @@ def cascade_bytes(
 ) -> int:
     """Return the bytes that cascade attention takes beside the ordinary backend."""
     prefix, suffixes = part_limits(spec, limits)
-    with_lse = replace(spec, cascade=False, lse=True)
+    with_lse = replace(spec, cascade=False, lse=True, non_causal=True)
     cascades = [key for key in graphs if key.cascade]
     parts = sum(capabilities.buffer_bytes(with_lse, device, part, cascades) for part in (prefix, suffixes))
     output = suffixes.max_num_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)

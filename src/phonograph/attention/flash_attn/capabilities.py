@@ -67,6 +67,10 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
         max_head_size=256,
         block_size_multiple=16,
         kinds=tuple(AttentionKind),
+        windows=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
         alibi=True,
     )
 
@@ -78,6 +82,8 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
             found.append(
                 "the LSE beside ALiBi; it leaves the query's own position out of the bias, and so out of the LSE"
             )
+        if spec.alibi and spec.non_causal:
+            found.append("ALiBi in batches without a causal mask; its bias falls with the distance to both sides")
         return found
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -123,6 +129,10 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
         max_head_size=256,
         block_size_multiple=16,
         kinds=tuple(AttentionKind),
+        windows=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
         sinks=True,
     )
 
@@ -180,7 +190,15 @@ class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     varies = "no runs of it were ever compared bit by bit"
     declared = Declaration(
-        capabilities=(9, 10), head_sizes=(64, 96, 128), block_size_multiple=16, kinds=tuple(AttentionKind), sinks=True
+        capabilities=(9, 10),
+        head_sizes=(64, 96, 128),
+        block_size_multiple=16,
+        kinds=tuple(AttentionKind),
+        windows=True,
+        softcap=True,
+        sinks=True,
+        lse=True,
+        non_causal=True,
     )
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:

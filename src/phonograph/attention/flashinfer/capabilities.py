@@ -28,7 +28,11 @@ class FlashInferCapabilities(DeclaredCapabilities):
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         head_sizes=(64, 128, 256),
         block_size_multiple=16,
+        windows=True,
         left_window_only=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
     )
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:

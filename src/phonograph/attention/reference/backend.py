@@ -28,6 +28,10 @@ class ReferenceCapabilities(DeclaredCapabilities):
         dtypes=("float32", "float16", "bfloat16"),
         kv_dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         kinds=tuple(AttentionKind),
+        windows=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
         alibi=True,
         sinks=True,
     )

@@ -23,6 +23,10 @@ class TritonCapabilities(DeclaredCapabilities):
         max_head_size=256,
         block_size_multiple=16,
         kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
+        windows=True,
+        softcap=True,
+        lse=True,
+        non_causal=True,
         alibi=True,
         sinks=True,
     )

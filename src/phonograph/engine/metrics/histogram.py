@@ -21,6 +21,11 @@ class Histogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
 
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self._counts)
+
     def observe(self, value: float, count: int = 1) -> None:
         """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count

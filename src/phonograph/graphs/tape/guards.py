@@ -50,6 +50,10 @@ _DYNAMIC_COMPOSITES = {
     "aten::tensor_split.tensor_indices_or_sections",
 }
 _INDEX_OPERATORS = {"aten::index", "aten::index_put", "aten::index_put_"}
+_READS_ON_HOST = (
+    "an attention backend that must read on the host sets reads_on_host = True and declares GraphSupport.NEVER; its "
+    "schedule and write_kv then run between graphs"
+)
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -61,7 +65,7 @@ class HostReadGuard(TorchFunctionMode):
         if func in _HOST_READS:
             raise CaptureError(
                 f"host read inside a capture: {_HOST_READS[func]} would freeze today's contents into the graph; keep "
-                "the value in a tensor, or read it before the capture"
+                f"the value in a tensor, or read it before the capture; {_READS_ON_HOST}"
             )
         if func in _HOST_DATA:
             raise CaptureError(
@@ -76,12 +80,16 @@ def refuse_unless_capturable(func: Any, args: Any) -> None:
     name: str = func._schema.name
     tags = func.tags
     if _full_name(func) in _READ_OPERATORS or torch.Tag.data_dependent_output in tags:
-        raise CaptureError(f"host read inside a capture: {func} brings tensor contents to the host")
+        raise CaptureError(f"host read inside a capture: {func} brings tensor contents to the host; {_READS_ON_HOST}")
     if name in _INDEX_OPERATORS:
         if any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1])):
-            raise CaptureError(f"data-dependent shape inside a capture: {func} with a mask; use torch.where")
+            raise CaptureError(
+                f"data-dependent shape inside a capture: {func} with a mask; use torch.where; {_READS_ON_HOST}"
+            )
     elif torch.Tag.dynamic_output_shape in tags or _full_name(func) in _DYNAMIC_COMPOSITES:
-        raise CaptureError(f"data-dependent shape inside a capture: the result of {func} depends on tensor contents")
+        raise CaptureError(
+            f"data-dependent shape inside a capture: the result of {func} depends on tensor contents; {_READS_ON_HOST}"
+        )
     if torch.Tag.nondeterministic_seeded in tags:
         raise CaptureError(f"random numbers inside a capture: a replay of {func} could not be compared with eager")
 

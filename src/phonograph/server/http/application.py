@@ -16,6 +16,7 @@ from phonograph.server.http import page
 from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, failed, invalid
 from phonograph.server.http.api_keys import ApiKeys, error_response
 from phonograph.server.http.body_guard import BodyGuard
+from phonograph.server.http.error_count import ErrorCount
 from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
 from phonograph.server.openai import chat_completions, completions, tokens
@@ -70,6 +71,7 @@ def make_app(serving: Serving) -> FastAPI:
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
+    app.add_middleware(ErrorCount, counts=serving.errors)
     app.add_middleware(DirectSend)
     return app
 

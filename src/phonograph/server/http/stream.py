@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phonograph.engine.process.calls import Call, Sample
 from phonograph.errors import PhonographError
 from phonograph.server.http.api_errors import ApiError, api_error, failed
+from phonograph.server.http.error_count import ERRORS
 from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, error_chunk
 from phonograph.server.openai.protocol import GenerationBody
 
@@ -65,6 +66,8 @@ class EventStream(Response):
             await self._send_chunks()
             await self._send(_message(self._end(), more=False))
         finally:
+            if self._error is not None and (errors := scope.get("extensions", {}).get(ERRORS)):
+                errors.add(self._error.status)
             self._call.on_change = None
             self._call.close()
 

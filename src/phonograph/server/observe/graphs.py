@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.metrics.histogram import Histogram
 from phonograph.engine.metrics.step_log import KEPT, StepTally
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.graphs.modes import GraphKey
@@ -26,6 +27,7 @@ async def graphs(
     serving: Serving = request.app.state.serving
     engine = serving.engine
     facts, log = engine.facts, engine.steps
+    errors = serving.errors
     resolution, support = facts.resolution, facts.resolution.support
     return {
         "object": "graphs",
@@ -48,7 +50,7 @@ async def graphs(
             "retries": [{**_graph(retry.key), "reason": retry.reason} for retry in facts.capture_retries],
         },
         "notes": facts.notes,
-        "engine": _engine(engine),
+        "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
         "decisions": [_tally(tally) for tally in log.tallies],
         "num_steps": log.num_steps,
         "steps": [_step(number, step, log.epoch_offset) for number, step in log.since(after, last)],
@@ -76,7 +78,13 @@ def _engine(engine: AsyncLLM) -> dict[str, Any]:
         "prefix_hits": stats.prefix_hits,
         "prompt_tokens": engine.requests.num_prompt_tokens,
         "generation_tokens": engine.requests.num_output_tokens,
+        "first_token": _latency(engine.requests.first_token),
+        "inter_token": _latency(engine.requests.inter_token),
     }
+
+
+def _latency(histogram: Histogram) -> dict[str, float]:
+    return {"count": histogram.count, "seconds": histogram.total}
 
 
 def _tally(tally: StepTally) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
+from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
@@ -52,6 +53,7 @@ class Serving:
     root:          name of the model in the engine's configuration
     defaults:      sampling parameters of the model
     chat_template: replaces the model's template
+    errors:        counts of error answers
     started:       start time in seconds since the epoch
     """
 
@@ -62,6 +64,7 @@ class Serving:
     chat_template: str | None
     texts: TokenTexts = field(init=False)
     registry: CollectorRegistry = field(init=False)
+    errors: ErrorCounts = field(default_factory=ErrorCounts)
     started: int = field(default_factory=lambda: int(time.time()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 

@@ -1,34 +1,27 @@
 // Polls /v1/graphs twice a second while the page is visible, and shows the new steps.
 
 import { Picture } from "./picture.js";
+import { Tiles, milliseconds, percent, whole } from "./tiles.js";
 
 const EVERY = 500; // milliseconds
 const KEPT = 240; // steps
 const LISTED = 12;
-const WINDOW = 3; // seconds over which a rate is computed
 
 const id = (name) => document.getElementById(name);
 const put = (name, text) => {
   const node = id(name);
   if (node.textContent !== text) node.textContent = text;
 };
-const whole = (number) => Math.round(number).toLocaleString("en");
-const percent = (part, all) => (all ? `${((100 * part) / all).toFixed(part && part < all / 10 ? 1 : 0)}%` : "-");
-const milliseconds = (seconds) => {
-  const value = seconds * 1000;
-  return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ms`;
-};
 const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
 
 let steps = [];
-let samples = []; // {time, prompt, output} of the latest answers
-let rates = [];
 let key = sessionStorage.getItem("phonograph-key");
 let paused = false;
 let timer = null;
 let turns = 0; // number of polls; the answer to an earlier poll is dropped
 
 const picture = new Picture(id("picture"), showChosen);
+const tiles = new Tiles(put);
 
 async function poll() {
   clearTimeout(timer);
@@ -48,7 +41,7 @@ async function poll() {
     if (news.num_steps < newest) {
       // The server was restarted: its step numbers begin again.
       steps = [];
-      samples = [];
+      tiles.reset();
       timer = setTimeout(poll, 0);
       return;
     }
@@ -70,7 +63,7 @@ function show(news) {
   state(engine.up ? "live" : "down", engine.up ? "Live" : "The engine has stopped");
   put("what", `${news.model} · ${news.device} · ${news.attention_backend}`);
   steps = steps.concat(news.steps).slice(-KEPT);
-  showTiles(engine);
+  tiles.show(engine, steps);
   showDecisions(news.decisions);
   showResolution(news);
   rows("list", steps.slice(-LISTED).reverse(), (step) => [
@@ -82,30 +75,6 @@ function show(news) {
     reason(step.reason),
   ]);
   picture.show(steps);
-}
-
-function showTiles(engine) {
-  samples.push({ time: engine.time, prompt: engine.prompt_tokens, output: engine.generation_tokens });
-  while (samples.length > 2 && samples[1].time < engine.time - WINDOW) samples.shift();
-  const first = samples[0];
-  const passed = engine.time - first.time;
-  const rate = (name) => (passed > 0 ? (samples.at(-1)[name] - first[name]) / passed : 0);
-  rates = [...rates, rate("output")].slice(-60);
-  const peak = Math.max(1, ...rates);
-  const points = rates.map((value, place) => `${60 - rates.length + place + 0.5},${15 - (14 * value) / peak}`);
-  id("rates").firstElementChild.setAttribute("points", points.join(" "));
-  put("output-rate", whole(rate("output")));
-  put("prompt-rate", whole(rate("prompt")));
-  put("running", `${whole(engine.running)} of ${whole(engine.max_num_seqs)}`);
-  id("running-meter").value = engine.running / engine.max_num_seqs;
-  put("waiting", whole(engine.waiting));
-  put("kv", percent(engine.kv_blocks_used, engine.kv_blocks));
-  id("kv-meter").value = engine.kv_blocks_used / engine.kv_blocks;
-  put("prefix", percent(engine.prefix_hits, engine.prefix_queries));
-  const times = steps.map((step) => step.seconds).sort((one, other) => one - other);
-  put("step-time", times.length ? milliseconds(times[times.length >> 1]) : "-");
-  const padded = steps.reduce((sum, step) => sum + step.padded_tokens, 0);
-  put("padding", percent(padded, steps.reduce((sum, step) => sum + step.graph_tokens, 0)));
 }
 
 function showDecisions(decisions) {
@@ -127,7 +96,7 @@ function showDecisions(decisions) {
     one.kind,
     reason(one.cause),
     number(whole(one.steps), "steps"),
-    number(percent(one.padded_tokens, one.padded_tokens + one.tokens), "padding"),
+    number(percent(one.padded_tokens / (one.padded_tokens + one.tokens)), "padding"),
     number(milliseconds(one.seconds / one.steps), "mean time"),
   ]);
 }

@@ -99,8 +99,10 @@ export class Picture {
     to.font = "11px system-ui, sans-serif";
     to.textAlign = "right";
     to.textBaseline = "middle";
-    for (const part of [0, 0.1, 0.4, 1]) {
-      const tokens = Math.round(most * part);
+    // Powers of four, each at half the height of the next, and the largest step.
+    const power = Math.floor(Math.log(most) / Math.log(4) + 1e-9);
+    const marks = [power - 2, power - 1, power].filter((one) => one >= 0).map((one) => 4 ** one);
+    for (const tokens of [0, ...marks.filter((one) => one < 0.7 * most), most]) {
       const line = Math.round(y(tokens)) + 0.5;
       to.strokeStyle = colour("line");
       to.beginPath();
