@@ -251,7 +251,7 @@ def test_memory_that_is_not_there_is_an_error(folder: str) -> None:
 def test_settings_that_cannot_work_are_errors(folder: str) -> None:
     for settings, message, kind in (
         (
-            {"num_kv_blocks": 3},
+            {"num_kv_blocks": 3, "max_model_len": 512},
             "max_model_len=512.*64 KV blocks.*num_kv_blocks=3.*lower max_model_len to 24",
             MemoryLimitError,
         ),
