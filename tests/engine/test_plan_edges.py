@@ -57,7 +57,9 @@ def test_the_context_is_the_largest_that_one_sequence_has_room_for(device: str, 
     assert plan_of(device, LONG, max_model_len=context, **settings).limits == plan.limits
     with pytest.raises(MemoryLimitError, match=f"max_model_len={context + size}"):
         plan_of(device, LONG, max_model_len=context + size, **settings)
-    assert plan.notes[0].startswith(f"max_model_len {context}: the largest that fits the memory; the model's 16777216 (")
+    assert plan.notes[0].startswith(
+        f"max_model_len {context}: the largest that fits the memory; the model's 16777216 ("
+    )
 
 
 def test_a_context_that_fits_whole_is_the_models() -> None:
