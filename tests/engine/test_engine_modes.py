@@ -42,6 +42,8 @@ def folder(tmp_path_factory):
 
 def make_llm(folder: str, **settings) -> LLM:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 128}
+    if not settings.keys() & {"cudagraph_capture_sizes", "max_num_batched_tokens"}:
+        defaults["max_cudagraph_capture_size"] = 32
     return LLM(model=folder, **{**defaults, **settings})
 
 
