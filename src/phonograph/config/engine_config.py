@@ -121,7 +121,7 @@ class EngineConfig(Settings):
         default=None, description="Numbers of tokens to capture graphs for, such as 1,2,4."
     )
     max_cudagraph_capture_size: values.OptionalSize = Field(
-        default=None, description="Largest number of tokens to capture a graph for."
+        default=None, description="Largest number of tokens to capture a graph for; default: 8 on a CPU, 2048 on a GPU."
     )
     enforce_eager: values.Flag = Field(default=False, description="Run without graphs, as cudagraph_mode NONE.")
     verify_graphs: values.Flag = Field(

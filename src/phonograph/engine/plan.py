@@ -72,7 +72,7 @@ _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_CAPTURE_TOKENS = {"cpu": 8, "cuda": 2048}
 _CPU_GRAPHS = (
-    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens are captured at the start: on a CPU a replay saves 10 to "
+    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens are captured at the start: on a CPU a replay saves 9 to "
     "17% of a step of one token, about 4% at 32 and 2% from 128 on, and padding costs more; larger steps run eagerly, "
     "without padding; max_cudagraph_capture_size captures more"
 )
