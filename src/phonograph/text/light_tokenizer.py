@@ -39,9 +39,6 @@ class LightTokenizer:
     def eos_token_id(self) -> int | None:
         return self._token_id("eos_token")
 
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
-
     def __call__(self, text: str, *, add_special_tokens: bool, return_attention_mask: bool) -> dict[str, list[int]]:
         del return_attention_mask  # there is none
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
