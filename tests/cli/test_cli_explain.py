@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,7 +216,7 @@ def test_a_backend_that_this_machine_cannot_run_gets_a_hint(
     [
         (["--device-name", "h2000"], "device_name='h2000': is not known; known are cpu"),
         (["--device-name", "h200", "--device", "cpu"], "device='cpu': contradicts device_name='h200'"),
-        (["--device-name", "l4"], "max_model_len=131072"),
+        (["--device-name", "l4", "--max-model-len", "131072"], "max_model_len=131072"),
         (
             ["--device-name", "a10", "--max-model-len", "8192", "--num-kv-blocks", "100000"],
             "num_kv_blocks=100000: a KV cache of 781.2 GiB does not fit beside weights of 15.0 GiB",
@@ -227,6 +228,34 @@ def test_devices_that_do_not_fit(
 ) -> None:
     assert main(["explain", *llama[:2], *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("h200", "at least 7.0 GiB more are needed; gpu_memory_utilization=0.95, a smaller model, fewer bits"),
+        ("h100", "are needed, at least 54.5 GiB more; a smaller model, fewer bits"),
+    ],
+)
+def test_weights_beyond_the_card_say_what_is_missing(
+    device: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "llama-3.1-70b", "--device-name", device]) == 2
+    error = capsys.readouterr().err
+    assert "weights of 131.4 GiB" in error and says in error and "max_model_len" not in error
+
+
+@pytest.mark.parametrize("flags", [[], ["--max-model-len", "auto"], ["--max-model-len", "-1"]])
+def test_the_context_is_the_largest_that_fits(run_json: Any, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    free = SimpleNamespace(available=8 * GIB)
+    monkeypatch.setattr("phonograph.engine.memory.psutil.virtual_memory", lambda: free)
+    (facts,) = run_json("explain", "qwen3-0.6b", "--device", "cpu", *flags)
+    context = facts["limits"]["max_model_len"]
+    assert context == facts["memory"]["num_kv_tokens"] == 2 * GIB // facts["memory"]["kv_block"] * 16 < 40960
+    assert facts["notes"][1] == (
+        f"max_model_len {context}: the largest that fits the memory; the model's 40960 (max_position_embeddings 40960) "
+        "needs a KV cache of 8.8 GiB (kv_cache_memory_bytes=9395240960)"
+    )
 
 
 CASCADE = ["--cascade-attention", "--attention-backend", "flash_attn"]

@@ -144,7 +144,7 @@ def test_graphs_of_decodes_with_drafts(run_json: Any, tiny: list[str], mode: str
     (facts,) = run_json("verify", *tiny, *drafts, "--replays", "30")
     assert facts["ok"] and {graph["graphs"] for graph in facts["graphs"]} == kinds
     decodes = [graph for graph in facts["graphs"] if graph["graphs"] == "decode"]
-    assert [(graph["num_tokens"], graph["query_len"]) for graph in decodes] == [(16, 4), (8, 4), (4, 4)]
+    assert [(graph["num_tokens"], graph["query_len"]) for graph in decodes] == [(16, 4), (12, 4), (8, 4), (4, 4)]
     assert main(["generate", *tiny, *drafts, "--token-ids", "1,2,3"]) == 2
 
 

@@ -47,7 +47,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "seed": st.integers(0, 2**63 - 1),
-    "max_model_len": counts,
+    "max_model_len": st.one_of(counts, st.sampled_from(["auto", "AUTO", -1])),
     "max_num_seqs": st.integers(1, 1 << 17),
     "max_num_batched_tokens": st.integers(1, 1 << 20),
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
@@ -153,6 +153,15 @@ def test_null_in_a_flag_unsets_the_value_of_the_file(tmp_path: Path) -> None:
     text = "model: demo\nnum_kv_blocks: 8\n"
     config = load(text, tmp_path, flags={"num_kv_blocks": "null", "kv_cache_memory_bytes": "64"})
     assert (config.num_kv_blocks, config.kv_cache_memory_bytes) == (None, 64)
+
+
+@pytest.mark.parametrize("auto", ["auto", "-1"])
+def test_an_automatic_context_in_a_flag_goes_before_the_number_of_the_file(auto: str, tmp_path: Path) -> None:
+    text = "model: demo\nmax_model_len: 64\n"
+    assert load(text, tmp_path, flags={"max_model_len": auto}).max_model_len is None
+    assert load(text, tmp_path, PHONOGRAPH_MAX_MODEL_LEN=auto).max_model_len is None
+    # A value that begins with a dash is no flag.
+    assert parsed_by_the_command_line(["demo", "--max-model-len", auto]).max_model_len is None
 
 
 @pytest.mark.parametrize("null", ["null", "~", "Null"])

@@ -42,6 +42,8 @@ def folder(tmp_path_factory):
 
 def make_llm(folder: str, **settings) -> LLM:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 128}
+    if not settings.keys() & {"cudagraph_capture_sizes", "max_num_batched_tokens"}:
+        defaults["max_cudagraph_capture_size"] = 32
     return LLM(model=folder, **{**defaults, **settings})
 
 
@@ -251,7 +253,7 @@ def test_memory_that_is_not_there_is_an_error(folder: str) -> None:
 def test_settings_that_cannot_work_are_errors(folder: str) -> None:
     for settings, message, kind in (
         (
-            {"num_kv_blocks": 3},
+            {"num_kv_blocks": 3, "max_model_len": 512},
             "max_model_len=512.*64 KV blocks.*num_kv_blocks=3.*lower max_model_len to 24",
             MemoryLimitError,
         ),

@@ -23,7 +23,14 @@ def _prompts(seed: int) -> list[list[int]]:
 def test_greedy_tokens_and_logits_of_every_position(family: str, tmp_path) -> None:
     reference = make_checkpoint(family, tmp_path)
     # Chunks of 24 tokens cut every longer prompt; four sequences share a step; blocks of 8 are found again.
-    llm = LLM(model=str(tmp_path), max_num_seqs=4, max_num_batched_tokens=24, block_size=8, num_kv_blocks=160)
+    llm = LLM(
+        model=str(tmp_path),
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        block_size=8,
+        num_kv_blocks=160,
+        max_cudagraph_capture_size=24,
+    )
     prompts = _prompts(1)
     greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=VOCAB_SIZE)
     outputs = llm.generate(prompts, greedy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from tokenizers import decoders, models, normalizers, trainers
 
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.errors import ModelError
+from phonograph.errors import ModelError, RequestError
 from phonograph.text.gguf_tokenizer import make_gguf_tokenizer
 from phonograph.text.tokenizer import Tokenizer
 
@@ -66,6 +68,88 @@ def test_byte_level_tokens(header: dict[str, Any], tmp_path: Path) -> None:
     assert begins.encode_chat([{"role": "user", "content": "a"}]) == ours.encode_chat(
         [{"role": "user", "content": "a"}]
     )
+
+
+TEMPLATES = [
+    None,
+    "{{ bos_token }}{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+    "{% if tools is not none %}{{ tools | tojson(indent=1) }}{% endif %}{{ documents is none }}{{ unk_token }}",
+    "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}\n",
+    "{{ strftime_now('%Y') }}{{ eos_token }}{{ colour or 'plain' }}{% if add_generation_prompt %}>{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": False, "variables": {"colour": "red"}},
+        {"tools": [{"type": "function", "function": {"name": "f<>"}}]},
+        {"tools": []},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+)
+def test_chats_are_those_of_transformers(
+    template: str | None, options: dict[str, Any], header: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = Tokenizer.load(write_header(tmp_path / "a.gguf", header))
+    chat = [{"role": role, "content": f" {role} says <b>é</b>"} for role in ("system", "user", "assistant", "user")]
+
+    def rendered(tokenizer: Tokenizer) -> str | RequestError:
+        try:
+            return tokenizer.render_chat(chat, template=template, **options)
+        except RequestError as error:
+            return error
+
+    got, expected = rendered(ours), rendered(Tokenizer(ours.hugging_face))
+    assert str(got) == str(expected)
+
+
+def test_a_template_that_refuses_and_one_that_reaches_out(header: dict[str, Any], tmp_path: Path) -> None:
+    ours = Tokenizer.load(write_header(tmp_path / "a.gguf", header))
+    chat = [{"role": "user", "content": "a"}]
+    for template, words in (
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", "unsafe"),
+        ("{% for %}", "the chat template rejects them"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            ours.render_chat(chat, template=template)
+
+
+def test_special_tokens_are_those_of_transformers(header: dict[str, Any], tmp_path: Path) -> None:
+    """The header may name a special token that its types call normal."""
+    types = [1] * len(header["tokenizer.ggml.tokens"])
+    normal = {**header, "tokenizer.ggml.token_type": types, "tokenizer.ggml.padding_token_id": 300}
+    for number, one in enumerate((header, normal)):
+        ours = Tokenizer.load(write_header(tmp_path / f"{number}.gguf", one))
+        theirs = Tokenizer(ours.hugging_face)
+        assert ours.special_token_ids == theirs.special_token_ids and ours.vocab_size == theirs.vocab_size
+        assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+        assert ours.eos_token_id is not None and ours.chat_template == theirs.chat_template
+        named = [header["tokenizer.ggml.tokens"][token] for token in sorted(ours.special_token_ids)]
+        for text in (*TEXTS, " ".join(named), "".join(named) + "a"):
+            for special in (True, False):
+                token_ids = ours.encode(text, add_special_tokens=special)
+                assert token_ids == theirs.encode(text, add_special_tokens=special)
+                for skip in (True, False):
+                    expected = theirs.decode(token_ids, skip_special_tokens=skip)
+                    assert ours.decode(token_ids, skip_special_tokens=skip) == expected
+        with pytest.raises(RequestError, match="not valid Unicode"):
+            ours.encode("\ud83d")
+
+
+def test_a_chat_with_a_gguf_file_imports_no_transformers(header: dict[str, Any], tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from phonograph.text.tokenizer import Tokenizer\n"
+        "tokenizer = Tokenizer.load(sys.argv[1])\n"
+        "tokenizer.decode(tokenizer.encode_chat([{'role': 'user', 'content': 'a'}]))\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    path = write_header(tmp_path / "a.gguf", header)
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

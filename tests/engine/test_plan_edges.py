@@ -35,6 +35,58 @@ def test_blocks_for_exactly_one_request_are_enough_and_one_less_is_not() -> None
             plan_of(max_model_len=tokens, num_kv_blocks=3)
 
 
+LONG = replace(DEMO, context_length=1 << 24, context_source="max_position_embeddings")
+
+
+@pytest.mark.parametrize(
+    ("device", "settings"),
+    [
+        ("cpu", {}),
+        ("cpu", {"num_kv_blocks": 3}),
+        ("cpu", {"kv_cache_memory_bytes": 1 << 20, "block_size": 1}),
+        ("a10", {"attention_backend": "triton", "gpu_memory_utilization": 0.2}),
+        # The buffers of this backend grow with the context.
+        ("a10", {"attention_backend": "flashinfer", "max_num_seqs": 512}),
+    ],
+)
+def test_the_context_is_the_largest_that_one_sequence_has_room_for(device: str, settings: dict[str, Any]) -> None:
+    """The context that is chosen fits as a number too, and one block more does not."""
+    plan = plan_of(device, LONG, **settings)
+    context, size = plan.limits.max_model_len, plan.limits.block_size
+    assert context % size == 0 and size <= context < LONG.context_length
+    assert plan_of(device, LONG, max_model_len=context, **settings).limits == plan.limits
+    with pytest.raises(MemoryLimitError, match=f"max_model_len={context + size}"):
+        plan_of(device, LONG, max_model_len=context + size, **settings)
+    assert plan.notes[0].startswith(
+        f"max_model_len {context}: the largest that fits the memory; the model's 16777216 ("
+    )
+
+
+def test_a_context_that_fits_whole_is_the_models() -> None:
+    model = replace(DEMO, context_length=63, context_source="max_position_embeddings 63")
+    plan = plan_of(model=model, num_kv_blocks=4)
+    assert plan.limits.max_model_len == 63 and plan.notes[0] == "max_model_len 63: max_position_embeddings 63"
+    assert plan_of(model=model, num_kv_blocks=3).limits.max_model_len == 48
+    with pytest.raises(MemoryLimitError, match=r"max_model_len=auto: one request of 2 tokens needs 2 KV blocks"):
+        plan_of(model=model, num_kv_blocks=1, block_size=1)
+
+
+def test_the_share_of_the_card_that_an_error_names_holds_the_weights() -> None:
+    large = replace(DEMO, intermediate_size=DEMO.intermediate_size * 1_500)
+    settings = {"max_num_batched_tokens": 256, "enforce_eager": True}
+    with pytest.raises(
+        MemoryLimitError, match=r"leave no KV block in gpu_memory_utilization=0.3 of 24.0 GiB; at least"
+    ) as caught:
+        plan_of("a10", large, gpu_memory_utilization=0.3, **settings)
+    found = re.search(r"at least (.*) GiB more are needed; gpu_memory_utilization=([\d.]+),", str(caught.value))
+    assert found is not None
+    missing, share = map(float, found.groups())
+    assert plan_of("a10", large, gpu_memory_utilization=share, **settings).memory.num_blocks > 0
+    assert abs(0.3 + missing / 24 - share) < 0.01
+    with pytest.raises(MemoryLimitError, match="leave no KV block"):
+        plan_of("a10", large, gpu_memory_utilization=round(share - 0.001, 3), **settings)
+
+
 def test_no_more_sequences_than_blocks() -> None:
     plan = plan_of(max_model_len=64, num_kv_blocks=4, max_num_seqs=8)
     assert plan.limits.max_num_seqs == 4 and any("max_num_seqs 8 -> 4" in note for note in plan.notes)

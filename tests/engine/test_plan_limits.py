@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,54 @@ from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError
+from phonograph.graphs.dispatch import BatchShape
 from phonograph.models.spec import read_model_spec
 
 
 def test_no_graph_is_captured_for_more_tokens_than_requests_can_have() -> None:
     limits = {"max_num_seqs": 3, "max_model_len": 72, "num_kv_blocks": 96, "max_num_batched_tokens": 512}
+    limits["max_cudagraph_capture_size"] = 512
     plan = make_plan(EngineConfig(model="demo", **limits), read_model_spec("demo"), known_device("cpu"))
     assert max(key.num_tokens for key in plan.captures.largest_first()) == 3 * 72
     limits = {**limits, "num_kv_blocks": 7}
     plan = make_plan(EngineConfig(model="demo", **limits), read_model_spec("demo"), known_device("cpu"))
     assert max(key.num_tokens for key in plan.captures.largest_first()) == 72 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "decode", "mixed"),
+    [
+        ({}, range(1, 9), range(1, 9)),
+        ({"max_num_seqs": 3}, range(1, 4), range(1, 9)),
+        ({"max_num_batched_tokens": 4}, range(1, 5), range(1, 5)),
+        ({"max_cudagraph_capture_size": 20}, [*range(1, 17), 18, 20], [*range(1, 17), 18, 20]),
+        ({"max_cudagraph_capture_size": 512, "max_num_seqs": 10}, range(1, 11), [*range(1, 17), 18]),
+        ({"cudagraph_capture_sizes": [4, 32]}, [4, 32], [4, 32]),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, range(1, 9), []),
+        ({"enforce_eager": True}, [], []),
+    ],
+)
+def test_a_cpu_captures_small_steps_without_padding(
+    settings: dict[str, Any], decode: Sequence[int], mixed: Sequence[int]
+) -> None:
+    config = EngineConfig(model="demo", max_model_len=64, **settings)
+    plan = make_plan(config, read_model_spec("demo"), known_device("cpu"))
+    assert [key.num_tokens for key in plan.captures.decode] == list(decode)
+    assert [key.num_tokens for key in plan.captures.mixed][: len(mixed)] == list(mixed)
+    explained = any(note.startswith("graphs of up to 8 tokens are captured at the start") for note in plan.notes)
+    sized = settings.keys() & {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "enforce_eager"}
+    assert explained == (not sized)
+    dispatcher = plan.make_dispatcher()
+    most = max([*decode, 0])
+    for tokens in decode if most <= 10 else ():
+        decision = dispatcher.decide(BatchShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
+        assert decision.key is not None and decision.num_tokens == tokens
+
+
+def test_drafts_leave_a_decode_graph_for_one_sequence_on_a_cpu() -> None:
+    config = EngineConfig(model="demo", num_speculative_tokens=9)
+    plan = make_plan(config, read_model_spec("demo"), known_device("cpu"))
+    assert [(key.num_tokens, key.num_reqs) for key in plan.captures.decode] == [(10, 1)]
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 8}])

@@ -103,6 +103,30 @@ def stream_to_its_end(url: str, into: list[str], body: dict[str, Any]) -> thread
     return thread
 
 
+def test_the_port_answers_with_the_progress_until_it_serves(start: Callable[..., Process]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start("--port", str(port))
+    phases: list[str] = []
+
+    def serves() -> bool:
+        assert server.process.poll() is None, server.said
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30)
+        except httpx.ConnectError:  # its server is not imported yet
+            assert not phases
+            return False
+        if answer.status_code == 503:
+            assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "engine_starting"
+            phases.append(answer.json()["starting"]["phase"])
+        return answer.status_code == 200
+
+    wait_for(serves, 120)
+    assert phases[0] == "imports" and set(phases) <= {"imports", "weights", "graphs"}
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0 and "Traceback" not in server.said
+
+
 def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..., Process]) -> None:
     server = start("--disable-uvicorn-access-log")
     url, lines, answers = server.url, [], []

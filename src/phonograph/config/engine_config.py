@@ -68,8 +68,10 @@ class EngineConfig(Settings):
     )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 
-    max_model_len: values.OptionalSize = Field(
-        default=None, description="Maximum tokens of prompt and output together."
+    max_model_len: values.OptionalContext = Field(
+        default=None,
+        description="Maximum tokens of prompt and output together; auto is the largest that the memory holds for one "
+        "sequence, up to the model's.",
     )
     max_num_seqs: values.OptionalSeqs = Field(default=None, description="Maximum requests in one step.")
     max_num_batched_tokens: values.OptionalStepTokens = Field(default=None, description="Maximum tokens in one step.")
@@ -119,7 +121,7 @@ class EngineConfig(Settings):
         default=None, description="Numbers of tokens to capture graphs for, such as 1,2,4."
     )
     max_cudagraph_capture_size: values.OptionalSize = Field(
-        default=None, description="Largest number of tokens to capture a graph for."
+        default=None, description="Largest number of tokens to capture a graph for; default: 8 on a CPU, 2048 on a GPU."
     )
     enforce_eager: values.Flag = Field(default=False, description="Run without graphs, as cudagraph_mode NONE.")
     verify_graphs: values.Flag = Field(

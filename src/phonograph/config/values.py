@@ -19,6 +19,7 @@ from phonograph.graphs.modes import GraphMode
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NULL = frozenset({"null", "~"})
+_AUTO = frozenset({"auto", "-1"})
 
 
 def unless_null(value: object) -> object:
@@ -70,6 +71,22 @@ def whole(low: int, high: int | None = None) -> Kind:
         return number
 
     return Kind(f"a whole number >= {low}" + (f" and <= {high}" if high is not None else ""), parse, "N")
+
+
+def auto_or(kind: Kind, meaning: str) -> Kind:
+    """Return `kind` with auto and -1, vLLM's words for a choice of the engine.
+
+    Args:
+        kind: of other values.
+        meaning: what the engine chooses, in words that follow "auto (or -1) for".
+    """
+
+    def parse(value: object) -> object:
+        if not isinstance(value, bool) and str(value).strip().lower() in _AUTO:
+            return None
+        return kind.parse(value)
+
+    return Kind(f"{kind.works}, or auto (or -1) for {meaning}", parse, f"{kind.metavar}|auto")
 
 
 def one_of(literal: object) -> Kind:
@@ -190,6 +207,7 @@ Fraction = Annotated[float, Kind("a number > 0 and <= 1", _number(lambda number:
 Count = Annotated[int, whole(0)]
 Size = Annotated[int, whole(1)]
 OptionalSize = Annotated[int | None, whole(1)]
+OptionalContext = Annotated[int | None, auto_or(whole(1), "the largest that fits")]
 # Bounds far above any useful value: tables and graphs are sized by them at the start.
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]

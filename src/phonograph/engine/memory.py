@@ -25,6 +25,7 @@ _LIBRARY_BYTES = 334 << 20
 """Allowance for loaded kernels, workspaces of libraries and small buffers."""
 _CONTEXT_BYTES = 620 << 20
 """Size of the CUDA context on an H200. Like vLLM's, the engine's share of memory excludes it."""
+_SMALLER = "a smaller model, fewer bits a weight (quantization) or a device with more memory works"
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """Driver memory for the nodes of one layer in one captured CUDA graph."""
 
@@ -121,12 +122,13 @@ def plan_memory(
     taken = weights + graphs + attention + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
     available, place = _available(device)
     parts = (
-        f"weights of {_gib(weights)}, graphs with their workspace of {_gib(graphs)}, attention, sampling and libraries "
-        f"of {_gib(taken - weights - graphs)}"
+        f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "
+        f"of {gib(taken - weights - graphs)}"
     )
     if taken > available:
         raise MemoryLimitError(
-            f"{config.model}: {parts} do not fit {place}; {_gib(taken)} and room for the KV cache are needed"
+            f"{config.model}: {parts} do not fit {place}; {gib(taken)} and room for the KV cache are needed, at least "
+            f"{gib(taken - available)} more; {_SMALLER}"
         )
     block = kv_block_bytes(model, kv_cache_dtype, block_size)
     blocks_per_request = blocks_for(max_model_len, block_size)
@@ -146,12 +148,21 @@ def plan_memory(
             f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention "
             f"({attention / GIB:.2f}), sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
         )
-        num_blocks = max(0, (int(device.memory * config.gpu_memory_utilization) - taken) // block)
+        share = int(device.memory * config.gpu_memory_utilization)
+        num_blocks = max(0, (share - taken) // block)
+        if not num_blocks:
+            least = -(-1000 * (taken + block) // device.memory) / 1000
+            remedy = f"gpu_memory_utilization={least}, {_SMALLER}" if taken + block <= available else _SMALLER
+            raise MemoryLimitError(
+                f"{config.model}: {parts} leave no KV block in gpu_memory_utilization={config.gpu_memory_utilization} "
+                f"of {gib(device.memory)}; at least {gib(taken + block - share)} more are needed; {remedy}"
+            )
     if num_blocks < blocks_per_request:
         fits = num_blocks * block_size
         raise MemoryLimitError(
-            f"max_model_len={max_model_len}: one request needs {blocks_per_request} KV blocks of {block_size} tokens "
-            f"({blocks_per_request * block} bytes), and {source} gives {num_blocks}; "
+            f"max_model_len={config.max_model_len or 'auto'}: one request of {max_model_len} tokens needs "
+            f"{blocks_per_request} KV blocks of {block_size} tokens ({blocks_per_request * block} bytes), and {source} "
+            f"gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
     if num_blocks * block > available - taken:
@@ -161,7 +172,7 @@ def plan_memory(
             what_fits += f", and one request of max_model_len={max_model_len} needs {blocks_per_request}"
         elif source.startswith("gpu_memory_utilization"):
             what_fits += f", as with gpu_memory_utilization={1000 * available // device.memory / 1000}"
-        cache = f"{source.partition(' ')[0]}: a KV cache of {_gib(num_blocks * block)}"
+        cache = f"{source.partition(' ')[0]}: a KV cache of {gib(num_blocks * block)}"
         raise MemoryLimitError(f"{cache} does not fit beside {parts} in {place}; {what_fits}")
     note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
     return MemoryPlan(
@@ -179,14 +190,15 @@ def _available(device: DeviceSpec) -> tuple[int, str]:
     """Return the bytes that an engine can use on a device, and a description of them."""
     if device.kind == "cpu":
         free = psutil.virtual_memory().available
-        return free, f"the {_gib(free)} of free memory of this machine"
+        return free, f"the {gib(free)} of free memory of this machine"
     if device.free is not None:
-        return device.free, f"the {_gib(device.free)} that are free of {_gib(device.memory)} of {device.name}"
+        return device.free, f"the {gib(device.free)} that are free of {gib(device.memory)} of {device.name}"
     free = device.memory - _CONTEXT_BYTES
-    return free, f"the {_gib(free)} that the CUDA context leaves of {_gib(device.memory)} of {device.name}"
+    return free, f"the {gib(free)} that the CUDA context leaves of {gib(device.memory)} of {device.name}"
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB, for a message."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 

@@ -65,6 +65,7 @@ def make_capture_list(
     sizes: tuple[int, ...] | None = None,
     speculative_tokens: int = 0,
     cascade_reqs: int | None = None,
+    pads_decodes: bool = True,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
 
@@ -72,12 +73,15 @@ def make_capture_list(
         mode: the resolved mode.
         max_num_seqs: largest number of sequences in a step.
         max_num_batched_tokens: largest number of tokens in a step.
-        max_capture_tokens: largest mixed or piecewise graph of the default list.
+        max_capture_tokens: largest mixed or piecewise graph of the default list; without `pads_decodes`, also the
+            largest decode graph.
         most_step_tokens: tokens of the largest step that requests and cache have room for, if known.
         sizes: the user's numbers of tokens, instead of the default list.
         speculative_tokens: draft tokens of a decode.
         cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
             for no cascades.
+        pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
+            costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
 
     Returns:
         The keys of each set, and notes about sizes that were left out.
@@ -101,7 +105,11 @@ def make_capture_list(
     decode: tuple[GraphKey, ...] = ()
     if mode.decode_full:
         most_reqs = min(max_num_seqs, max_num_batched_tokens // query_len)
-        wanted = [count * query_len for count in default_decode_sizes(most_reqs)] if sizes is None else sizes
+        if pads_decodes or not most_reqs:
+            counts = default_decode_sizes(most_reqs)
+        else:
+            counts = default_mixed_sizes(min(most_reqs, max(1, max_capture_tokens // query_len)))
+        wanted = [count * query_len for count in counts] if sizes is None else sizes
         fitting = sorted({size for size in wanted if size <= most_reqs * query_len and size % query_len == 0})
         left_out = _join(sorted(set(wanted) - set(fitting)))
         if most_reqs < max_num_seqs and not left_out:

@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 
 from phonograph.errors import ModelError, shortened
 from phonograph.models.weights.gguf_file import GgufFile
+from phonograph.text.light_tokenizer import LightTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 """Types of tokens in `tokenizer.ggml.token_type`."""
@@ -62,15 +63,12 @@ def has_gguf_tokenizer(file: GgufFile) -> bool:
     return file.values.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
 
-def make_gguf_tokenizer(file: GgufFile) -> Any:
-    """Return the file's tokenizer with its chat template, as transformers' fast tokenizer.
+def make_gguf_tokenizer(file: GgufFile) -> LightTokenizer:
+    """Return the file's tokenizer with its chat template.
 
     Raises:
         ModelError: a key is missing or has the wrong type, or the tokenizer is of a kind that is not supported.
     """
-    # Imported late, since it takes a second.
-    from transformers import PreTrainedTokenizerFast
-
     header = _Header(file)
     kind = file.values.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -80,14 +78,12 @@ def make_gguf_tokenizer(file: GgufFile) -> Any:
     tokenizer.add_special_tokens(header.added(_CONTROL))
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {name: header.special(key) for name, key in names.items()}
+    named = dict.fromkeys(text for text in special.values() if text is not None)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in named])
     _frame(tokenizer, header, special, bos)
     template = file.values.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        chat_template=template if isinstance(template, str) else None,
-        **{f"{name}_token": text for name, text in special.items() if text is not None},
-    )
+    texts = {f"{name}_token": text for name, text in special.items() if text is not None}
+    return LightTokenizer(tokenizer, texts, template if isinstance(template, str) else None)
 
 
 class _Header:

@@ -17,6 +17,7 @@ from phonograph.models.weights.gguf_file import read_gguf
 from phonograph.models.weights.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
+from phonograph.text.light_tokenizer import LightTokenizer
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200
@@ -70,7 +71,8 @@ class Tokenizer:
     @property
     def hugging_face(self) -> Any:
         """The tokenizer of transformers, for libraries that need it."""
-        return self._tokenizer
+        light = isinstance(self._tokenizer, LightTokenizer)
+        return self._tokenizer.transformers_tokenizer if light else self._tokenizer
 
     @property
     def eos_token_id(self) -> int | None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from phonograph.engine.process.process_client import ProcessClient
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
+from phonograph.server.http.starting import Starting
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.openai.serving import Serving
 from phonograph.text.tokenizer import has_tokenizer
@@ -69,19 +71,27 @@ async def _serve(
         raise ModelError(f"{engine_config.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_tools(config)
     template = chat_template(config)
+    starting = Starting(BACKLOG)
+
+    def report(phase: str, done: int, total: int) -> None:
+        starting.progress(phase, done, total)
+        progress(phase, done, total)
+
     with _bound(config) as listener:
-        defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
-        async with AsyncLLM(config=engine_config, client=ProcessClient, progress=progress) as engine:
-            serving = Serving(engine, config, engine_config.model, defaults, template)
-            http = _Server(serving)
-            await asyncio.to_thread(try_chat, serving)
-            # All present objects stay. Without them, collections are too short for clients to notice.
-            gc.collect()
-            gc.freeze()
+        async with AsyncExitStack() as running:
+            async with starting.answering(listener):
+                defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
+                started = AsyncLLM(config=engine_config, client=ProcessClient, progress=report)
+                engine = await running.enter_async_context(started)
+                serving = Serving(engine, config, engine_config.model, defaults, template)
+                http = _Server(serving)
+                await asyncio.to_thread(try_chat, serving)
+                # All present objects stay. Without them, collections are too short for clients to notice.
+                gc.collect()
+                gc.freeze()
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             # Clients may connect when the line appears; the backlog holds them until uvicorn accepts.
-            listener.listen(BACKLOG)
             ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1, {engine.facts.resolution.label}")
             return await http.run_until_done(listener)
 
@@ -156,7 +166,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound but does not listen: a used port ends the start before the engine loads."""
+    """Return a bound socket: a used port ends the start before the engine loads."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
