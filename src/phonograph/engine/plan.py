@@ -14,6 +14,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.engine.memory import Limits, MemoryPlan, plan_memory
+from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
@@ -26,6 +27,7 @@ from phonograph.kernels.scaled_products import (
     takes_scaled_product,
 )
 from phonograph.models.layers.workspace import quantized_sizes
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
@@ -37,6 +39,7 @@ class EnginePlan:
     """Decisions of an engine.
 
     threads: threads of the operators on a CPU; None on a GPU
+    cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     notes:   limits, memory and threads that the configuration left open, or that differ from it
     """
 
@@ -51,6 +54,7 @@ class EnginePlan:
     captures: CaptureList
     memory: MemoryPlan
     threads: Threads | None
+    cpu_products: CpuProducts | None
     notes: tuple[str, ...]
 
     def make_dispatcher(self) -> Dispatcher:
@@ -85,8 +89,13 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     _check_block_size(limits, model)
+    cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
+    if cpu_products is not None:
+        model = cpu_products.with_head(model)
     notes = [f"max_model_len {limits.max_model_len}: {model.context_source}"] if config.max_model_len is None else []
     notes += _product_notes(model, dtype, device)
+    if cpu_products is not None:
+        notes.append(f"cpu_products: {cpu_products.reason}")
     attention = resolve_attention(config, model, device)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
@@ -127,6 +136,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         graph_tokens=graph_tokens,
         num_graphs=len(graphs),
         attention=attention_bytes,
+        cpu_products=cpu_products,
     )
     if memory.num_blocks < limits.max_num_seqs:
         notes.append(
@@ -158,6 +168,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         captures=captures,
         memory=memory,
         threads=threads,
+        cpu_products=cpu_products,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
 

@@ -8,7 +8,7 @@ Shapes: T tokens, N rows that need logits, P rows that are kept in the last laye
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -18,7 +18,8 @@ from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.decoder_layer import DecoderLayer
 from phonograph.models.layers.kernel_set import Attend, KernelSet
 from phonograph.models.layers.linear import NormedLinear, WeightAllocator
-from phonograph.models.quantization.scheme import QuantizedModule
+from phonograph.models.quantization.gguf_blocks import GgufBlocks
+from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.kv_scales import KVScales
 
@@ -134,14 +135,26 @@ class Transformer:
                     if scheme is not None:
                         yield QuantizedModule(name, scheme, linear.weight, first, outputs)
                     first += outputs
-        if not self.spec.tie_word_embeddings:
+        if not self._makes_head():
             yield from self._quantized_head()
 
     def finish(self) -> None:
         """Make a head in another format from the embedding that it is tied to, which must be there."""
-        if self.spec.tie_word_embeddings:
+        if self._makes_head():
             for head in self._quantized_head():
                 head.load({"weight": self.embedding_VE})
+
+    def convert_quantized(self, convert: Callable[[LinearWeight], LinearWeight]) -> None:
+        """Replace the loaded weights in another format, one after another."""
+        # The lists would keep the memory of converted weights.
+        self.quantized.clear()
+        linears = [linear for layer in self.layers for linear, _, _ in layer.matrices(self.spec)]
+        for linear in (*linears, self.lm_head):
+            linear.weight = convert(linear.weight)
+
+    def _makes_head(self) -> bool:
+        """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
+        return self.spec.tie_word_embeddings and not isinstance(self.spec.lm_head_scheme, GgufBlocks)
 
     def _quantized_head(self) -> Iterator[QuantizedModule]:
         if self.spec.lm_head_scheme is not None:

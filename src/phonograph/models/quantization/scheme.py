@@ -135,6 +135,7 @@ class Quantization:
             components of a name that follow each other ("layers.1", "mlp"), or for "re:" and a pattern.
         only: modules that are quantized, as in `rules`; all if there are none.
         lists: settings that `rules` and `only` come from.
+        head: format of the blocks of the head in a GGUF file, or None.
         fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
     """
 
@@ -144,6 +145,7 @@ class Quantization:
     only: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
+    head: Scheme | None = None
 
     @property
     def has_schemes(self) -> bool:

@@ -34,6 +34,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
     shapes = model.spec.tensor_shapes()
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
     tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items() if name not in _USED_ELSEWHERE}
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding is not None and model.spec.tie_word_embeddings and "lm_head.weight" in shapes:
+        tensors.setdefault("lm_head.weight", embedding)
     for name, tensor in tensors.items():
         if name not in shapes:
             raise WeightError(

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError, shortened
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
@@ -61,6 +62,7 @@ def begin_loading(
     seed: int = 0,
     progress: Progress | None = None,
     revision: str | None = None,
+    cpu_products: CpuProducts | None = None,
 ) -> Generator[Loading]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
 
@@ -76,6 +78,7 @@ def begin_loading(
         seed: seed of random weights.
         progress: called here and in `Loading.finish`.
         revision: branch, tag or commit on the hub.
+        cpu_products: form that quantized weights take after loading; None leaves them in groups.
 
     Raises:
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
@@ -113,6 +116,9 @@ def begin_loading(
         def finish() -> None:
             copies.finish()
             model.finish()
+            if cpu_products is not None:
+                with torch.inference_mode():
+                    model.convert_quantized(partial(cpu_products.convert, dtype=dtype))
 
         yield Loading(model, tuple(notes), finish)
 
