@@ -89,14 +89,11 @@ def test_answer_on_a_gpu(file: Path, tmp_path: Path) -> None:
     check(file, tmp_path, "cuda")
 
 
-@pytest.mark.parametrize("operator_rows", [0, 64])
+@pytest.mark.parametrize("operator_rows", [0, 256])
 def test_packed_products_are_near_exact_ones(file: Path, operator_rows: int) -> None:
     """The mean divergence of the next token's probabilities is a third of that of activations in 8 bits."""
-    spec, text = (
-        read_model_spec(file),
-        "The capital of France is Paris. Water boils at 100 degrees, and ice melts at 0.",
-    )
-    tokens = Tokenizer.load(file).encode(text)
+    spec, text = read_model_spec(file), (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tokens = Tokenizer.load(file).encode(text)[:256]
     packed = CpuProducts(
         int4=True, dequantize=True, operator_rows=operator_rows, tile_dtype="bfloat16", reason="a test"
     )
