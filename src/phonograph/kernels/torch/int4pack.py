@@ -258,6 +258,8 @@ _library.define(
 )
 _library.impl("int4_product", _multiply, "CPU")
 _int4_product = torch.ops.phonograph.int4_product.default
+# The tape's replay calls the function without torch's dispatch.
+_int4_product.python_function = _multiply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def product(x_TI: torch.Tensor, weight: Int4Packed) -> torch.Tensor:
