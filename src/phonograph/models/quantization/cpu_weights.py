@@ -13,6 +13,7 @@ import torch
 from phonograph.kernels.torch import int4pack
 from phonograph.kernels.torch.grouped import Grouped, dequantize
 from phonograph.kernels.torch.int4pack import Int4Packed
+from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.grouped_weight import GroupedScheme, GroupedWeight
 from phonograph.models.quantization.scheme import LinearWeight, Scheme
 from phonograph.models.quantization.unquantized import DenseWeight
@@ -63,11 +64,15 @@ class CpuProducts:
 
     def weight_bytes(self, model: ModelSpec, dtype: str) -> int:
         """Return the bytes of all weights of a model."""
-        element, matrices = DTYPE_BYTES[dtype], model.quantized_matrices()
-        return model.weight_bytes(dtype) + sum(
-            self.nbytes(scheme, outputs, inputs, element) - scheme.nbytes(outputs, inputs, element)
-            for scheme, outputs, inputs in matrices
-        )
+        element, total = DTYPE_BYTES[dtype], model.weight_bytes(dtype)
+        for scheme, outputs, inputs in model.quantized_matrices():
+            total += self.nbytes(scheme, outputs, inputs, element) - scheme.nbytes(outputs, inputs, element)
+        head = model.lm_head_scheme
+        if model.tie_word_embeddings and isinstance(head, GgufBlocks):
+            # The embedding stays in the file's blocks.
+            row_bytes = head.stored(model.vocab_size, model.hidden_size)["weight"].shape[1]
+            total += model.vocab_size * (row_bytes - model.hidden_size * element)
+        return total
 
     def convert(self, weight: LinearWeight, dtype: torch.dtype) -> LinearWeight:
         """Return a loaded weight in its form; `dtype` is the model's type."""

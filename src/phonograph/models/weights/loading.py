@@ -98,6 +98,9 @@ def begin_loading(
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         model = Transformer(spec, dtype, device)
+    convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
+    if convert is not None and not drawn:
+        model.convert_quantized(convert)
     num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
 
     def report(num_there: int) -> None:
@@ -108,6 +111,8 @@ def begin_loading(
         with torch.inference_mode():
             if drawn:
                 _draw(model, seed)
+                if convert is not None:
+                    model.convert_drawn(convert)
             elif location is not None and is_gguf(location):
                 load_gguf(model, read_gguf(location), copies)
             else:
@@ -116,9 +121,6 @@ def begin_loading(
         def finish() -> None:
             copies.finish()
             model.finish()
-            if cpu_products is not None:
-                with torch.inference_mode():
-                    model.convert_quantized(partial(cpu_products.convert, dtype=dtype))
 
         yield Loading(model, tuple(notes), finish)
 
@@ -220,7 +222,9 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
             f"{_stated(missing[0], model.spec)}"
         )
-    for module, ends in modules:
+    while modules:
+        # A weight that a CPU converts is freed with its last part.
+        module, ends = modules.pop(0)
         own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
         copies.run(partial(module.load, own))
     return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
