@@ -234,7 +234,11 @@ def products() -> list[dict[str, Any]]:
     from phonograph.models.quantization.grouped_weight import GroupedWeight
 
     measured, rows = measure(), []
-    settings = {"operator_rows": measured.operator_rows, "tile_dtype": measured.tile_dtype, "reason": ""}
+    settings: dict[str, Any] = {
+        "operator_rows": measured.operator_rows,
+        "tile_dtype": measured.tile_dtype,
+        "reason": "",
+    }
     forms = {
         "packed or dequantized": CpuProducts(int4=True, dequantize=True, **settings),
         "float32": CpuProducts(int4=False, dequantize=True, reason=""),
@@ -252,7 +256,9 @@ def products() -> list[dict[str, Any]]:
         ):
             weight, x = GroupedWeight(values, inputs), torch.randn(1, inputs)
             copies = max(1, (64 << 20) // (4 * inputs * outputs))
-            held = {form: [one.convert(weight, torch.float32) for _ in range(copies)] for form, one in forms.items()}
+            held = {
+                form: [one.convert(weight, False, torch.float32) for _ in range(copies)] for form, one in forms.items()
+            }
             taken: dict[str, list[float]] = {form: [] for form in forms}
             for _ in range(8):
                 for form, weights in held.items():

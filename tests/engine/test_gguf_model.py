@@ -89,7 +89,7 @@ def test_answer_on_a_gpu(file: Path, tmp_path: Path) -> None:
     check(file, tmp_path, "cuda")
 
 
-@pytest.mark.parametrize("operator_rows", [0, 256])
+@pytest.mark.parametrize("operator_rows", [8, 256])
 def test_packed_products_are_near_exact_ones(file: Path, operator_rows: int) -> None:
     """The mean divergence of the next token's probabilities is a third of that of activations in 8 bits."""
     spec, text = read_model_spec(file), (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -110,7 +110,9 @@ def test_packed_products_are_near_exact_ones(file: Path, operator_rows: int) -> 
             loading.finish()
         sequences = DenseSequences(bind_torch(loading.model))
         sequences.add()
-        found.append(sequences.step([(0, tokens)])[0].log_softmax(-1))
+        rows = sequences.step([(0, tokens[:-64])])
+        rows += [row for token in tokens[-64:] for row in sequences.step([(0, [token])])]
+        found.append(torch.cat(rows)[-64:].log_softmax(-1))
     near, wanted = found
     divergence = (wanted.exp() * (wanted - near)).sum(-1)
     assert float(divergence.mean()) <= 1e-3 and float(divergence.max()) <= 2e-2

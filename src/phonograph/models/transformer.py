@@ -24,8 +24,8 @@ from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.kv_scales import KVScales
 
-Convert = Callable[[LinearWeight], LinearWeight]
-"""Conversion of a loaded weight into the form that is multiplied."""
+Convert = Callable[[LinearWeight, bool], LinearWeight]
+"""Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
 
 
 class Transformer:
@@ -168,7 +168,7 @@ class Transformer:
         self.quantized.clear()
         linears = [linear for layer in self.layers for linear, _, _ in layer.matrices(self.spec)]
         for linear in (*linears, self.lm_head):
-            linear.weight = convert(linear.weight)
+            linear.weight = convert(linear.weight, linear is self.lm_head)
 
     def _makes_head(self) -> bool:
         """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
@@ -186,7 +186,7 @@ class Transformer:
             return None
 
         def loaded() -> None:
-            linear.weight = convert(linear.weight)
+            linear.weight = convert(linear.weight, linear is self.lm_head)
 
         return loaded
 

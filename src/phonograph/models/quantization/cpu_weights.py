@@ -74,13 +74,20 @@ class CpuProducts:
             total += model.vocab_size * (row_bytes - model.hidden_size * element)
         return total
 
-    def convert(self, weight: LinearWeight, dtype: torch.dtype) -> LinearWeight:
-        """Return a loaded weight in its form; `dtype` is the model's type."""
+    def convert(self, weight: LinearWeight, is_head: bool, dtype: torch.dtype) -> LinearWeight:
+        """Return a loaded weight in its form.
+
+        Args:
+            weight: the weight.
+            is_head: the weight is that of the head, whose products are averaged: logits of 20 would be multiples of
+                1/8 in bfloat16.
+            dtype: the model's type.
+        """
         if not isinstance(weight, GroupedWeight):
             return weight
         values = weight.values
         if self.int4 and not values.is_fp8() and _packs(values.bits, values.group):
-            packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype))
+            packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype), averaged=is_head)
             return Int4Weight(packed, weight.inputs, values.order_I)
         return DenseWeight(_dequantized(weight, dtype)) if self.dequantize else weight
 

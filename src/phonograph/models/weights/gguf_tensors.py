@@ -78,6 +78,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
         module = modules.pop(0)
         name = f"{module.name}.weight"
         copies.run(partial(_load, module, tensors[name], half if _is_interleaved(name, file) else 0))
+        if model.device.type == "cpu":
+            # Pages that were read would count as memory of this process.
+            file.release()
 
 
 def _is_interleaved(name: str, file: GgufFile) -> bool:
