@@ -100,7 +100,7 @@ def test_a_torch_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_averaged_products_are_nearer(rows: int) -> None:
-    """Of results that are large beside their spread, such as logits, bfloat16 rounds off the most."""
+    """Two roundings of one result differ, and their average is nearer."""
     weight = weights(8, 32, 1024, 640, zeros=False, offsets=False)
     x = torch.randn(rows, 1024)
     wanted = x.double() @ exact(weight, 1024).t()
