@@ -45,6 +45,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),
     "quantize_lm_head": st.just("fp8"),
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
+    "cpu_products": st.sampled_from(["auto", "INT4", "float32"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "seed": st.integers(0, 2**63 - 1),
     "max_model_len": st.one_of(counts, st.sampled_from(["auto", "AUTO", -1])),

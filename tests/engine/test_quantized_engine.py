@@ -31,7 +31,7 @@ def make_llm(folder: Path, device: str, **settings: Any) -> LLM:
         max_num_seqs=4,
         max_model_len=256,
         num_kv_blocks=200,
-        **({} if device == "cuda" else {"cudagraph_capture_sizes": [1, 2, 4, 64]}),
+        **({} if device == "cuda" else {"cudagraph_capture_sizes": [1, 2, 4, 64], "cpu_products": "float32"}),
         **settings,
     )
 

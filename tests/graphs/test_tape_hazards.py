@@ -259,3 +259,27 @@ def test_pool_gives_memory_back_after_the_last_reader() -> None:
     assert first <= 3 * 4096
     runtime.capture(lambda: (x[:10] + 1,))
     assert runtime.memory_bytes == first, "a smaller graph fits what the larger one claimed"
+
+
+def test_replay_calls_the_function_that_an_operator_names(
+    runtime: TapeRuntime, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's dispatch to an operator in Python takes longer than a small operator."""
+    operator, calls = torch.ops.phonograph_test.scaled_sum.default, []
+
+    def function(*args: object) -> None:
+        calls.append(args)
+        _scaled_sum(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(operator, "python_function", function, raising=False)
+    out, count = torch.empty_like(x), torch.tensor([3])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        operator(x, count, 2.0, out)
+        return (out,)
+
+    graph = runtime.capture(step)
+    assert not calls
+    count[0] = 2
+    graph.replay()
+    assert len(calls) == 1 and torch.equal(out[:2], 2 * x[:2]) and not out[2:].any()

@@ -118,7 +118,7 @@ def test_products_of_few_rows(inputs: int, outputs: int, group: int, kind: str) 
             wanted = ordered.double() @ exact.t() + bias
             assert (product(x, weight, bias) - wanted).norm() <= 3e-6 * wanted.norm()
             half = product(x.bfloat16(), weight, bias.bfloat16())
-            assert half.dtype == torch.bfloat16 and (half - wanted).norm() <= 0.02 * wanted.norm()
+            assert half.dtype == torch.bfloat16 and (half - wanted).norm() <= 0.04 * wanted.norm()
             wanted += hidden
             add_product(x, weight, bias, hidden)
             assert (hidden - wanted).norm() <= 3e-6 * wanted.norm()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from phonograph.core.device import DeviceSpec
 from phonograph.kernels.scaled_products import device_has_scaled_products, max_16_bit_rows, takes_scaled_product
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -46,41 +48,64 @@ class LayerWeights:
     kernels: Kernels
 
 
-def layer_weights(model: ModelSpec, dtype: str, device: DeviceSpec) -> list[LayerWeights]:
+def layer_weights(
+    model: ModelSpec, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None = None
+) -> list[LayerWeights]:
     """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too."""
+    make = partial(_weights, dtype=dtype, device=device, cpu_products=cpu_products)
     found: dict[tuple[int, str], LayerWeights] = {}
     for layer in range(model.num_layers):
         for place, matrix in enumerate(model.matrices(layer)):
             parts = tuple(matrix.parts.values())
-            one = _weights(_NAMES[place], model.matrix_scheme(matrix), parts, matrix.inputs, dtype, device)
+            one = make(_NAMES[place], model.matrix_scheme(matrix), parts, matrix.inputs)
             before = found.get((place, one.format))
             count, nbytes = (0, 0) if before is None else (before.count, before.nbytes)
             found[place, one.format] = replace(one, count=count + 1, nbytes=nbytes + one.nbytes)
-    head = _weights("lm_head", model.lm_head_scheme, (model.vocab_size,), model.hidden_size, dtype, device)
+    head = make("lm_head", model.lm_head_scheme, (model.vocab_size,), model.hidden_size)
     return [found[key] for key in sorted(found, key=lambda key: key[0])] + [head]
 
 
 def _weights(
-    layer: str, scheme: Scheme | None, parts: Sequence[int], inputs: int, dtype: str, device: DeviceSpec
+    layer: str,
+    scheme: Scheme | None,
+    parts: Sequence[int],
+    inputs: int,
+    *,
+    dtype: str,
+    device: DeviceSpec,
+    cpu_products: CpuProducts | None,
 ) -> LayerWeights:
     element, outputs = DTYPE_BYTES[dtype], sum(parts)
+
+    def nbytes(part: int) -> int:
+        if scheme is None:
+            return part * inputs * element
+        if cpu_products is None:
+            return scheme.nbytes(part, inputs, element)
+        return cpu_products.nbytes(scheme, part, inputs, element)
+
     return LayerWeights(
         layer=layer,
         count=1,
         outputs=outputs,
         inputs=inputs,
         format=dtype if scheme is None else scheme.name,
-        nbytes=sum(
-            part * inputs * element if scheme is None else scheme.nbytes(part, inputs, element) for part in parts
-        ),
-        kernels=product_kernels(scheme, outputs, inputs, dtype, device),
+        nbytes=sum(map(nbytes, parts)),
+        kernels=product_kernels(scheme, outputs, inputs, dtype, device, cpu_products),
     )
 
 
-def product_kernels(scheme: Scheme | None, outputs: int, inputs: int, dtype: str, device: DeviceSpec) -> Kernels:
+def product_kernels(
+    scheme: Scheme | None,
+    outputs: int,
+    inputs: int,
+    dtype: str,
+    device: DeviceSpec,
+    cpu_products: CpuProducts | None = None,
+) -> Kernels:
     """Return what multiplies a matrix on a device. Several kernels for one number of rows are chosen by the sizes."""
     if device.kind == "cpu":
-        return ((None, "torch" if scheme is None else "torch, unpacked in tiles"),)
+        return _cpu_kernels(scheme, inputs, dtype, cpu_products)
     hopper, has_kernels = device.capability[0] == 9, dtype != "float32"
     if scheme is None:
         ring = "gemm_ring, " if hopper else ""
@@ -103,3 +128,17 @@ def product_kernels(scheme: Scheme | None, outputs: int, inputs: int, dtype: str
         if not fits and not (scheme.bits == 8 and group >= inputs):
             return (written_out,)
     return (32, "gemm_grouped_small_m"), (MAX_GROUPED_ROWS, "gemm_tiled"), written_out
+
+
+def _cpu_kernels(scheme: Scheme | None, inputs: int, dtype: str, cpu_products: CpuProducts | None) -> Kernels:
+    if scheme is None or cpu_products is None:
+        return ((None, "torch"),)
+    match cpu_products.form(scheme, inputs):
+        case "int4":
+            operator = "torch._weight_int4pack_mm_for_cpu, packed in 4 bits, in bfloat16"
+            tiles = f"torch, unpacked in tiles of {cpu_products.tile_dtype}"
+            return (cpu_products.operator_rows, operator), (None, tiles)
+        case "dequantized":
+            return ((None, f"torch, dequantized to {dtype} at load"),)
+        case _:
+            return ((None, "torch, dequantized in tiles"),)

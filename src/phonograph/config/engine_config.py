@@ -63,6 +63,11 @@ class EngineConfig(Settings):
     dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
         default="auto", description="Type of weights and activations; auto is the model's."
     )
+    cpu_products: Annotated[values.CpuProductsChoice, values.one_of(values.CpuProductsChoice)] = Field(
+        default="auto",
+        description="Products of quantized weights on a CPU: int4 packs them for products in bfloat16, float32 "
+        "dequantizes them, for exact products; auto is the faster.",
+    )
     device: Annotated[values.DeviceKind, values.one_of(values.DeviceKind)] = Field(
         default="auto", description="Device of the model; auto is a GPU if there is one."
     )

@@ -13,6 +13,7 @@ from phonograph.core.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.sampling.grammar_masks import bitmask_words
 from phonograph.sampling.sampler import Sampler
@@ -85,6 +86,7 @@ def plan_memory(
     graph_tokens: int,
     num_graphs: int,
     attention: int,
+    cpu_products: CpuProducts | None = None,
 ) -> MemoryPlan:
     """Size the KV cache.
 
@@ -98,13 +100,14 @@ def plan_memory(
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
         attention: bytes that the attention backend takes beside the KV cache.
+        cpu_products: form of quantized weights on a CPU.
 
     Raises:
         MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
             device; the message says what fits.
     """
     max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, limits.block_size
-    weights = model.weight_bytes(dtype)
+    weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:

@@ -15,6 +15,7 @@ from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.engine.fitting_context import SHORTEST, plan_fitting_context
 from phonograph.engine.memory import Limits, MemoryPlan, gib, plan_memory
+from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
@@ -27,6 +28,7 @@ from phonograph.kernels.scaled_products import (
     takes_scaled_product,
 )
 from phonograph.models.layers.workspace import quantized_sizes
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
@@ -38,6 +40,7 @@ class EnginePlan:
     """Decisions of an engine.
 
     threads: threads of the operators on a CPU; None on a GPU
+    cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     notes:   limits, memory and threads that the configuration left open, or that differ from it
     """
 
@@ -52,6 +55,7 @@ class EnginePlan:
     captures: CaptureList
     memory: MemoryPlan
     threads: Threads | None
+    cpu_products: CpuProducts | None
     notes: tuple[str, ...]
 
     def make_dispatcher(self) -> Dispatcher:
@@ -91,7 +95,12 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     _check_block_size(limits, model)
+    cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
+    if cpu_products is not None:
+        model = cpu_products.with_head(model)
     notes = _product_notes(model, dtype, device)
+    if cpu_products is not None:
+        notes.append(f"cpu_products: {cpu_products.reason}")
     attention = resolve_attention(config, model, device)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
@@ -135,6 +144,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
             graph_tokens=graph_tokens,
             num_graphs=len(graphs),
             attention=attention_bytes,
+            cpu_products=cpu_products,
         )
 
     if config.max_model_len is None:
@@ -178,6 +188,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         captures=captures,
         memory=memory,
         threads=threads,
+        cpu_products=cpu_products,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
 

@@ -74,7 +74,7 @@ class ModelSpec:
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
-        lm_head_scheme: format that the language model's head is converted to at load, or None.
+        lm_head_scheme: format of the language model's head in memory, or None for the model's type.
         notes: decisions while reading, for `explain`.
     """
 
@@ -115,9 +115,7 @@ class ModelSpec:
         """Return the bytes of all weights, of which those that are not quantized are in `dtype`."""
         element = DTYPE_BYTES[dtype]
         dense = sum(math.prod(shape) for shape in self.tensor_shapes().values()) * element
-        matrices = list(self.quantized_projections())
-        if self.lm_head_scheme is not None:
-            matrices.append((self.lm_head_scheme, self.vocab_size, self.hidden_size))
+        matrices = self.quantized_matrices()
         return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
 
     def scheme_of(self, module: str) -> Scheme | None:
@@ -188,6 +186,12 @@ class ModelSpec:
                 scheme = self.scheme_of(name)
                 if scheme is not None:
                     yield scheme, outputs, inputs
+
+    def quantized_matrices(self) -> Iterator[tuple[Scheme, int, int]]:
+        """Yield the format, outputs and inputs of each quantized projection, and of a quantized head."""
+        yield from self.quantized_projections()
+        if self.lm_head_scheme is not None:
+            yield self.lm_head_scheme, self.vocab_size, self.hidden_size
 
 
 def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:

@@ -8,7 +8,7 @@ Shapes: T tokens, N rows that need logits, P rows that are kept in the last laye
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -17,10 +17,15 @@ import torch
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.decoder_layer import DecoderLayer
 from phonograph.models.layers.kernel_set import Attend, KernelSet
-from phonograph.models.layers.linear import NormedLinear, WeightAllocator
-from phonograph.models.quantization.scheme import QuantizedModule
+from phonograph.models.layers.linear import Linear, NormedLinear, WeightAllocator
+from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
+from phonograph.models.quantization.gguf_blocks import GgufBlocks
+from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.kv_scales import KVScales
+
+Convert = Callable[[LinearWeight, bool], LinearWeight]
+"""Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
 
 
 class Transformer:
@@ -47,11 +52,12 @@ class Transformer:
         self.final_norm = allocate.tensor(spec.hidden_size)
         self.lm_head = allocate.linear(spec.hidden_size, spec.vocab_size, bias=False, scheme=spec.lm_head_scheme)
         if spec.tie_word_embeddings and spec.lm_head_scheme is None:
-            self.embedding_VE = self.lm_head.matrix.t()
+            self.embedding_VE: Embedding = self.lm_head.matrix.t()
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
         self._indices: Sequence[int] = range(spec.num_layers)
+        self._convert: Convert | None = None
 
     def bind(self, kernels: KernelSet) -> None:
         """Set the kernel set."""
@@ -116,6 +122,7 @@ class Transformer:
         `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
         and [K, D] for [D] in the checkpoint.
         """
+        assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
         if not self.spec.tie_word_embeddings and self.spec.lm_head_scheme is None:
             views["lm_head.weight"] = self.lm_head.matrix.t()
@@ -127,25 +134,61 @@ class Transformer:
         """Yield the modules of a checkpoint whose weights are in the format of a scheme."""
         for layer in self.layers:
             for linear, prefix, parts in layer.matrices(self.spec):
-                first = 0
+                first, last = 0, list(parts)[-1]
                 for part, outputs in parts.items():
                     name = f"{prefix}.{part}"
                     scheme = self.spec.scheme_of(name)
                     if scheme is not None:
-                        yield QuantizedModule(name, scheme, linear.weight, first, outputs)
+                        loaded = self._when_loaded(linear) if part == last else None
+                        yield QuantizedModule(name, scheme, linear.weight, first, outputs, loaded)
                     first += outputs
-        if not self.spec.tie_word_embeddings:
+        if not self._makes_head():
             yield from self._quantized_head()
 
     def finish(self) -> None:
         """Make a head in another format from the embedding that it is tied to, which must be there."""
-        if self.spec.tie_word_embeddings:
+        if self._makes_head():
             for head in self._quantized_head():
+                assert isinstance(self.embedding_VE, torch.Tensor)
                 head.load({"weight": self.embedding_VE})
+
+    def keep_embedding_blocks(self, blocks: BlockEmbedding) -> None:
+        """Look the embedding up in the file's blocks, in place of numbers."""
+        dense, self.embedding_VE = self.embedding_VE, blocks
+        self.parameters = [parameter for parameter in self.parameters if parameter is not dense]
+
+    def convert_quantized(self, convert: Convert) -> None:
+        """Replace weights in another format, one after another: those that are loaded after this, each when it is."""
+        # The list would keep the memory of converted weights.
+        self.quantized.clear()
+        self._convert = convert
+
+    def convert_drawn(self, convert: Convert) -> None:
+        """Replace the weights in another format, one after another."""
+        self.quantized.clear()
+        linears = [linear for layer in self.layers for linear, _, _ in layer.matrices(self.spec)]
+        for linear in (*linears, self.lm_head):
+            linear.weight = convert(linear.weight, linear is self.lm_head)
+
+    def _makes_head(self) -> bool:
+        """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
+        return self.spec.tie_word_embeddings and not isinstance(self.spec.lm_head_scheme, GgufBlocks)
 
     def _quantized_head(self) -> Iterator[QuantizedModule]:
         if self.spec.lm_head_scheme is not None:
-            yield QuantizedModule("lm_head", self.spec.lm_head_scheme, self.lm_head.weight, 0, self.spec.vocab_size)
+            scheme, loaded = self.spec.lm_head_scheme, self._when_loaded(self.lm_head)
+            yield QuantizedModule("lm_head", scheme, self.lm_head.weight, 0, self.spec.vocab_size, loaded)
+
+    def _when_loaded(self, linear: Linear) -> Callable[[], None] | None:
+        """Return a function that converts a loaded weight, or None if weights stay as they are."""
+        convert = self._convert
+        if convert is None:
+            return None
+
+        def loaded() -> None:
+            linear.weight = convert(linear.weight, linear is self.lm_head)
+
+        return loaded
 
     def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
         """Yield each layer with the product that reads the stream after it, None after the last layer."""

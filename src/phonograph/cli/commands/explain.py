@@ -228,7 +228,7 @@ def _model_line(plan: EnginePlan) -> str:
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.lm_head_scheme.name}" if model.lm_head_scheme is not None else "")
-        + f"; {_bytes(model.weight_bytes(plan.dtype))} of weights"
+        + f"; {_bytes(plan.memory.weights)} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
 
@@ -237,7 +237,7 @@ def _layer_weights(plan: EnginePlan) -> list[LayerWeights]:
     # Needs torch, which --help must not load.
     from phonograph.cli.layer_weights import layer_weights
 
-    return layer_weights(plan.model, plan.dtype, plan.device)
+    return layer_weights(plan.model, plan.dtype, plan.device, plan.cpu_products)
 
 
 def _product_lines(plan: EnginePlan) -> list[str]:

@@ -205,9 +205,10 @@ def _freeze(tensor: torch.Tensor) -> torch.Tensor:
 def _entry(overload: Any) -> Callable[..., Any]:
     """Return the fastest callable of an operator.
 
-    torch's own binding takes half the time of the schema's, but only some are known to have the same arguments.
+    torch's own binding takes half the time of the schema's, but only some are known to have the same arguments. An
+    operator in Python may name its function as `python_function`, which takes 5 us less than torch's dispatch to it.
     """
-    bound = _BINDINGS.get(overload)
+    bound = _BINDINGS.get(overload) or getattr(overload, "python_function", None)
     return overload._op if bound is None else bound
 
 

@@ -1,7 +1,7 @@
 """Products with weights of 4 or 8 bits that have a scale for each group of inputs, in torch's operators.
 
 Weights are unpacked tile by tile, so that a second copy of a matrix never exists. This is the reference of the GPU's
-kernels, and what a CPU runs.
+kernels. A CPU packs or dequantizes weights at load, and runs this where memory allows neither.
 
 Shapes: T tokens, I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights.
 """
@@ -18,14 +18,6 @@ TILE = 1 << 19
 
 MAX_GROUPED_ROWS = 256
 """Rows up to which a GPU multiplies weights in groups by kernels of their own. For more it writes the weights out."""
-FEW_ROWS = 32
-"""Rows up to which `_multiply_few` was measured to take less time than `dequantize` and a product."""
-
-# Operands as tensors: torch takes 5 microseconds more for a number.
-_LOW_BITS = torch.tensor(15, dtype=torch.uint8)
-_TOP_BIT = torch.tensor(128, dtype=torch.uint8)
-_SHIFT_BY_7 = torch.tensor(128, dtype=torch.int16)
-_ALL_BUT_BIT_14 = torch.tensor(-0x4001, dtype=torch.int16)
 
 
 class Grouped(NamedTuple):
@@ -81,6 +73,12 @@ class Grouped(NamedTuple):
             zeros_OG=None if self.zeros_OG is None else self.zeros_OG[first:last],
             offsets_OG=None if self.offsets_OG is None else self.offsets_OG[first:last],
         )
+
+    def tiles(self) -> list[tuple[int, int]]:
+        """Return the first and the last output, exclusive, of each tile of about `TILE` weights."""
+        outputs, groups = self.scales_OG.shape
+        step = max(1, TILE // (groups * self.group))
+        return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
@@ -157,107 +155,22 @@ def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
 def product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight^T + bias, [T, O]."""
     x_TI = _ordered(x_TI, weight)
-    if _has_few_rows(x_TI, weight):
-        out_TO = _multiply_few(x_TI, weight).to(x_TI.dtype)
-    else:
-        out_TO = x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
-        for first, last in _tiles(weight):
-            tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
-            torch.mm(x_TI, tile.t().to(x_TI.dtype), out=out_TO[:, first:last])
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight.scales_OG.shape[0])
+    for first, last in weight.tiles():
+        tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
+        torch.mm(x_TI, tile.t().to(x_TI.dtype), out=out_TO[:, first:last])
     return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
 def add_product(x_TI: torch.Tensor, weight: Grouped, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
     """Add x @ weight^T + bias to `hidden`, in place."""
     x_TI = _ordered(x_TI, weight)
-    if _has_few_rows(x_TI, weight):
-        hidden_TO.add_(_multiply_few(x_TI, weight))
-    else:
-        for first, last in _tiles(weight):
-            tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
-            hidden_TO[:, first:last].addmm_(x_TI, tile.t().to(x_TI.dtype))
+    for first, last in weight.tiles():
+        tile = dequantize(weight.rows(first, last))[:, : x_TI.shape[1]]
+        hidden_TO[:, first:last].addmm_(x_TI, tile.t().to(x_TI.dtype))
     if bias_O is not None:
         hidden_TO.add_(bias_O)
 
 
-def _has_few_rows(x_TI: torch.Tensor, weight: Grouped) -> bool:
-    """Return True for the products of `_multiply_few`, whose bytes have values of one group each."""
-    whole_bytes = weight.bits == 8 or weight.group % 2 == 0
-    return x_TI.shape[0] <= FEW_ROWS and x_TI.device.type == "cpu" and whole_bytes and not weight.interleaved
-
-
-def _multiply_few(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
-    """Return x @ weight^T of few rows, in float32.
-
-    A product of one row takes as long as one operation on all unpacked weights, so that each operation less counts.
-    Zeros and offsets are multiplied by sums of inputs, one scale an output by the result. With 4 bits a byte b has the
-    values `low` and (b - low) / 16. Their product with the inputs x and y is low * (x - y / 16) + b * (y / 16), for
-    which nothing is shifted, and the values need not lie side by side.
-    """
-    outputs, groups = weight.scales_OG.shape
-    columns = groups * weight.group
-    x_TI = torch.nn.functional.pad(x_TI.float(), (0, columns - x_TI.shape[1]))
-    scales_OG = weight.scales_OG.float()
-    fill, scratch_type, factors = _fill_bytes, torch.uint8, [x_TI]
-    if weight.is_fp8():
-        fill, scratch_type, factors = _fill_fp8, torch.int16, [x_TI * 256]
-    elif weight.bits == 4:
-        second = x_TI[:, 1::2] / 16
-        fill, factors = _fill_nibbles, [x_TI[:, 0::2] - second, second]
-    width, step = columns // len(factors), min(max(1, TILE // columns), outputs)
-    packed_OB = weight.packed_OW.view(torch.uint8)[:, :width]
-    # Allocated once: new pages cost as much as an operation.
-    buffer = x_TI.new_empty(len(factors), step, width)
-    buffer[:, :, packed_OB.shape[1] :] = 0
-    scratch = x_TI.new_empty(step, packed_OB.shape[1], dtype=scratch_type)
-    out_TO = x_TI.new_empty(x_TI.shape[0], outputs)
-    tiles = zip(packed_OB.split(step), scales_OG.unsqueeze(-1).split(step), out_TO.split(step, 1), strict=True)
-    for packed, scales, out in tiles:
-        values = buffer[:, : packed.shape[0]]
-        fill(values, packed, scratch[: packed.shape[0]])
-        if groups > 1:
-            values.view(len(factors), -1, groups, width // groups).mul_(scales)
-        torch.mm(factors[0], values[0].t(), out=out)
-        if len(factors) == 2:
-            out.addmm_(factors[1], values[1].t())
-    if groups == 1:
-        out_TO.mul_(scales_OG[:, 0])
-    shifts_OG = _shifts(weight, scales_OG)
-    return out_TO if shifts_OG is None else out_TO.addmm_(x_TI.unflatten(1, (groups, -1)).sum(2), shifts_OG.t())
-
-
-def _shifts(weight: Grouped, scales_OG: torch.Tensor) -> torch.Tensor | None:
-    """Return what `_multiply_few` adds to all weights of a group, or None for 0 everywhere."""
-    zeros_OG, offsets_OG = weight.zeros_OG, weight.offsets_OG
-    if weight.bits == 8 and zeros_OG is None:
-        return None if offsets_OG is None else offsets_OG.float()
-    filled_zero = 0 if weight.bits == 4 else 128
-    shifts_OG = scales_OG * (-8 if zeros_OG is None else filled_zero - zeros_OG.float())
-    return shifts_OG if offsets_OG is None else shifts_OG.add_(offsets_OG)
-
-
-def _fill_bytes(values: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
-    """Write values of 8 bits less 128."""
-    values[0].copy_(torch.bitwise_xor(packed_OB, _TOP_BIT, out=scratch_OB).view(torch.int8))
-
-
-def _fill_nibbles(values: torch.Tensor, packed_OB: torch.Tensor, scratch_OB: torch.Tensor) -> None:
-    """Write the lower 4 bits of the bytes, then the bytes."""
-    values[0].copy_(torch.bitwise_and(packed_OB, _LOW_BITS, out=scratch_OB))
-    values[1].copy_(packed_OB)
-
-
-def _fill_fp8(values: torch.Tensor, packed_OI: torch.Tensor, scratch_OI: torch.Tensor) -> None:
-    """Write numbers of e4m3 divided by 256, by `_dequantize_fp8`'s rule, in the columns of inputs."""
-    bits = scratch_OI.copy_(packed_OI.view(torch.int8)).mul_(_SHIFT_BY_7).bitwise_and_(_ALL_BUT_BIT_14)
-    values[0, :, : packed_OI.shape[1]].copy_(bits.view(torch.float16))
-
-
 def _ordered(x_TI: torch.Tensor, weight: Grouped) -> torch.Tensor:
     return x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
-
-
-def _tiles(weight: Grouped) -> list[tuple[int, int]]:
-    outputs, groups = weight.scales_OG.shape
-    step = max(1, TILE // (groups * weight.group))
-    return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]

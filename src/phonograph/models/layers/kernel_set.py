@@ -16,6 +16,7 @@ import torch
 
 from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.linear import Linear, NormedLinear
+from phonograph.models.quantization.block_embedding import Embedding
 
 
 class KVTarget(NamedTuple):
@@ -82,7 +83,7 @@ class KernelSet(Protocol):
         """Return the input of `attention` that depends on the positions only, once a step."""
         ...
 
-    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
+    def embed(self, input_ids_T: torch.Tensor, embedding_VE: Embedding, then: NormedLinear) -> Stream:
         """Begin a stream with the embeddings of tokens. `then` is the product that reads the stream first."""
         ...
 

@@ -11,12 +11,12 @@ from phonograph.models.quantization.scheme import LinearWeight, Scheme
 from phonograph.models.quantization.unquantized import DenseWeight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Linear:
     """Weights of a matrix product: x @ weight + bias.
 
     Attributes:
-        weight: the matrix, in the format of the model's files.
+        weight: the matrix, in the format of the model's files until a CPU converts it after loading.
         bias_O: [outputs], or None.
     """
 

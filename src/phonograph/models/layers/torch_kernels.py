@@ -14,6 +14,7 @@ from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
 from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.kernel_set import Attend, Stream
 from phonograph.models.layers.linear import Linear, NormedLinear
+from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 
 class Rotary(NamedTuple):
@@ -37,7 +38,9 @@ class TorchKernels:
         cos_Th, sin_Th = torch.index_select(self._rotary_PD, 0, positions_T).chunk(2, -1)
         return Rotary(cos_Th[:, None, None], sin_Th[:, None])
 
-    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
+    def embed(self, input_ids_T: torch.Tensor, embedding_VE: Embedding, then: NormedLinear) -> Stream:
+        if isinstance(embedding_VE, BlockEmbedding):
+            return Stream(embedding_VE.lookup(input_ids_T))
         return Stream(functional.embedding(input_ids_T, embedding_VE))
 
     def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:

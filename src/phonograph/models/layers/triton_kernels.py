@@ -31,6 +31,7 @@ from phonograph.models.layers.decoder_layer import AttentionHeads
 from phonograph.models.layers.kernel_set import Attend, Stream
 from phonograph.models.layers.linear import Linear, NormedLinear
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization.block_embedding import Embedding
 
 _FEW_TOKENS = 128
 
@@ -61,7 +62,8 @@ class TritonKernels:
         """Return the positions: the kernel reads the table itself."""
         return positions_T
 
-    def embed(self, input_ids_T: torch.Tensor, embedding_VE: torch.Tensor, then: NormedLinear) -> Stream:
+    def embed(self, input_ids_T: torch.Tensor, embedding_VE: Embedding, then: NormedLinear) -> Stream:
+        assert isinstance(embedding_VE, torch.Tensor)
         rows = input_ids_T.shape[0]
         hidden_TE, normed_TE = self.workspace.hidden_TE[:rows], self.workspace.normed_TE[:rows]
         normed = self._input_of(then.linear, normed_TE)

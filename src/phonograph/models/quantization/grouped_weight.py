@@ -168,8 +168,9 @@ class GroupedScheme:
 
     def allocate(self, outputs: int, inputs: int, allocate: Allocate) -> GroupedWeight:
         groups, group = self.num_groups(inputs), self.group(inputs)
-        # Padding of the last group stays zero.
-        packed = allocate(outputs, self._num_words(inputs), dtype=torch.int32).zero_()
+        packed = allocate(outputs, self._num_words(inputs), dtype=torch.int32)
+        # Padding of the last group stays zero; pages of the rest are taken while they are filled.
+        packed[:, inputs * self.bits // 32 :] = 0
         scales = allocate_by_group(allocate, outputs, groups, packed.device)
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None

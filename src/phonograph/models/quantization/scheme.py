@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -104,13 +104,17 @@ Rules = tuple[tuple[str, Scheme | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
-    """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on."""
+    """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on.
+
+    `loaded` is called after the last part of a weight is loaded; parts are loaded in order.
+    """
 
     name: str
     scheme: Scheme
     weight: LinearWeight
     first: int
     outputs: int
+    loaded: Callable[[], None] | None = None
 
     def stored(self) -> dict[str, Stored]:
         """Return the tensors of the checkpoint by the ends of their names."""
@@ -122,6 +126,8 @@ class QuantizedModule:
         """Convert the module's tensors, on the device of the weight; raises WeightError as `Scheme.load`."""
         there = {end: tensor.to(self.weight.device) for end, tensor in tensors.items()}
         self.scheme.load(self.name, there, self.weight, self.first)
+        if self.loaded is not None:
+            self.loaded()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,7 @@ class Quantization:
             components of a name that follow each other ("layers.1", "mlp"), or for "re:" and a pattern.
         only: modules that are quantized, as in `rules`; all if there are none.
         lists: settings that `rules` and `only` come from.
+        head: format of the blocks of the head in a GGUF file, or None.
         fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
     """
 
@@ -144,6 +151,7 @@ class Quantization:
     only: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
+    head: Scheme | None = None
 
     @property
     def has_schemes(self) -> bool:

@@ -155,7 +155,9 @@ def quantization_of_gguf(file: GgufFile) -> Quantization | None:
         if is_whole and FLOATS.keys().isdisjoint(kinds.values()):
             by_kind = fused_schemes(kinds.values())
             schemes |= {module: by_kind[kind] for module, kind in kinds.items()}
-    return Quantization("gguf", schemes) if schemes else None
+    head = file.tensors.get("output.weight") or file.tensors.get("token_embd.weight")
+    in_blocks = None if head is None or head.kind in FLOATS else fused_schemes([head.kind])[head.kind]
+    return Quantization("gguf", schemes, head=in_blocks) if schemes else None
 
 
 def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[st
         return ()
     shown = ", ".join(f"{name} ({kind})" for name, kind in list(converted.items())[:3])
     more = f" and {len(converted) - 3} more" if len(converted) > 3 else ""
-    return (f"{shown}{more} of the file: dequantized to the model's type while loading",)
+    return (f"{shown}{more} of the file: dequantized to the model's type while loading, unless a CPU packs the head",)
 
 
 def rope_frequencies_of_gguf(file: GgufFile, frequencies: tuple[float, ...]) -> tuple[float, ...]:

@@ -6,11 +6,12 @@ damaged file declares. The reader here overrides both.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class GgufFile:
     path: Path
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    release: Callable[[], None]
+    """Gives the mapped pages back to the system, which reads them again when they are needed."""
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -82,6 +85,7 @@ def _read(path: Path, changed: int, size: int) -> GgufFile:
     try:
         reader = _reader_class(gguf.GGUFReader)(path, "c")
         values = {name: _value(field) for name, field in reader.fields.items()}
+        mapping: Any = reader.data
         tensors = {
             tensor.name: GgufTensor(tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist())), tensor.data)
             for tensor in reader.tensors
@@ -93,7 +97,12 @@ def _read(path: Path, changed: int, size: int) -> GgufFile:
             f"{path} is one of {values['split.count']} parts of a model; llama-gguf-split --merge joins them into the "
             "one file that is read"
         )
-    return GgufFile(path, values, tensors)
+    return GgufFile(path, values, tensors, partial(_release, getattr(mapping, "_mmap", None)))
+
+
+def _release(mapping: mmap.mmap | None) -> None:
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _check_start(path: Path, size: int) -> None:

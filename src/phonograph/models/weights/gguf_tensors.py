@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.gguf_blocks import FLOATS, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.transformer import Transformer
@@ -20,6 +21,7 @@ from phonograph.models.weights.gguf_file import GgufFile, GgufTensor
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
 from phonograph.models.weights.staging import Copies
 
+_EMBEDDING = "model.embed_tokens.weight"
 _USED_ELSEWHERE = frozenset({ROPE_FACTORS})
 
 
@@ -34,6 +36,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
     shapes = model.spec.tensor_shapes()
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
     tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items() if name not in _USED_ELSEWHERE}
+    ties_blocks = model.spec.tie_word_embeddings and "lm_head.weight" in shapes
+    if ties_blocks and _EMBEDDING in tensors:
+        tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])
     for name, tensor in tensors.items():
         if name not in shapes:
             raise WeightError(
@@ -55,6 +60,10 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
         if name not in tensors:
             copies.run(partial(_clear, destination))
             continue
+        if name == _EMBEDDING and ties_blocks:
+            # A head of the same blocks is packed, and rows are looked up in the file.
+            copies.run(partial(_keep_blocks, model, tensors[name]))
+            continue
         tensor, rows, interleaved = tensors[name], tensors[name].rows(), _is_interleaved(name, file)
         if tensor.kind in FLOATS:
             if interleaved:
@@ -64,9 +73,14 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
                 copies.add(name, destination, rows)
         else:
             copies.run(partial(_dequantize, name, tensor, half if interleaved else 0, destination))
-    for module in modules:
+    while modules:
+        # A weight that a CPU converts is freed with its last part.
+        module = modules.pop(0)
         name = f"{module.name}.weight"
         copies.run(partial(_load, module, tensors[name], half if _is_interleaved(name, file) else 0))
+        if model.device.type == "cpu":
+            # Pages that were read would count as memory of this process.
+            file.release()
 
 
 def _is_interleaved(name: str, file: GgufFile) -> bool:
@@ -86,6 +100,10 @@ def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:
 @torch.inference_mode()
 def _clear(destination: torch.Tensor) -> None:
     destination.zero_()
+
+
+def _keep_blocks(model: Transformer, tensor: GgufTensor) -> None:
+    model.keep_embedding_blocks(BlockEmbedding(tensor.rows(), tensor.kind, model.dtype))
 
 
 def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError, shortened
+from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
@@ -61,6 +62,7 @@ def begin_loading(
     seed: int = 0,
     progress: Progress | None = None,
     revision: str | None = None,
+    cpu_products: CpuProducts | None = None,
 ) -> Generator[Loading]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
 
@@ -76,6 +78,7 @@ def begin_loading(
         seed: seed of random weights.
         progress: called here and in `Loading.finish`.
         revision: branch, tag or commit on the hub.
+        cpu_products: form that quantized weights take after loading; None leaves them in groups.
 
     Raises:
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
@@ -95,6 +98,9 @@ def begin_loading(
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         model = Transformer(spec, dtype, device)
+    convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
+    if convert is not None and not drawn:
+        model.convert_quantized(convert)
     num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
 
     def report(num_there: int) -> None:
@@ -105,6 +111,8 @@ def begin_loading(
         with torch.inference_mode():
             if drawn:
                 _draw(model, seed)
+                if convert is not None:
+                    model.convert_drawn(convert)
             elif location is not None and is_gguf(location):
                 load_gguf(model, read_gguf(location), copies)
             else:
@@ -214,7 +222,9 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
             f"{_stated(missing[0], model.spec)}"
         )
-    for module, ends in modules:
+    while modules:
+        # A weight that a CPU converts is freed with its last part.
+        module, ends = modules.pop(0)
         own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
         copies.run(partial(module.load, own))
     return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []

@@ -121,3 +121,5 @@ for _device in ("CPU", "CUDA"):
 schedule = torch.ops.phonograph.reference_schedule.default
 attention = torch.ops.phonograph.reference_attention.default
 kv_write = torch.ops.phonograph.reference_kv_write.default
+# The tape's replay, which is on a CPU, calls the functions without torch's dispatch.
+attention.python_function, kv_write.python_function = _attention, _kv_write  # pyright: ignore[reportAttributeAccessIssue]
