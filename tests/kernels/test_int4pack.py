@@ -58,7 +58,7 @@ def test_products(
         assert int4pack.product(x.bfloat16(), packed).dtype == torch.bfloat16
         wanted += hidden
         int4pack.add_product(x, packed, hidden)
-        assert (hidden - wanted).norm() <= 6e-3 * wanted.norm()
+        assert (hidden - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 24), (8, 8), (8, 24), (4, 33)])
