@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "build" / "site-screenshots"
 WIDTHS = {"desktop": 1366, "phone": 390}
+VIEWS = (("desktop", "light"), ("phone", "light"), ("phone", "dark"), ("desktop", "dark"))
+SETTLES, DRAWS = 2.0, 10.0
+"""Seconds that a page has to follow a new size, and to draw its diagrams."""
 # Mermaid draws into closed shadow roots, into which a test cannot look.
 OPEN_ROOTS = """
 const attach = Element.prototype.attachShadow;
@@ -152,8 +155,8 @@ def look(chrome: Chrome, width: int, scheme: str) -> None:
 
 
 def wait_for_diagrams(chrome: Chrome) -> None:
-    """Wait until no source of a diagram is left, 10 s at most. `FAULTS` reports what is left then."""
-    until = time.monotonic() + 10
+    """Wait until no source of a diagram is left. `FAULTS` reports what is left after `DRAWS`."""
+    until = time.monotonic() + DRAWS
     while chrome.execute_script("return document.querySelectorAll('pre.mermaid').length") and time.monotonic() < until:
         time.sleep(0.02)
 
@@ -168,21 +171,28 @@ def has_colours(chrome: Chrome, scheme: str) -> bool:
     return True
 
 
+def lasting_faults(chrome: Chrome) -> list[str]:
+    """Return the faults that are still there after the page has had time to follow a new size."""
+    until = time.monotonic() + SETTLES
+    while (faults := chrome.execute_script(FAULTS)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return faults
+
+
 def faults_of(chrome: Chrome, url: str, name: str, pictures: Path = SCREENSHOTS) -> list[str]:
     """Open a page once, and look at it in both widths and both schemes."""
     found: list[str] = []
     look(chrome, WIDTHS["desktop"], "light")
     chrome.get(url)
     wait_for_diagrams(chrome)
-    for device, width in WIDTHS.items():
-        for scheme in ("light", "dark"):
-            look(chrome, width, scheme)
-            if not has_colours(chrome, {"light": "default", "dark": "slate"}[scheme]):
-                found.append(f"{name}, {device}, {scheme}: not in the colours of the system")
-            faults = chrome.execute_script(FAULTS)
-            found += [f"{name}, {device}, {scheme}: {fault}" for fault in faults]
-            picture = chrome.execute_cdp_cmd("Page.captureScreenshot", {"format": "jpeg", "quality": 60})
-            (pictures / f"{name}-{device}-{scheme}.jpg").write_bytes(base64.b64decode(picture["data"]))
+    for device, scheme in VIEWS:
+        look(chrome, WIDTHS[device], scheme)
+        if not has_colours(chrome, {"light": "default", "dark": "slate"}[scheme]):
+            found.append(f"{name}, {device}, {scheme}: not in the colours of the system")
+        faults = lasting_faults(chrome)
+        found += [f"{name}, {device}, {scheme}: {fault}" for fault in faults]
+        picture = chrome.execute_cdp_cmd("Page.captureScreenshot", {"format": "jpeg", "quality": 60})
+        (pictures / f"{name}-{device}-{scheme}.jpg").write_bytes(base64.b64decode(picture["data"]))
     log: list[dict[str, Any]] = chrome.get_log("browser")  # pyright: ignore
     return found + [f"{name}: {entry['message']}" for entry in log if entry["level"] != "INFO"]
 
@@ -211,7 +221,11 @@ def test_no_page_has_an_error_an_undrawn_diagram_or_cut_text(chrome: Chrome, sit
         ("<script>console.error('an error')</script>", "an error"),
     ],
 )
-def test_faults_are_found(chrome: Chrome, body: str, fault: str, tmp_path: Path) -> None:
+def test_faults_are_found(
+    chrome: Chrome, body: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SETTLES", 0.2)
+    monkeypatch.setitem(globals(), "DRAWS", 0.2)
     (tmp_path / "planted.html").write_text(f"<!doctype html><body data-md-color-scheme='default'>{body}</body>")
     chrome.get_log("browser")  # pyright: ignore
     with served(tmp_path) as address:
