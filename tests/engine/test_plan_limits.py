@@ -51,7 +51,7 @@ def test_a_cpu_captures_small_steps_without_padding(
     plan = make_plan(config, read_model_spec("demo"), known_device("cpu"))
     assert [key.num_tokens for key in plan.captures.decode] == list(decode)
     assert [key.num_tokens for key in plan.captures.mixed][: len(mixed)] == list(mixed)
-    explained = any(note.startswith("graphs of up to 8 tokens are captured at the start") for note in plan.notes)
+    explained = any(note.startswith("graphs of up to 8 tokens: on a CPU") for note in plan.notes)
     sized = settings.keys() & {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "enforce_eager"}
     assert explained == (not sized)
     dispatcher = plan.make_dispatcher()

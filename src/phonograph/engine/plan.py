@@ -76,8 +76,8 @@ _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DEFAULT_CAPTURE_TOKENS = {"cpu": 8, "cuda": 2048}
 _CPU_GRAPHS = (
-    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens: on a CPU padding of larger steps costs more than a replay "
-    "saves; max_cudagraph_capture_size captures more"
+    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens: on a CPU padding costs more than larger graphs gain; "
+    "max_cudagraph_capture_size captures more"
 )
 # GPU kernels load keys with the copy engine if a block holds a whole tile of them (docs/performance.md).
 _DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
