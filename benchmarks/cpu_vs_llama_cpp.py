@@ -48,12 +48,14 @@ class _Batch(ctypes.Structure):
     )
 
 
+_NO_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+
+
 def llama_cpp(model: Path, library: Path, threads: int) -> Answer:
     """Load a model by llama.cpp's C functions."""
     found = {name: next(library.glob(f"{name}*.so*")) for name in ("libggml-base", "libggml.", "libllama.")}
     _, ggml, llama = (ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in found.values())
-    quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-    llama.llama_log_set(quiet, None)
+    llama.llama_log_set(_NO_LOG, None)
     ggml.ggml_backend_load_all_from_path(str(library).encode())
     pointer = ctypes.c_void_p
     for name, result, *arguments in (
@@ -90,7 +92,6 @@ def llama_cpp(model: Path, library: Path, threads: int) -> Answer:
             tokens.append(next_token(tokens[-1:]))
         return tokens
 
-    answer.keeps = quiet  # pyright: ignore[reportFunctionMemberAccess]
     return answer
 
 

@@ -13,6 +13,7 @@ from gguf_files import write_gguf
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 
 from phonograph.models.layers.linear import Linear
+from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES
 from phonograph.models.quantization.unquantized import DenseWeight
@@ -61,6 +62,8 @@ def held_bytes(model: Transformer) -> int:
                 tensors[weight.order_I.data_ptr()] = weight.order_I.nbytes
         elif isinstance(weight, DenseWeight):
             tensors[weight.matrix_IO.data_ptr()] = weight.matrix_IO.nbytes
+    if isinstance(model.embedding_VE, BlockEmbedding):
+        tensors[model.embedding_VE.rows_VB.data_ptr()] = model.embedding_VE.rows_VB.nbytes
     return sum(tensors.values())
 
 
@@ -91,10 +94,10 @@ def test_checkpoints(name: str, products: CpuProducts, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+@pytest.mark.parametrize("family", ["llama2", "qwen3"])
 def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
-    """The head is packed too, from blocks of its own or those of the embedding."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    """The head is packed too, from blocks of its own or those of the embedding, which then stays in the file."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
     reference = make_checkpoint(family, tmp_path, seed=len(kind), **sizes)
     path = tmp_path / "model.gguf"
     reference.load_state_dict(write_gguf(path, tmp_path, lambda _: kind), strict=False)
@@ -102,7 +105,15 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
     spec = read_model_spec(path)
     model = load(spec, path, INT4)
     assert {type(linear.weight) for linear in linears(model)} == {Int4Weight}
+    assert isinstance(model.embedding_VE, BlockEmbedding) == spec.tie_word_embeddings
+    # The plan counts a norm of heads once; outputs are rounded up to blocks of 64, for each part of a fused matrix.
+    norms = sum(layer.heads.qk_norm.nbytes for layer in model.layers if layer.heads.qk_norm is not None)
+    planned, held = INT4.weight_bytes(INT4.with_head(spec), "float32"), held_bytes(model)
+    assert -norms <= planned - held <= 0.1 * held
     tokens = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
+    if isinstance(model.embedding_VE, BlockEmbedding):
+        looked_up = model.embedding_VE.lookup(torch.tensor(tokens))
+        assert (looked_up - reference.get_input_embeddings()(torch.tensor(tokens))).abs().max() <= 1e-6
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens])).logits[0]
     assert (logits(model, tokens) - wanted).norm() <= 3e-2 * wanted.norm()
