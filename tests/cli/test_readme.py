@@ -17,22 +17,30 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return [text for kind, text in every if kind == language]
 
 
-@pytest.mark.parametrize("command", ["explain", "config"])
+SHOWN = [block for block in blocks("") if block.startswith("$ phonograph ")]
+"""Commands with what they print."""
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: " ".join(block.split()[2:4]))
 def test_a_command_prints_the_output_in_readme(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = [block for block in blocks("") if block.startswith(f"$ phonograph {command} ")]
     typed, _, shown = block.replace("\\\n", "").partition("\n")
     monkeypatch.setenv("COLUMNS", "110")
     code = main(shlex.split(typed)[2:])
     captured = capsys.readouterr()
     printed = "\n".join(line.rstrip() for line in (captured.out or captured.err).splitlines())
-    assert code == (2 if command == "config" else 0)
+    assert code == (2 if shown.startswith("phonograph: error") else 0)
     # Dots stand for the lines before.
     assert printed.endswith(shown.removeprefix("...\n").rstrip("\n")) and len(shown) > 100
+
+
+def test_readme_shows_commands_and_an_error() -> None:
+    assert [block.split()[2] for block in SHOWN] == ["explain", "explain", "config"]
 
 
 def test_the_python_example_answers_by_the_graphs_that_readme_names(capsys: pytest.CaptureFixture[str]) -> None:
