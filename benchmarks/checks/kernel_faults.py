@@ -191,7 +191,7 @@ _PRODUCTS: tuple[Fault, ...] = (
         file="gemm/gemm_tiled.py",
         old="x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else",
         new="x_mask = (m < M)[:, None] if K % 16 == 0 else",
-        narrow=(_DENSE, "-k", "test_tiles_of_rows and (200 or 256)"),
+        narrow=(_DENSE, "-k", "tiles_of_wider"),
         broad=(_DENSE, _GROUPED, "-k", "tiles_of_rows or config0 or fp8_with_odd_sizes or entry_whose"),
     ),
     Fault(

@@ -136,6 +136,16 @@ def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits
     check_linear(rows, outputs, inputs, torch.float16, device, splits == 1, config, scratch)
 
 
+@pytest.mark.parametrize("inputs", [72, 80, 112])
+def test_tiles_of_wider_matrices(inputs: int, device: torch.device) -> None:
+    """What lies between the rows of the input is not read, whatever part of a step the last columns are."""
+    case = Case(5, 24, inputs, torch.float16, device)
+    x = torch.full((5, inputs + 64), float("nan"), dtype=torch.float16, device=device)
+    x[:, :inputs] = case.x
+    linear(x[:, :inputs], case.weight, None, case.out, config=_config(8, 1))
+    case.check(case.product(case.x, bias=False))
+
+
 FEW_ROWS = [
     (2, 45, 320, FewRowsConfig(8, 8, 128, 3, 1, 2, 2)),
     (13, 40, 264, FewRowsConfig(16, 8, 128, 1, 1, 4, 1, together=True)),
