@@ -138,7 +138,7 @@ def test_tiles_of_rows(rows: int, outputs: int, inputs: int, padded: int, splits
 
 @pytest.mark.parametrize("inputs", [72, 80, 112])
 def test_tiles_of_wider_matrices(inputs: int, device: torch.device) -> None:
-    """What lies between the rows of the input is not read, whatever part of a step the last columns are."""
+    """Memory between the rows of the input is not read, whatever part of a step the last columns are."""
     case = Case(5, 24, inputs, torch.float16, device)
     x = torch.full((5, inputs + 64), float("nan"), dtype=torch.float16, device=device)
     x[:, :inputs] = case.x
