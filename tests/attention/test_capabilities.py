@@ -201,6 +201,7 @@ def test_each_limit_of_a_declaration_is_a_reason_of_its_own() -> None:
         max_head_size=128,
         block_size_multiple=16,
         layouts=(KVLayout.NHD,),
+        windows=True,
         left_window_only=True,
     )
     right = replace(SPEC, num_query_heads=8, num_kv_heads=8, windows=((-1, 0), (5, -1)))

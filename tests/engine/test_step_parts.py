@@ -89,7 +89,9 @@ def test_few_layers_are_the_ends_and_one_of_each_kind(windows: list[tuple[int, i
 
     layers = [AttentionLayer(index=index, scale=1.0, window=window) for index, window in enumerate(windows)]
     program: Any = SimpleNamespace(
-        attention=SimpleNamespace(layers=layers), model=SimpleNamespace(only_layers=only_layers)
+        attention=SimpleNamespace(layers=layers),
+        model=SimpleNamespace(only_layers=only_layers),
+        _weight_formats=lambda index: (None,),
     )
     with StepProgram.few_layers(program):
         assert found == [expected]

@@ -172,7 +172,7 @@ def test_cases_that_fit() -> None:
     assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
     with pytest.raises(ConfigError, match="max_num_seqs=64"):
         cases_that_fit("cases", bench_cases.DECODE_CASES, requested=True, **fits)
-    with pytest.raises(ConfigError, match="no case fits"):
+    with pytest.raises(ConfigError, match="no published case fits"):
         cases_that_fit("cases", bench_cases.MIXED_CASES, requested=False, **fits)
 
 

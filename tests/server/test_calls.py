@@ -33,6 +33,7 @@ from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.models.weights.model_files import model_path
 from phonograph.scheduling.limits import SchedulerStats
 from phonograph.server.http.api_errors import ApiError, api_error
+from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.observe.graphs import graphs
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.text.tokenizer import Tokenizer
@@ -294,7 +295,7 @@ def test_graphs_that_took_a_second_try_are_shown_and_counted(
     async def body(bench: Bench) -> None:
         retry = CaptureRetry(GraphKey(GraphSet.DECODE, 2, 2, 1), "the library was not loaded")
         monkeypatch.setattr(bench.engine, "facts", replace(FACTS, capture_retries=(retry,)))
-        state = SimpleNamespace(serving=SimpleNamespace(engine=bench.engine, names=["demo"]))
+        state = SimpleNamespace(serving=SimpleNamespace(engine=bench.engine, names=["demo"], errors=ErrorCounts()))
         request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
         shown = (await graphs(request, last=0, after=0))["captures"]["retries"]
         assert shown == [{"set": "decode", "tokens": 2, "slots": 2, "reason": "the library was not loaded"}]

@@ -108,7 +108,7 @@ def test_a_step_can_be_chosen_and_the_page_be_paused(chrome: Chrome, server: Ser
     for _ in range(3):
         picture.send_keys(Keys.ARROW_LEFT)
     assert text(chrome, "chosen-what").startswith(f"Step {newest - 3:,}: 1 prefill of 3 tokens in full mixed graph")
-    assert "1 of 4 tokens are padding" in text(chrome, "chosen-why")
+    assert "1 of 4 tokens is padding" in text(chrome, "chosen-why")
     picture.send_keys(Keys.ESCAPE)
     assert text(chrome, "chosen-what").startswith(f"Step {newest:,}:")
     chrome.find_element(By.ID, "pause").click()
