@@ -227,7 +227,7 @@ def test_each_limit_of_a_declaration_is_a_reason_of_its_own() -> None:
     for device, reason in devices.items():
         (found,) = declared.refusals(right, known_device(device))
         assert found.endswith(reason)
-    one_size = Declaration(head_sizes=(64, 128))
+    one_size = Declaration(head_sizes=(64, 128), windows=True)
     assert one_size.refusals(right, l4) == []
     assert one_size.refusals(replace(right, head_size=96), l4) == ["head size 96; it has kernels for 64 or 128"]
 
