@@ -139,9 +139,6 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Chrome]:
-    lacking = browsers.missing()
-    if lacking:
-        pytest.skip(lacking)
     with browsers.browser() as driver:
         driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": OPEN_ROOTS})
         yield driver

@@ -33,9 +33,6 @@ return counts;
 
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Chrome]:
-    lacking = browsers.missing()
-    if lacking:
-        pytest.skip(lacking)
     with browsers.browser() as driver:
         yield driver
 

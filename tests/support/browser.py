@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def missing() -> str | None:
+def _missing() -> str | None:
     """Return the missing program, or None if a browser can be started."""
     try:
         import selenium  # noqa: F401
@@ -28,7 +30,10 @@ def missing() -> str | None:
 
 @contextmanager
 def browser() -> Iterator[Chrome]:
-    """Start the browser, and end it."""
+    """Start the browser, and end it. Skips the test where a program is missing."""
+    lacking = _missing()
+    if lacking:
+        pytest.skip(lacking)
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import psutil
 import torch
 
+from phonograph.engine.memory import gib
 from phonograph.errors import ConfigError
 from phonograph.kernels.torch import int4pack
 from phonograph.kernels.torch.grouped import Grouped
@@ -27,7 +28,6 @@ _COPIES = 16
 _TILE_ROWS = 64
 _ROWS = 4, 8, 16, 32, 64
 """Numbers of rows that the operator is measured with; blocks of four rows share the unpacking."""
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,10 @@ def _with_rest(model: ModelSpec, dtype: str, products: CpuProducts) -> CpuProduc
     if needed <= half:
         return products
     reason = (
-        f"{products.reason}; dequantized at load they would take {needed / _GIB:.1f} GiB, more than half of the free "
+        f"{products.reason}; dequantized at load they would take {gib(needed)}, more than half of the free "
         "memory, so that each step unpacks them"
     )
-    grouped = CpuProducts(
-        int4=products.int4,
-        dequantize=False,
-        operator_rows=products.operator_rows,
-        tile_dtype=products.tile_dtype,
-        reason=reason,
-    )
+    grouped = replace(products, dequantize=False, reason=reason)
     return products if grouped.weight_bytes(model, dtype) == needed else grouped
 
 

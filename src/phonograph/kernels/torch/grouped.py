@@ -127,7 +127,7 @@ def interleave(packed_OW: torch.Tensor) -> torch.Tensor:
 
 
 def deinterleave(packed_OW: torch.Tensor) -> torch.Tensor:
-    """Return words with the lowest bits first, from those of `interleave`."""
+    """Return words with the lowest bits first from the result of `interleave`."""
     words_OB4 = packed_OW.unflatten(1, (-1, 4))
     found = torch.zeros_like(words_OB4)
     for w in range(4):

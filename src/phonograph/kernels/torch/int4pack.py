@@ -65,7 +65,7 @@ class Int4Packed(NamedTuple):
 
 
 def column_group(bits: int, group: int) -> int | None:
-    """Return the columns that share a scale in the packed form of groups of inputs, or None if there is no such form.
+    """Return the columns that share a scale in the packed form of groups of inputs, or None without a packed form.
 
     Args:
         bits: 4 or 8.

@@ -24,7 +24,9 @@ def match_format(spec: ModelSpec, files: Iterable[Path]) -> ModelSpec:
     Damaged files are skipped: loading reports them.
     """
     quantization = spec.quantization
-    if quantization is None:
+    stated = () if quantization is None else (quantization.scheme, *(scheme for _, scheme in quantization.rules))
+    # Files in other formats need not be opened.
+    if quantization is None or not any(isinstance(scheme, Gptq) for scheme in stated):
         return spec
     found: dict[Gptq, Gptq] = {}
     for file in files:

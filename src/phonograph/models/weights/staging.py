@@ -150,7 +150,7 @@ def _check_finite(name: str, destination: torch.Tensor, source: torch.Tensor) ->
     if finite.numel() and not bool(finite.to(destination.dtype).isfinite().all()):
         dtype, largest = str(destination.dtype).removeprefix("torch."), torch.finfo(destination.dtype).max
         others = [other for other in (torch.bfloat16, torch.float32) if torch.finfo(other).max > largest]
-        works = " or ".join(str(other).removeprefix("torch.") for other in others if other != destination.dtype)
+        works = " or ".join(str(other).removeprefix("torch.") for other in others)
         raise WeightError(
             f"tensor {name} has numbers up to {float(finite.abs().amax()):g}, and the largest {dtype} is {largest:g}; "
             + (f"dtype {works} works" if works and bool(finite.float().isfinite().all()) else "no type here has them")

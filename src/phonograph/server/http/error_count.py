@@ -22,7 +22,7 @@ class ErrorCounts:
         self.failed = 0
 
     def add(self, status: int) -> None:
-        """Count an answer; a client that has disconnected is no error."""
+        """Count an answer; a client that has disconnected does not count."""
         if status >= 500:
             self.failed += 1
         elif status >= 400 and status != CLIENT_GONE:
